@@ -126,8 +126,11 @@ class InfeasibleError(GraphplanError):
         operation: str | None = None,
         device: int | str | None = None,
     ) -> None:
-        super().__init__(message)
         self.needed = dict(needed or {})
         self.available = dict(available or {})
+        for key, nbytes in self.available.items():
+            if 0 < nbytes < 1024:
+                message += f". max_memory[{key!r}] is {nbytes} bytes: write '{nbytes}GiB' for as many GiB"
+        super().__init__(message)
         self.operation = operation
         self.device = device

@@ -15,6 +15,11 @@ from graphplan.errors import PlanError
 
 Held = TypeVar("Held")
 
+_READERS = {
+    "graphplan.plan": "Plan",
+    "graphplan.cluster_plan": "ClusterPlan",
+    "graphplan.measurements": "Measurements",
+}
 _SEQUENCES = (tuple, Sequence, frozenset)
 _hints = cache(get_type_hints)
 _INTEGERS = 1 << 63  # below which, and above minus which, sums are made of them
@@ -57,7 +62,9 @@ class Format:
     def checked(self, data: Any) -> Mapping[str, Any]:
         """Data that holds what it should; PlanError as :meth:`parse`."""
         if not isinstance(data, dict) or data.get("format") != self.name:
-            raise PlanError(f'this JSON holds no {self.noun}: it lacks "format": "{self.name}"')
+            kind = _READERS.get(str(data.get("format"))) if isinstance(data, dict) else None
+            hint = f"; graphplan.{kind} reads it" if kind else ""
+            raise PlanError(f'this JSON holds no {self.noun}: it lacks "format": "{self.name}"{hint}')
         if data.get("version") != self.version:
             raise PlanError(
                 f"{self.name!r} has version {data.get('version')} here: this graphplan reads {self.version}"

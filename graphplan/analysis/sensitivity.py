@@ -117,7 +117,7 @@ class Bottleneck:
                 growth.amount,
                 time_text(growth.makespan),
                 time_text(growth.gain),
-                f"so on {', '.join(map(str, growth.like))}" if growth.like else "",
+                f"the same on {', '.join(map(str, growth.like))}" if growth.like else "",
             ]
             for growth in self.growths
         ]

@@ -68,6 +68,7 @@ def read_request(
         InputError: an argument is not what :func:`graphplan.plan` takes.
     """
     asked.require_flags()
+    asked.require_companions(machines=topology is None)
     constraints = read_constraints(asked, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)

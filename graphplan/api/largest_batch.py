@@ -7,10 +7,11 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from graphplan.api.plan_options import PlanKeywords
+from graphplan.api.plan_options import PlanKeywords, require_known
 from graphplan.api.planning import plan
+from graphplan.capture.structure import know_containers, leaves_of, map_leaves
+from graphplan.capture.transformers.caches import know_caches
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InfeasibleError, InputError
 
@@ -43,7 +44,11 @@ def largest_batch(
         InfeasibleError: not even a batch of one fits.
         GraphplanError: as in :func:`graphplan.plan`.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    require_known(plan, options, "largest_batch")
+    know_caches(model)
+    example = tuple(args), dict(kwargs or {})
+    know_containers(example)
+    tensors = [leaf for leaf in leaves_of(example) if isinstance(leaf, torch.Tensor)]
     if not tensors or not tensors[0].dim() or not tensors[0].shape[0]:
         raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -53,7 +58,7 @@ def largest_batch(
     lacking = dict[int, InfeasibleError]()
 
     def fits(size: int) -> bool:
-        sized = pytree.tree_map(lambda leaf: _of_size(leaf, given, size), (tuple(args), dict(kwargs or {})))
+        sized = map_leaves(lambda leaf: _of_size(leaf, given, size), example)
         try:
             plan(model, max_memory, *sized, **options)
         except InfeasibleError as error:

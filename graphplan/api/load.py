@@ -101,8 +101,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig  # optional package
 
     if not (folder / _CONFIG).is_file():
+        lacks = f"{folder} has no {_CONFIG}" if folder.is_dir() else f"there is no folder {str(folder)!r}"
         raise CheckpointError(
-            f"{folder} has no {_CONFIG}: give the folder of a transformers model. For one on the Hub, "
+            f"{lacks}: give the folder of a transformers model. For one on the Hub, "
             "download it first, with huggingface_hub.snapshot_download"
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

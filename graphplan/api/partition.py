@@ -147,7 +147,7 @@ def partition(
     source = read_source(request, checkpoint, strict=strict is not False)
     with_rules = replace(request.options, constraints=rules)
     placer = Placer(topology, with_rules, strict is True, source, check, warm, given)
-    if asked.calls is not None or asked.weights is not None:
+    if asked.calls is not None:
         return placer.place_together(model, model_copy, read_examples(model_copy, args, kwargs, asked))
     call = read_example(request, args, kwargs)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -28,6 +28,15 @@ ExampleRun = Callable[[Any], Any]
 """Code that makes calls of a model."""
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+_GOES_WITH = {
+    "machines=": ("microbatches", "schedule", "stages_per_machine", "objective", "network"),
+    "train=True": (
+        *("optimizer", "optimizer_bytes_per_element", "train_outputs"),
+        *("recompute", "offload_activations"),
+    ),
+    "calls=": ("weights",),
+}
+_OF_PARTITION = ("check", "checkpoint", "compile", "grad", "plan", "strict", "warm")
 _OF_ONE_MACHINE = ("pin", "together", "balance", "calls", "weights", "train_outputs")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -103,6 +112,15 @@ class PlanOptions:
             if isinstance(one.default, bool) and not isinstance(flag := getattr(self, one.name), bool):
                 raise InputError(f"{one.name} must be True or False, not {flag!r}")
 
+    def require_companions(self, *, machines: bool) -> None:
+        """Raise InputError for an argument that is given without the one that it goes with."""
+        given = {"machines=": machines, "train=True": self.train, "calls=": self.calls is not None}
+        usual = PlanOptions()
+        for needed, names in _GOES_WITH.items():
+            for name in names:
+                if not given[needed] and getattr(self, name) != getattr(usual, name):
+                    raise InputError(f"{name}= goes with {needed}: give both")
+
     @property
     def size_limits(self) -> SizeLimits:
         """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
@@ -134,23 +152,31 @@ def shows_options(function: _Function) -> _Function:
 
 
 def read_options(function: Callable[..., Any], given: Mapping[str, Any]) -> PlanOptions:
-    """The options of a call of a function that :func:`shows_options`.
+    """The options of a call of a function that :func:`shows_options`; TypeError as :func:`require_known`."""
+    require_known(function, given, function.__name__)
+    return PlanOptions(**given)
 
-    Raises:
-        TypeError: the function takes no argument of that name; the error suggests a similar one.
+
+def require_known(function: Callable[..., Any], given: Iterable[str], called: str) -> None:
+    """Raise TypeError for an argument that a function does not take; it suggests a similar one.
+
+    Args:
+        function: that :func:`shows_options`.
+        given: names of arguments.
+        called: the function that the caller has called.
     """
     known = inspect.signature(function).parameters
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
-    return PlanOptions(**given)
+            hint = "; it is an argument of partition" if name in _OF_PARTITION else hint
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
     """Raise InputError for an argument that several machines do not take."""
-    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE}
+    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE} | {"pin": asked.pin or None}
     for name, value in {**refused, **given}.items():
         if value is not None and value is not False and value != ():
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

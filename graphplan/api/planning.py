@@ -146,7 +146,7 @@ def plan(
     topology = with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
     request = read_request(model, topology, asked, Options(return_outputs=return_outputs), asked.varying)
     compiler = Compiler(request.model_copy, topology, request.options)
-    if asked.calls is not None or asked.weights is not None:
+    if asked.calls is not None:
         find = read_examples(request.model_copy, args, kwargs, asked)
         return compiler.plan_together(find(compiler))[0].plan
     return plan_first(compiler, read_example(request, args, kwargs))[0].plan

@@ -23,7 +23,6 @@ def read_training(
         InputError: an argument is not what it should be, or no parameter requires a gradient.
     """
     if not asked.train:
-        _require_defaults(asked)
         return None
     unsupported = {**unsupported, "max_batch": asked.max_batch, "max_length": asked.max_length}
     for name, value in unsupported.items():
@@ -42,19 +41,6 @@ def read_training(
     return Training(memory, trained, outputs, asked.recompute, asked.offload_activations)
 
 
-def _require_defaults(asked: PlanOptions) -> None:
-    usual = PlanOptions()
-    for name in (
-        "optimizer",
-        "optimizer_bytes_per_element",
-        "train_outputs",
-        "recompute",
-        "offload_activations",
-    ):
-        if getattr(asked, name) != getattr(usual, name):
-            raise InputError(f"{name} is of training: give train=True with it")
-
-
 def _require_one_optimizer(asked: PlanOptions) -> None:
     optimizer, nbytes = asked.optimizer, asked.optimizer_bytes_per_element
     if nbytes is not None and optimizer is not None:
@@ -62,9 +48,10 @@ def _require_one_optimizer(asked: PlanOptions) -> None:
     if nbytes is not None and not _is_size(nbytes):
         raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
     if optimizer is not None and not callable(optimizer):
+        given = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}(...)"
         raise InputError(
-            f"optimizer={type(optimizer).__name__}(...) is an optimizer of other parameters: give its "
-            "class, or a function from parameters to one"
+            f"optimizer={given}: give the class of an optimizer, such as torch.optim.AdamW, or a function "
+            "from parameters to one"
         )
 
 

@@ -35,6 +35,8 @@ from graphplan.capture.transformers.caches import is_described
 from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
+_TRANSFORMS = {"_add_batch_dim", "_enter_dual_level", "_make_dual"}
+
 
 def from_exported(
     exported: Exported, call: BoundCall, model_copy: ModelCopy, prepare: Prepare | None
@@ -93,7 +95,7 @@ def from_program(
     Raises:
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
     """
-    _refuse_vmap(program.graph)
+    _refuse_transforms(program.graph)
     taken = _read_inputs(program, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     inputs = taken.of_call
@@ -127,11 +129,11 @@ def from_program(
     )
 
 
-def _refuse_vmap(graph: fx.Graph) -> None:
-    """A trace enters and leaves ``vmap`` by calls that nothing reads: no plan can keep them."""
-    if any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in graph.nodes):
+def _refuse_transforms(graph: fx.Graph) -> None:
+    """A trace enters and leaves ``vmap`` and ``jvp`` by calls that nothing reads: no plan can keep them."""
+    if any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes):
         raise NoGraphError(
-            "the trace has torch.vmap in it, which runs in no other order than it was traced in"
+            "the trace has torch.vmap or jvp in it, which run in no other order than they were traced in"
         )
 
 

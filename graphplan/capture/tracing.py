@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import leaves_of
+from graphplan.capture.structure import flatten
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.transformers.exporter import export_transformers
@@ -78,6 +79,7 @@ def capture(
         raise CaptureError(_HOOKED)
     if in_transform():
         raise CaptureError(_TRANSFORMED)
+    _require_names(model_copy)
     if call is None:
         with quiet():
             return _named_apart(trace_symbolically(model_copy))
@@ -92,6 +94,16 @@ def capture(
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
+
+
+def _require_names(model_copy: ModelCopy) -> None:
+    """Raise NoGraphError where generated code could not read a weight by its name."""
+    for name in model_copy.weights.tensors:
+        word = next(filter(iskeyword, name.split(".")), "self" if name == "self" else None)
+        if word is not None:
+            raise NoGraphError(
+                f"generated code reads weights by name: rename {name!r}, as {word!r} is a word of Python"
+            )
 
 
 def _with_casts(found: Capture, model_copy: ModelCopy) -> Capture:
@@ -194,7 +206,7 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
         for part in module.modules()
         for name, value in vars(part).items()
         if name not in ("_parameters", "_buffers", "_modules")
-        for tensor in leaves_of(value)
+        for tensor in flatten(value, _Seen())[0]
         if type(tensor) is torch.Tensor
     ]
     try:
@@ -204,6 +216,15 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
             for tensor, version, values in kept:
                 if tensor._version != version:
                     tensor.copy_(values)
+
+
+class _Seen(set[int]):
+    """Tells what is met again: a container may be in itself."""
+
+    def __call__(self, value: Any) -> bool:
+        known = id(value) in self
+        self.add(id(value))
+        return known
 
 
 def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:

@@ -51,6 +51,13 @@ Budgets = Annotated[
         "Default: the free memory of this machine.",
     ),
 ]
+BudgetsHere = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=BYTES",
+        help="Devices of this machine: 0=24GiB,cpu=64GiB. Default: all, with their free memory.",
+    ),
+]
 Cards = Annotated[
     list[str] | None,
     typer.Option(

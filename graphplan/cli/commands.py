@@ -268,7 +268,7 @@ def devices(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure devices and links. Takes seconds.")
     ] = False,
-    max_memory: options.Budgets = None,
+    max_memory: options.BudgetsHere = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the measurements to this file, for --measured.")
     ] = None,
@@ -284,7 +284,7 @@ def devices(
         raise InputError("--out writes measurements: give --measure too")
     require_writable(out)
     topology = read_max_memory(read_budgets(max_memory or ()))
-    require_present(topology)
+    require_present(topology, "To plan for another machine use `graphplan plan`")
     found = None
     if measure:
         budgets = {spec.key: spec.memory for spec in topology.devices}

@@ -41,8 +41,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and end
 
 def _typed_pairs(found: re.Match[str]) -> str:
     """A mapping of an argument, ``max_memory={0: 1024}``, as the option's words: ``--max-memory 0=1024``."""
-    pairs = found[2].replace("'", "").replace(": ", "=").replace(", ", ",")
-    return f"--{found[1].replace('_', '-')} {pairs}"
+    option = f"--{found[1].replace('_', '-')} "
+    between = f" {option}" if found[1] == "pin" else ","
+    return option + found[2].replace("'", "").replace(": ", "=").replace(", ", between)
 
 
 # arguments of `plan` as its errors write them -> the options that set them
@@ -55,7 +56,6 @@ _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\bdevices(?= names\b)"), "--device"),
     (re.compile(r"\blinks(?= names\b)"), "--link"),
     (re.compile(r"\boffload=False\b"), "--no-offload"),
-    (re.compile(r"\bgraphplan\.simulate\b"), "`graphplan run --simulate`"),
 )
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 

@@ -67,7 +67,9 @@ def run_plan(
     if simulated:
         plan = on_simulated_devices(plan)
     with _devices(plan, simulated=simulated):
-        require_present(plan.topology)  # before the model is built
+        require_present(
+            plan.topology, "Add --simulate to run the plan on the CPU"
+        )  # before the model is built
         named = load_named(word, replace(ask, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
         try:

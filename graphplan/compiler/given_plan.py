@@ -17,6 +17,7 @@ from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.training.knapsack import Savings, savings_of
+from graphplan.report.text import shape_text
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
@@ -113,6 +114,10 @@ def _refuse(planned: Graph, here: Graph) -> NoReturn:
 
 def _differences(planned: Graph, here: Graph) -> Iterator[str]:
     """What is not the same in two graphs that differ."""
+    for name in planned.inputs:
+        one, other = planned.values[name], here.values.get(name)
+        if other is not None and (one.shape, one.dtype) != (other.shape, other.dtype):
+            yield f"its {name} is {shape_text(one)}, that of the example {shape_text(other)}"
     before, now = planned.to_dict(), here.to_dict()
     if _kinds(planned) != _kinds(here):  # workspaces differ even where the graphs compute the same
         for one in (*before["operations"], *now["operations"]):

@@ -113,7 +113,9 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     (member,) = state.members
     problem = state.formulation.constrained(member.annotator, member.call)
     rooms = [spec.room for spec in problem.topology.devices if spec.is_accelerator]
-    if not rooms or (problem.offload and cpu_key(problem.topology) is not None):
+    asks = [] if cpu_key(problem.topology) is not None else ["add a budget for 'cpu' to max_memory"]
+    asks += [] if problem.offload else ["leave out offload=False"]
+    if not rooms or not asks:
         return error
     weights = problem.graph.weights.values()
     large = [w for w in weights if w.nbytes > max(rooms) and is_sliceable(member.annotator.capture, w.name)]
@@ -121,8 +123,7 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
         return error
     hint = (
         f"{large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
-        "may hold. It can be computed in slices if the whole may reside on the CPU: add a budget for 'cpu' "
-        "to max_memory, and leave out offload=False"
+        f"may hold. It can be computed in slices if the whole may reside on the CPU: {' and '.join(asks)}"
     )
     error.args = (f"{error}. {hint}",)
     return error

@@ -10,6 +10,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from difflib import get_close_matches
 
 import torch
 from accelerate.utils import convert_file_size_to_int
@@ -30,6 +31,7 @@ _CPU_SPEED = (1e12, 50e9)
 # An operation on the CPU stops the host from queueing work for the accelerators, so its price is
 # the thread pool's wake-up and a drained queue, not a launch.
 _CPU_OVERHEAD = 20e-6
+_ELSEWHERE = "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
 
 
 def read_max_memory(
@@ -103,8 +105,8 @@ def _reserved(spec: DeviceSpec, nbytes: int, name: str) -> DeviceSpec:
     return replace(spec, reserve=nbytes)
 
 
-def require_present(topology: Topology) -> None:
-    """Raise DeviceError unless this machine (or the simulated one) has every device."""
+def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
+    """Raise DeviceError, with a hint, unless this machine (or the simulated one) has every device."""
     machine = current_machine.get()
     for spec in topology.devices:
         if not spec.is_accelerator:
@@ -119,10 +121,7 @@ def require_present(topology: Topology) -> None:
             present = device.type == found and index < here
             have = f"has {here} {found or 'accelerator'} device{'' if here == 1 else 's'}"
         if not present:
-            raise DeviceError(
-                f"max_memory names {spec.key!r} ({spec.device}), but this machine {have}. "
-                "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
-            )
+            raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {have}. {hint}")
 
 
 def read_size(value: object, name: str) -> int:
@@ -138,7 +137,9 @@ def read_size(value: object, name: str) -> int:
     try:
         nbytes = int(convert_file_size_to_int(value)) if isinstance(value, str) else math.floor(float(value))
     except (ValueError, OverflowError) as error:
-        raise BudgetError(f"{name} = {value!r} is no size: write bytes or '10GiB'") from error
+        negative = str(value).lstrip().startswith("-")
+        what = "is negative" if negative else "is no size: write bytes, '10GiB' or '10GB'"
+        raise BudgetError(f"{name} = {value!r} {what}") from error
     if nbytes < 0:
         raise BudgetError(f"{name} = {value!r} is negative")
     return nbytes
@@ -160,10 +161,13 @@ def _spec(key: object, memory: int) -> DeviceSpec:
     try:
         device = torch.device(key)
     except RuntimeError as error:
-        raise DeviceError(
-            f"{key!r} is no device: write an accelerator's index (0, 1, ...), 'cpu', 'disk', or a name such "
-            "as 'cuda:0'"
-        ) from error
+        close = get_close_matches(key.lower(), (CPU, DISK), 1, 0.7)
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else "write an index (0, 1, ...), 'cpu', 'disk' or 'cuda:0'"
+        )
+        raise DeviceError(f"{key!r} is no device: {hint}") from error
     if device.type == CPU:
         return DeviceSpec(key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
     if device.type == "meta":

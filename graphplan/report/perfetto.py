@@ -17,6 +17,7 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, timed_steps
+from graphplan.report.text import device_name, device_text
 
 _ESTIMATED, _MEASURED = 1, 2
 _TITLES = {"run": "compute", "wait": "compute", "move": "transfers in", "load": "streamed weights"}
@@ -44,7 +45,10 @@ class _TraceWriter:
 
     def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield metadata("process_name", pid, 0, name=f"{name} {self.plan.graph.call}")
-        tracks = {self._track(event): f"{event.device} {_TITLES[event.kind]}" for event in timeline.events}
+        tracks = {
+            self._track(event): f"{device_name(event.device)} {_TITLES[event.kind]}"
+            for event in timeline.events
+        }
         for tid in sorted(tracks):
             yield metadata("thread_name", pid, tid, name=tracks[tid])
             yield metadata("thread_sort_index", pid, tid, sort_index=tid)
@@ -86,14 +90,14 @@ class _TraceWriter:
             for step, nbytes in zip(self.plan.schedule.steps, self.plan.memory.profile[key], strict=True):
                 now = max(now, starts.get(id(step), now))
                 if nbytes != before:
-                    yield _counter(_ESTIMATED, f"memory of {key}", now, weights, nbytes)
+                    yield _counter(_ESTIMATED, f"memory of {device_text(key)}", now, weights, nbytes)
                 before = nbytes
 
     def measured_peaks(self, measured: Measured) -> Iterator[dict[str, Any]]:
         """A counter for each device that counts its bytes: the peak, as a level."""
         for key, nbytes in measured.peak_bytes.items():
             weights = min(nbytes, self.plan.peaks[key].weights)
-            yield _counter(_MEASURED, f"measured peak of {key}", 0.0, weights, nbytes)
+            yield _counter(_MEASURED, f"measured peak of {device_text(key)}", 0.0, weights, nbytes)
 
     def arrows(self) -> Iterator[dict[str, Any]]:
         """From the middle of the operation that makes a value to the middle of its copy."""

@@ -95,7 +95,7 @@ def summary_text(plan: PlanData) -> str:
         *_stages(plan),
         "",
         f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per {call}",
-        f"streams    {count_text(len(plan.streams), 'copy', 'copies')} of weights, "
+        f"streams    {count_text(len(plan.streams), 'prefetch', 'prefetches')}, "
         f"{size_text(plan.streamed_bytes)} per {call}"
         + "".join(_buffer_text(buffer) for buffer in plan.schedule.prefetch_buffers),
         f"time       {time}, {bound}{gap_text(plan, 2)}",
@@ -157,7 +157,8 @@ def _saved_less(plan: PlanData) -> list[str]:
 def _buffer_text(buffer: PrefetchBuffer) -> str:
     if not buffer.slots:
         return f", {size_text(buffer.nbytes)} on {buffer.device} for other calls"
-    return f", {size_text(buffer.nbytes)} in {count_text(len(buffer.slots), 'slot')} on {buffer.device}"
+    buffers = count_text(len(buffer.slots), "prefetch buffer")
+    return f", {size_text(buffer.nbytes)} in {buffers} on {buffer.device}"
 
 
 def _devices(plan: PlanData) -> list[str]:

@@ -86,7 +86,7 @@ def what_takes_the_time(plan: PlanData) -> str:
     }
     for key, seconds in parts.compute.items():
         path, spent = slowest_module(plan, key) if seconds else (None, 0.0)
-        name = "computing" if path is None else f"`{path}`" if path else "the whole model"
+        name = f"`{path}`" if path else "computing"
         found[f"{name} on {device_text(key)}"] = spent
     first, *others = sorted(found, key=lambda name: -found[name])
     said = f"{100 * found[first] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {first}"

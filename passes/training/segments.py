@@ -58,7 +58,7 @@ def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node
     inside = set(nodes)
     for node in nodes:
         leaves = any(user not in inside and not user.meta.get("backward") for user in node.users)
-        if node not in written and not leaves and not _draws(node):
+        if written.isdisjoint((node, *node.all_input_nodes)) and not leaves and not _draws(node):
             yield node
 
 
@@ -74,7 +74,7 @@ def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:
 
 
 def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that write, and those whose memory is written to, or is a view of such."""
+    """Those that write, and all whose memory is written to, or is a view of such."""
     base: Mapping[fx.Node, fx.Node] = {
         node: node.args[0] for node in nodes if node.target in VIEWS and isinstance(node.args[0], fx.Node)
     }
@@ -86,7 +86,7 @@ def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
 
     writers = [node for node in nodes if mutated_arguments(node)]
     roots = {root(argument) for node in writers for argument in mutated_arguments(node)} | set(writers)
-    return {node for node in nodes if root(node) in roots or node in roots}
+    return roots | {node for node in nodes if root(node) in roots}
 
 
 def _draws(node: fx.Node) -> bool:

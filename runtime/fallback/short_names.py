@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -45,5 +46,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def unplaced(module: nn.Module) -> nn.Module:
     """The module as its own class, with the attributes and weights that it has now."""
     plain = object.__new__(original_class(module))
-    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
+    for name, value in module.__dict__.items():
+        if name != "_graphplan":
+            own = isinstance(value, MethodType) and value.__self__ is module
+            plain.__dict__[name] = MethodType(value.__func__, plain) if own else value
     return plain

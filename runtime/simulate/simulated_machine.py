@@ -47,14 +47,14 @@ class SimulatedMachine:
 
     capacities: dict[int, int]
     cpu_memory: int | None = None
-    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
-    transfers: list[SimulatedTransfer] = field(default_factory=list)
-    workspace: int = 0
-    watch: Watch | None = None
-    _live: dict[int, int] = field(default_factory=dict)
-    _peak: dict[int, int] = field(default_factory=dict)
-    paused: int = 0
-    _multiplied: set[int] = field(default_factory=set)
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict, repr=False)
+    transfers: list[SimulatedTransfer] = field(default_factory=list, repr=False)
+    workspace: int = field(default=0, repr=False)
+    watch: Watch | None = field(default=None, repr=False)
+    _live: dict[int, int] = field(default_factory=dict, repr=False)
+    _peak: dict[int, int] = field(default_factory=dict, repr=False)
+    paused: int = field(default=0, repr=False)
+    _multiplied: set[int] = field(default_factory=set, repr=False)
 
     @property
     def device_type(self) -> str:
@@ -120,7 +120,8 @@ class SimulatedMachine:
             _fail(
                 SimulatedOutOfMemoryError(
                     f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
-                    f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken"
+                    f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken. Other placed models "
+                    "and tensors count too: delete them, or use a new simulate block"
                 )
             )
         self._live[index] = live + nbytes

@@ -16,7 +16,7 @@ import torch
 from graphplan.devices.machine import current_machine
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.topology import CPU, DeviceKey, Link
-from graphplan.errors import DeviceError
+from graphplan.errors import BudgetError, DeviceError
 from graphplan.runtime.simulate.simulated_backend import SimulationMode, register_backend
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
@@ -42,7 +42,10 @@ def simulate(
     """
     if current_machine.get() is not None:
         raise DeviceError("simulate() inside simulate(): name all devices in one")
-    topology = read_max_memory(capacities)
+    try:
+        topology = read_max_memory(capacities)
+    except (BudgetError, DeviceError) as error:
+        raise type(error)(str(error).replace("max_memory", "capacities")) from error
     sizes: dict[int, int] = {}
     for spec in topology.devices:
         if isinstance(spec.key, int):

@@ -84,7 +84,11 @@ ATTEMPT = driver.attempt
     ("model", "x", "said"),
     [
         (stack(depth=5), X, "it has 8 operations, the model has 10"),
-        (stack(width=32), torch.randn(2, 32), "flops of 'linear' is 16384, in the model 4096"),
+        (
+            stack(width=32),
+            torch.randn(2, 32),
+            r"its input is float32\[2, 64\], that of the example float32\[2, 32\]",
+        ),
         (stack(), torch.randn(3, 64), "of another graph"),
     ],
 )

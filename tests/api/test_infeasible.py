@@ -54,3 +54,8 @@ def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], cal
         assert printed == caught.value.needed
         assert all(printed[key] >= nbytes for key, nbytes in budgets.items())
         place(make(), printed, **call)
+
+
+def test_bytes_that_are_meant_as_another_unit() -> None:
+    with pytest.raises(graphplan.InfeasibleError, match=r"max_memory\[0\] is 24 bytes: write '24GiB'"):
+        graphplan.plan(stack(), {0: 24}, (X,))

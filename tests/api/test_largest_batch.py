@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -45,3 +47,23 @@ def test_where_not_even_one_fits_the_error_says_what_is_lacking(given: int) -> N
 def test_inputs_without_a_batch_are_refused() -> None:
     with pytest.raises(graphplan.InputError, match="first tensor"):
         graphplan.largest_batch(widening(), {"cpu": 1 << 30})
+
+
+@dataclass
+class Sized:
+    x: torch.Tensor
+
+
+class OfSized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = widening()
+
+    def forward(self, sized: Sized) -> torch.Tensor:
+        return self.body(sized.x)
+
+
+def test_what_a_dataclass_holds_is_resized() -> None:
+    with torch.no_grad():
+        found = graphplan.largest_batch(OfSized(), {"cpu": 140_000}, (Sized(torch.ones(1, 4)),), most=64)
+    assert 20 < found < 40

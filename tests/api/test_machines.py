@@ -20,7 +20,7 @@ from graphplan.api.plan_options import PlanOptions
 from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
 from graphplan.compiler.cluster.stage_step import StepPlan
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
-from graphplan.report.cluster.cluster_text import HEADER, machine_rows
+from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
 from graphplan.report.text import size_text
 
 WIDTH = 1024
@@ -163,7 +163,10 @@ def test_a_measured_batch_is_beside_the_estimated_one(tmp_path: Path) -> None:
     assert profile.busy(0) == 1.0
     assert "3.00 s measured" in str(profile)
     profile.save_svg(tmp_path / "plan.svg")
-    assert "2 microbatches in 3.00 s, measured; machines wait 67 %" in (tmp_path / "plan.svg").read_text()
+    assert (
+        "2 microbatches in 3.00 s, measured; machines compute 33 % of a batch"
+        in (tmp_path / "plan.svg").read_text()
+    )
     profile.save_html(tmp_path / "plan.html", title="a < b")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 2
@@ -180,6 +183,10 @@ def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
         assert cell in page
     assert f"<b>{size_text(plan.network_bytes)}</b>" in page
     assert f"<b>{100 * plan.bubble:.0f} %</b>" in page
+    assert shares_text(plan) in page
+    computing = sum(slot.end - slot.start for slot in batch_slots(plan) if slot.kind == "stage")
+    assert sum(shares[0] for shares in plan.shares.values()) == pytest.approx(computing / plan.makespan)
+    assert all(sum(shares) == pytest.approx(1) and min(shares) >= -1e-9 for shares in plan.shares.values())
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -351,7 +358,7 @@ def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: i
         ({"args": ()}, "example inputs"),
         ({"train": True, "max_batch": 8}, "does not take max_batch"),
         ({"train": True, "train_outputs": "loss"}, "does not go with train_outputs="),
-        ({"optimizer": torch.optim.SGD}, "give train=True"),
+        ({"optimizer": torch.optim.SGD}, "goes with train=True"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:

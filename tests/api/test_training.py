@@ -652,7 +652,8 @@ def test_the_optimizers_state_is_counted(size: int) -> None:
     [
         ({"optimizer": ADAMW}, "train=True"),
         ({"train": 1}, "train must be"),
-        ({"train": True, "optimizer": 3}, "give its class"),
+        ({"train": True, "optimizer": 3}, "give the class"),
+        ({"train": True, "optimizer": "adam"}, "optimizer='adam': give the class"),
         ({"train": True, "optimizer": ADAMW, "optimizer_bytes_per_element": 8}, "not both"),
         ({"train": True, "optimizer_bytes_per_element": -1}, "0 or more"),
         ({"train": True, "train_outputs": "scores"}, "'scores'"),

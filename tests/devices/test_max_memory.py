@@ -30,7 +30,8 @@ def test_integer_keys_name_accelerators_even_without_one() -> None:
         ({}, "empty"),
         ({0: "ten"}, "'ten'"),
         ({0: -1}, "-1"),
-        ({0: "-5GB"}, "-5GB"),
+        ({0: "-5GB"}, "'-5GB' is negative"),
+        ({0: "10G"}, "write bytes, '10GiB' or '10GB'"),
         ({0: "²"}, "²"),
         ({0: True}, "True"),
         ({0: None}, "None"),
@@ -51,6 +52,12 @@ def test_bad_keys_are_named(key: object) -> None:
         read_max_memory({key: 10})  # type: ignore[dict-item]  # what is tested
 
 
+@pytest.mark.parametrize(("key", "hint"), [("CPU", "'cpu'"), ("cput", "'cpu'"), ("gpu", "an index")])
+def test_a_similar_key_is_suggested(key: str, hint: str) -> None:
+    with pytest.raises(graphplan.DeviceError, match=hint):
+        read_max_memory({key: 10})
+
+
 def test_an_index_in_text_is_told_to_be_a_number() -> None:
     with pytest.raises(
         graphplan.DeviceError, match="'1' is text: write the accelerator's index as a number, 1"
@@ -64,7 +71,7 @@ def test_one_device_under_two_names() -> None:
 
 
 def test_absent_devices_are_for_planning_only() -> None:
-    with pytest.raises(graphplan.DeviceError, match=r"names 7 .*graphplan\.plan"):
+    with pytest.raises(graphplan.DeviceError, match=r"device 7 .* is not here.*graphplan\.plan"):
         require_present(read_max_memory({7: 10}))
 
 

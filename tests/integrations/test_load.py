@@ -261,6 +261,8 @@ def test_configs_that_say_too_little(change: dict[str, Any], message: str, tmp_p
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(graphplan.CheckpointError, match=r"has no config\.json: give the folder"):
         open_pretrained(tmp_path)
+    with pytest.raises(graphplan.CheckpointError, match="there is no folder 'nonexist'"):
+        open_pretrained("nonexist")
     small_llama().config.save_pretrained(tmp_path)
     with pytest.raises(graphplan.CheckpointError, match="no checkpoint at"):
         open_pretrained(tmp_path, model_class=LlamaForCausalLM)

@@ -49,6 +49,7 @@ def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
         ("plan.json", "name of a file: read it with load_json, or pass its text"),
         ("[]", "no plan"),
         ("{}", "no plan"),
+        ('{"format": "graphplan.cluster_plan"}', r"no plan: .* graphplan\.ClusterPlan reads it"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
         ('{"format": "graphplan.plan", "version": 3}', "damaged"),
     ],

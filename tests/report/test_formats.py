@@ -29,7 +29,7 @@ from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
-from graphplan.report.text import size_text, time_text
+from graphplan.report.text import device_name, device_text, size_text, time_text
 
 PLANS = [llama_plan, unet_plan, hostile_plan]
 
@@ -96,11 +96,12 @@ def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -
     table = plan.summary()
     assert re.search(r"used +weights +prefetch +operations", table)
     assert re.search(rf"^0 .* 8\.0 KiB +{re.escape(size_text(buffer.nbytes))} +4 ", table, re.MULTILINE)
+    assert " in 1 prefetch buffer on 0" in table
     resident = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0))
-    assert "prefetch" not in resident.summary()
+    assert "weights  operations" in resident.summary()
     shared = resident.with_prefetch_buffers({0: 4 * KIB})
     assert "4.0 KiB on 0 for other calls" in shared.summary()
-    assert "slot" not in shared.summary()
+    assert "prefetch buffer" not in shared.summary()
 
 
 # -- SVG ------------------------------------------------------------------------------------------
@@ -172,12 +173,16 @@ def test_trace_is_the_estimated_timeline(plan: Plan, tmp_path: Path) -> None:
     assert len(slices) == len(plan.timeline.events)
     ends = max(event["ts"] + event["dur"] for event in slices)
     assert ends == pytest.approx(plan.makespan * 1e6)
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert f"{device_name(plan.stages[0].device)} compute" in tracks
     for track in {event["tid"] for event in slices}:
         on_track = sorted((e for e in slices if e["tid"] == track), key=lambda e: e["ts"])
         for a, b in itertools.pairwise(on_track):
             assert a["ts"] + a["dur"] <= b["ts"] + 1e-6, "two at once on one track"
     for key, peak in plan.peaks.items():
-        levels = [e["args"] for e in events if e["ph"] == "C" and e["name"] == f"memory of {key}"]
+        levels = [
+            e["args"] for e in events if e["ph"] == "C" and e["name"] == f"memory of {device_text(key)}"
+        ]
         assert max(sum(level.values()) for level in levels) <= peak.nbytes
         assert max(sum(level.values()) for level in levels) == max(plan.memory.profile[key])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import KIB
+from builders import KIB, chain
 from plans import by_hand, hostile_plan, large_plan, llama_plan, unet_plan
 from torch import nn
 
@@ -45,6 +45,11 @@ def test_the_sentence_names_the_innermost_module_that_takes_most() -> None:
 
 def test_a_stack_of_layers_on_several_devices_is_not_what_takes_the_time() -> None:
     assert " is computing on " in what_takes_the_time(llama_plan())
+
+
+def test_a_device_that_computes_most_of_the_model_is_not_said_to_compute_all_of_it() -> None:
+    plan = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, {"v0": 0, "v1": "cpu", "v2": "cpu", "v3": "cpu"})
+    assert "computing on the CPU" in what_takes_the_time(plan)
 
 
 def test_the_sentence_says_what_is_copied() -> None:

@@ -10,6 +10,7 @@ A graph is of the modes in which it was traced. All of these change a result, an
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
@@ -205,10 +206,10 @@ def _configs(parts: Iterable[nn.Module]) -> list[Any]:
     return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is of numbers, text and containers of these alone."""
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(is_plain, value))
-    return isinstance(value, _PLAIN)
+def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
+    """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
+    if not isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return isinstance(value, _PLAIN)
+    items = value.values() if isinstance(value, dict) else value
+    around = (*around, id(value))
+    return all(id(item) not in around and is_plain(item, around) for item in items)

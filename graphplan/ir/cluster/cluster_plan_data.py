@@ -86,14 +86,6 @@ class ClusterPlanData(Generic[AnyPlan]):
         )
 
     @property
-    def busy_seconds(self) -> dict[int, float]:
-        """Machine -> seconds that it is busy with a microbatch."""
-        pairs = list(zip(self.stages, self.loads, strict=True))
-        return {
-            machine: sum(load for stage, load in pairs if stage.machine == machine) for machine in self.used
-        }
-
-    @property
     def latency(self) -> float:
         """Estimated seconds of one microbatch, from the first stage to the last."""
         return sum(stage.plan.makespan for stage in self.stages) + sum(self.transfer_seconds)
@@ -133,10 +125,20 @@ class ClusterPlanData(Generic[AnyPlan]):
         return list(dict.fromkeys(stage.machine for stage in self.stages))
 
     @property
+    def shares(self) -> dict[int, tuple[float, float, float]]:
+        """Machine -> the shares of a batch in which it computes, sends and receives, and waits."""
+        found, each = {}, self.makespan / self.microbatches or 1.0
+        for machine in self.used:
+            own = [index for index, stage in enumerate(self.stages) if stage.machine == machine]
+            computes = sum(self.stages[index].plan.makespan for index in own) / each
+            busy = sum(self.loads[index] for index in own) / each
+            found[machine] = computes, busy - computes, 1.0 - busy
+        return found
+
+    @property
     def bubble(self) -> float:
         """The share of the machines' time in a batch in which they wait for microbatches."""
-        whole = len(self.used) * self.makespan
-        return 1.0 - self.microbatches * sum(self.loads) / whole if whole else 0.0
+        return sum(waits for _, _, waits in self.shares.values()) / len(self.used)
 
     @property
     def gap(self) -> float:

@@ -57,7 +57,7 @@
       ...compute.map((seconds, index) => ({ name: devices[index].name, seconds, fill: `--fill: var(--device-${index})` })),
       { name: "transfers", seconds: transfers, fill: "--fill: var(--transfer)" },
       { name: "waiting for weights", seconds: streaming, fill: "--fill: var(--activation)" },
-      { name: "inputs", seconds: inputs, fill: "--fill: var(--muted)" },
+      { name: "inputs", seconds: inputs, fill: "--fill: var(--ink)" },
       { name: "outputs", seconds: outputs, fill: "--fill: var(--measured)" },
     ].filter((part) => part.seconds > 0);
     const whole = parts.reduce((sum, part) => sum + part.seconds, 0);

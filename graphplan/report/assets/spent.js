@@ -56,7 +56,7 @@ const Spent = (() => {
     const rows = [...types].map(([target, members]) => ({ ...row(target, members), waited: 0 })).map((one) => ({ ...one, seconds: sum(one.compute) }));
     const rest = rows.sort((a, b) => b.seconds - a.seconds).splice(ROWS - 3);
     if (rest.length) rows.push({ ...row(Format.count(rest.length, "other type"), rest.flatMap((one) => one.members)), waited: 0, seconds: sum(rest.map((one) => one.seconds)), last: true });
-    const copies = [["waiting for weights", time.streaming, "activation"], ["transfers", time.transfers, "transfer"], ["inputs and outputs", time.inputs + time.outputs, "muted"]];
+    const copies = [["waiting for weights", time.streaming, "activation"], ["transfers", time.transfers, "transfer"], ["inputs and outputs", time.inputs + time.outputs, "ink"]];
     return [...rows, ...copies.map(([name, seconds, colour]) => ({ name, members: [], compute: [], waited: 0, measured: 0, seconds, colour }))];
   }
 

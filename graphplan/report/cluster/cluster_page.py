@@ -18,6 +18,7 @@ from graphplan.report.cluster.cluster_text import (
     machine_rows,
     network_text,
     schedule_text,
+    shares_text,
 )
 from graphplan.report.html_page import asset
 from graphplan.report.text import count_text, size_text, time_text
@@ -52,7 +53,7 @@ def _figures(plan: ClusterPlanData[Any]) -> Iterator[tuple[str, str, str]]:
     yield "Batch", time_text(plan.makespan), f"{time_text(plan.latency)} for one microbatch, estimated"
     bound = f"{time_text(plan.lower_bound)} for {bounded_text(plan)}: {plan.proof}"
     yield "Gap to the lower bound", f"{100 * plan.gap:.1f} %", bound
-    yield "Bubble", f"{100 * plan.bubble:.0f} %", "of the machines' time they wait for microbatches"
+    yield "Bubble", f"{100 * plan.bubble:.0f} %", shares_text(plan)
     yield "Network", size_text(plan.network_bytes), f"for each microbatch, at {network_text(plan.network)}"
 
 

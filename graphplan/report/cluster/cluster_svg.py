@@ -7,6 +7,7 @@ from typing import Any
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
+from graphplan.report.cluster.cluster_text import shares_text
 from graphplan.report.svg_elements import INK, MUTED, TRANSFER, opening, rect, text, titled
 from graphplan.report.text import COLOURS, size_text, time_text
 
@@ -25,11 +26,13 @@ def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> 
     yield text(16, 26, title, INK, size=16)
     slots = list(measured or batch_slots(plan))
     end = max(slot.end for slot in slots)
-    time, bubble = f"{time_text(plan.makespan)}, estimated", plan.bubble
+    time, shares = f"{time_text(plan.makespan)}, estimated", shares_text(plan)
     if measured:
-        time, bubble = f"{time_text(end)}, measured", _bubble(measured, len(plan.used))
+        computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
+        computes = f"{100 * computing / (len(plan.used) * end):.0f} %"
+        time, shares = f"{time_text(end)}, measured", f"machines compute {computes} of a batch"
     crossing = f"{size_text(plan.network_bytes)} over the network for each"
-    said = f"{plan.microbatches} microbatches in {time}; machines wait {100 * bubble:.0f} %; {crossing}"
+    said = f"{plan.microbatches} microbatches in {time}; {shares}; {crossing}"
     yield text(16, 46, said, MUTED)
     scale = (_WIDTH - _LEFT - _RIGHT) / end
     for index, machine in enumerate(plan.used):
@@ -45,12 +48,6 @@ def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> 
         if slot.kind != "wait":  # the lane's own colour shows that
             yield _slot(plan, slot, scale)
     yield "</svg>"
-
-
-def _bubble(slots: Sequence[Slot], machines: int) -> float:
-    """The share of the machines' time in which they do not compute."""
-    computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
-    return 1.0 - computing / (machines * max(slot.end for slot in slots))
 
 
 def _slot(plan: ClusterPlanData[Any], slot: Slot, scale: float) -> str:

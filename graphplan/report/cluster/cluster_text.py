@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from graphplan.devices.topology import Link
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
-HEADER = ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends")
+HEADER = ("machine", "operations", "weights", "peaks", "seconds", "computes", "network", "waits", "sends")
 """Of :func:`machine_rows`."""
 
 
@@ -24,7 +25,7 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
         "",
         f"network: {size_text(plan.network_bytes)} per microbatch, at {network_text(plan.network)}",
         f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
-        f"microbatch; machines wait {100 * plan.bubble:.0f} % of it",
+        f"microbatch; {shares_text(plan)}",
         f"lower bound of {bounded_text(plan)}: {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % "
         f"({plan.proof})",
     ]
@@ -34,6 +35,13 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
 def bounded_text(plan: ClusterPlanData[Any]) -> str:
     """Of what the lower bound is one."""
     return "one microbatch" if plan.objective == "latency" else "a batch"
+
+
+def shares_text(plan: ClusterPlanData[Any]) -> str:
+    """What machines do in a batch, on average."""
+    means = [sum(column) / len(plan.used) for column in zip(*plan.shares.values(), strict=True)]
+    computes, network, waits = (f"{100 * mean:.0f} %" for mean in means)
+    return f"machines compute {computes} of a batch, send and receive {network}, wait {waits}"
 
 
 def network_text(network: Link) -> str:
@@ -49,11 +57,10 @@ def schedule_text(plan: ClusterPlanData[Any]) -> str:
 
 def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:
     """A row for each machine that is used."""
-    busy = plan.busy_seconds
-    return [_row(plan, machine, busy[machine] / max(busy.values())) for machine in plan.used]
+    return [_row(plan, machine, shares) for machine, shares in plan.shares.items()]
 
 
-def _row(plan: ClusterPlanData[Any], machine: int, busy: float) -> tuple[str, ...]:
+def _row(plan: ClusterPlanData[Any], machine: int, shares: Sequence[float]) -> tuple[str, ...]:
     stages, peaks = plan.stages_of(machine), plan.peak_bytes[machine]
     sent = sum(one.nbytes for stage in stages for one in stage.sends)
     return (
@@ -62,6 +69,6 @@ def _row(plan: ClusterPlanData[Any], machine: int, busy: float) -> tuple[str, ..
         size_text(sum(stage.plan.graph.weight_bytes for stage in stages)),
         ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items() if nbytes),
         time_text(sum(stage.plan.makespan for stage in stages)),
-        f"{100 * busy:.0f} %",
+        *(f"{100 * share:.0f} %" for share in shares),
         size_text(sent) if sent else "",
     )

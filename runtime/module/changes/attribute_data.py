@@ -11,6 +11,8 @@ import argparse
 import functools
 import logging
 import sys
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import ismethod, isroutine
@@ -24,7 +26,11 @@ from graphplan.capture.model.modes import is_plain
 
 _ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
-_LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__"}
+_LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (*_SEQUENCES, dict, set, frozenset)
+_OF_BYTES = (bytearray, array)
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # or not at all: what has such a hash may change
 
 
 @dataclass(slots=True)
@@ -59,7 +65,7 @@ def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
 
 def is_container(value: Any) -> bool:
     """Whether it can be compared whole, and something in it may be changed in place."""
-    return isinstance(value, list | tuple | dict | set) and is_plain(value)
+    return isinstance(value, _OF_BYTES) or (isinstance(value, _CONTAINERS) and is_plain(value))
 
 
 def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *, owned: bool) -> bool:
@@ -79,9 +85,14 @@ def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *
             return _add(name, value.__self__, found, known, model, owned=False)
         if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
             return True
-        if not isinstance(value, list | tuple | dict | functools.partial) and not _is_object(value):
+        if not isinstance(value, (*_CONTAINERS, functools.partial)) and not _is_object(value):
+            return _is_immutable(value)
+        is_object = owned or not isinstance(value, _CONTAINERS)
+        if isinstance(value, set | frozenset):  # whose items have no keys
+            return all(_add(f"an item of {name}", one, found, known, model, owned=owned) for one in value)
+        of_partial = (value.func,) if isinstance(value, functools.partial) else ()
+        if not all(_add(f"{name}.func", one, found, known, model, owned=owned) for one in of_partial):
             return False
-        is_object = owned or not isinstance(value, list | tuple | dict)
         for inner, table, key in _inside(name, value):
             found.entries.append((inner, table, key))
             if not _add(inner, table[key], found, known, model, owned=is_object):
@@ -95,12 +106,17 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and (isinstance(value, _NAMESPACES) or library not in _LIBRARIES)
 
 
+def _is_immutable(value: Any) -> bool:
+    """Whether a library says that its value stays: a path, a range, a date."""
+    return isinstance(value, slice) or type(value).__hash__ not in _BY_IDENTITY
+
+
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each item or attribute: its name, what holds it, and the key there."""
     if isinstance(value, functools.partial):
         yield from ((f"{name}({key}=)", value.keywords, key) for key in value.keywords)
         value = value.args
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         yield from ((f"{name}[{index}]", value, index) for index in range(len(value)))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", value, key) for key in value)

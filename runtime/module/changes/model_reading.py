@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partialmethod
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -91,6 +92,9 @@ class ModelReading:
         tensors = [one for table in self.weights for one in table.values() if one is not None]
         # weights that lie in an attribute too, as nn.LSTM's do, are trained in place: writes to them are no change
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
+        classes = _classes(map(original_class, named.values()))
+        self.namespaces = {cls: vars(cls) for cls in classes}
+        self._asked = frozenset(name for names in self.namespaces.values() for name in _names_in(names))
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
@@ -98,8 +102,6 @@ class ModelReading:
             if len(part._modules) > 1:
                 order = f"the order in {path!r}" if path else "the order of the submodules"
                 self.facts[order] = Fact(tuple(part._modules), matters=False)
-        classes = _classes(map(original_class, named.values()))
-        self.namespaces = {cls: vars(cls) for cls in classes}
         for cls in self.namespaces:
             self._read_class(cls)
 
@@ -110,7 +112,8 @@ class ModelReading:
         for name, value in vars(part).items():
             if name not in _NOT_READ:
                 table = vars(part) if path else None
-                self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
+                asked = name in self._asked or hasattr(type(part), name)
+                self._read(prefix + name, value, table, name, matters=asked)
         for table_name in _HOOKS if path else ():
             hooks = vars(part).get(table_name, {})
             for number, hook in hooks.items():
@@ -163,6 +166,16 @@ def _classes(of: Iterable[type]) -> Iterator[type]:
     """All classes that have code of the model, each once."""
     found = dict.fromkeys(base for cls in of for base in cls.__mro__)
     return (cls for cls in found if cls.__module__.partition(".")[0] not in _LIBRARIES)
+
+
+def _names_in(namespace: Mapping[str, Any]) -> Iterator[str]:
+    """What the functions of a class name, as attributes or in text: ``getattr(self, "scale", 1.0)``, say."""
+    for value in namespace.values():
+        function = unwrap(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            yield from code.co_names
+            yield from (constant for constant in code.co_consts if isinstance(constant, str))
 
 
 def _form(tensor: torch.Tensor | None) -> str | None:

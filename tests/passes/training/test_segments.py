@@ -1,0 +1,31 @@
+"""What a training step may compute again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.passes.training.segments import segments_of
+
+aten = torch.ops.aten
+
+
+def test_what_reads_something_that_is_written_to_later_is_not_repeated() -> None:
+    graph = fx.Graph()
+    x, buffer = graph.placeholder("x"), graph.placeholder("buffer")
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["nn_module_stack"] = {"": ("layer", torch.nn.Linear)}
+        return node
+
+    first = add(aten.relu.default, x)
+    before, scaled = add(aten.clone.default, first), add(aten.mul.Tensor, x, buffer)
+    add(aten.mul_.Tensor, add(aten.view.default, first, [-1]), 2)
+    add(aten.add_.Tensor, buffer, 1)
+    last = add(aten.relu.default, x)
+    (segment,) = segments_of(SimpleNamespace(graph=graph))  # type: ignore[arg-type]  # all that is read
+    assert segment.repeatable == {last}, (before, scaled)
