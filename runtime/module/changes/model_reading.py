@@ -90,7 +90,7 @@ class ModelReading:
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
         tensors = [one for table in self.weights for one in table.values() if one is not None]
-        # weights that lie in an attribute too, as nn.LSTM's do, are trained in place: writes to them are no change
+        # weights that lie in an attribute too, as nn.LSTM's do: a write to them is no change
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
