@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,6 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.passes.frontend.fx_nodes import module_path
 from graphplan.passes.frontend.simplify import mutated_arguments
-from graphplan.passes.training.weight_views import VIEWS
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:
 def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
     """Those that write, and all whose memory is written to, or is a view of such."""
     base: Mapping[fx.Node, fx.Node] = {
-        node: node.args[0] for node in nodes if node.target in VIEWS and isinstance(node.args[0], fx.Node)
+        node: node.args[0] for node in nodes if _is_view(node) and isinstance(node.args[0], fx.Node)
     }
 
     def root(node: fx.Node) -> fx.Node:
@@ -87,6 +87,14 @@ def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
     writers = [node for node in nodes if mutated_arguments(node)]
     roots = {root(argument) for node in writers for argument in mutated_arguments(node)} | set(writers)
     return roots | {node for node in nodes if root(node) in roots}
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether its memory is its first argument's; of what torch calls unsafe the schema does not say so."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is getitem
+    return target.is_view or "unsafe" in target.__name__
 
 
 def _draws(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
 from graphplan.capture.model_methods import method_of
@@ -164,12 +165,13 @@ def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
 
 
 def sent(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device; caches as they are."""
+    """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU."""
 
     def send(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
+        moves = isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.device != device)
+        return leaf.to(device) if moves else leaf
 
-    return map_leaves(send, value, is_leaf=is_cache)
+    return map_leaves(send, value, is_leaf=lambda one: is_cache(one) or isinstance(one, PackedSequence))
 
 
 @contextmanager

@@ -362,6 +362,14 @@ def test_an_lstm_on_the_cpu() -> None:
     assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_step_of_the_optimizer_is_no_change_of_a_recurrent_layer(kind: Any) -> None:
+    """These layers have their weights in a list too."""
+    with warnings.catch_warnings(), short_search():
+        warnings.simplefilter("error")
+        check_training(kind(8, 8), {"input": torch.randn(3, 2, 8)}, {0: ROOMY}, exact=False)
+
+
 def test_a_fused_optimizer() -> None:
     fused = functools.partial(ADAMW, fused=True)
     with short_search():

@@ -15,6 +15,7 @@ import torch
 from builders import bytes_of, largest_difference
 from language_models import CACHE_NAMES, build, inputs_of
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import graphplan
 
@@ -220,6 +221,23 @@ def test_recurrent_layers_have_their_weights_together() -> None:
         warnings.simplefilter("ignore")
         made = graphplan.partition(model, machine.max_memory, (x,), pin=pin)
         assert largest_difference(made(x, STOP), expected_of(model, x, STOP)) < 1e-6
+
+
+def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+    model, call = Packing().eval(), (torch.randn(3, 5, 8), torch.tensor([5, 2, 3]))
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(UserWarning, match="hooks run the model"):
+            made = graphplan.partition(model, machine.max_memory, call)
+        assert largest_difference(made(*call), expected_of(model, *call)) < 1e-6
 
 
 def test_a_pickled_module_knows_whether_it_is_strict() -> None:

@@ -122,6 +122,22 @@ def test_layers_that_turn_their_results_in_place(layer: Any) -> None:
             )
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_gradients_of_recurrent_layers(layer: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    recurrent, x = layer(8, 16, 2, bias=bias, bidirectional=True), torch.randn(3, 2, 8)
+    found: list[list[torch.Tensor]] = []
+    with graphplan.simulate({0: "1MiB"}):
+        for device in ("cpu", "sim:0"):
+            model, given = copy.deepcopy(recurrent).to(device), x.to(device).detach().requires_grad_()
+            result, state = model(given)
+            sum((one**3).sum() for one in (result, *state)).backward()  # type: ignore[union-attr]  # tensors
+            found.append([one.grad.cpu() for one in (given, *model.parameters())])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
 def test_inference_mode_counts_copies_and_makes_views() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         buffer = torch.arange(8.0).to("sim:0")

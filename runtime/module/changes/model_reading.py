@@ -89,7 +89,9 @@ class ModelReading:
         self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
-        self._model, self._known = set(map(id, named.values())), set[int]()
+        tensors = [one for table in self.weights for one in table.values() if one is not None]
+        # weights that lie in an attribute too, as nn.LSTM's do: a write to them is no change
+        self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
         self._asked = frozenset(name for names in self.namespaces.values() for name in _names_in(names))

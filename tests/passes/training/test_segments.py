@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, getitem
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -13,7 +15,13 @@ from graphplan.passes.training.segments import segments_of
 aten = torch.ops.aten
 
 
-def test_what_reads_something_that_is_written_to_later_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    ("view", "arguments"),
+    [("view.default", ([-1],)), ("diagonal.default", ()), ("unsafe_split.Tensor", (1,))],
+)
+def test_what_reads_something_that_is_written_to_later_is_not_repeated(
+    view: str, arguments: tuple[Any, ...]
+) -> None:
     graph = fx.Graph()
     x, buffer = graph.placeholder("x"), graph.placeholder("buffer")
 
@@ -24,7 +32,8 @@ def test_what_reads_something_that_is_written_to_later_is_not_repeated() -> None
 
     first = add(aten.relu.default, x)
     before, scaled = add(aten.clone.default, first), add(aten.mul.Tensor, x, buffer)
-    add(aten.mul_.Tensor, add(aten.view.default, first, [-1]), 2)
+    part = add(attrgetter(view)(aten), first, *arguments)
+    add(aten.mul_.Tensor, add(getitem, part, 0) if "split" in view else part, 2)
     add(aten.add_.Tensor, buffer, 1)
     last = add(aten.relu.default, x)
     (segment,) = segments_of(SimpleNamespace(graph=graph))  # type: ignore[arg-type]  # all that is read
