@@ -22,7 +22,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
-from graphplan.passes.training.weight_views import VIEWS, copy_for
+from graphplan.passes.training.weight_views import VIEWS, view_anew
 
 _SMALLEST = 1 << 10  # bytes of a value that is worth two copies
 
@@ -74,19 +74,7 @@ def _views_anew(segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
     """Let the backward pass take views of what the segment saves itself."""
     views = _own_views(segment)
     for view in [node for node in saved_nodes(segment) if node in views]:
-        readers = [user for user in view.users if user.meta.get("backward")]
-        first = min(readers, key=order.__getitem__)
-        copy_for(view, sorted(readers, key=order.__getitem__), views)
-        for node in _new_before(first, order):
-            order[node] = order[first]
-
-
-def _new_before(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Nodes that were just put before this one."""
-    found = []
-    while (node := node.prev) not in order:
-        found.append(node)
-    return found
+        view_anew(view, views, order)
 
 
 def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:

@@ -21,6 +21,7 @@ from torch import fx
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes
+from graphplan.passes.training.weight_views import make_again
 
 
 def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleSegment]) -> None:
@@ -35,28 +36,9 @@ def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleS
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for segment in segments:
         if segment.path in wanted:
-            _recompute(capture.graph, segment, order)
+            saved, again = repeated(segment)
+            make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
     capture.graph.lint()
-
-
-def _recompute(graph: fx.Graph, segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
-    saved, again = repeated(segment)
-    readers = [user for node in saved for user in node.users if user.meta.get("backward")]
-    if not readers:
-        return
-    first = min(readers, key=order.__getitem__)
-    copied: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(first):
-        for node in segment.nodes:
-            if node in again:
-                made = graph.node_copy(node, lambda n: copied.get(n, n))
-                made.meta = {**node.meta, "backward": True, "forward": node.name, "repeats": node.name}
-                order[made] = order[first]
-                copied[node] = made
-    for node in saved:
-        for user in list(node.users):
-            if user.meta.get("backward") and user not in copied.values():
-                user.replace_input_with(node, copied[node])
 
 
 def repeated(segment: ModuleSegment) -> tuple[list[fx.Node], set[fx.Node]]:

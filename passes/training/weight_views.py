@@ -13,6 +13,8 @@ the forward pass to the backward one only for that view's sake. Before and after
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 import torch
 from torch import fx
 
@@ -39,36 +41,50 @@ VIEWS = {
 
 def read_weights_anew(capture: Capture) -> None:
     """Give each reader in the backward pass a view of a weight that is taken there, in place."""
-    graph = capture.graph
     views = _views_of_weights(capture)
-    first = next((node for node in graph.nodes if node.meta.get("backward")), None)
-    if first is None:
-        return
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for view in views:
-        readers = [user for user in view.users if user.meta.get("backward")]
-        if readers:
-            copy_for(view, sorted(readers, key=order.__getitem__), set(views))
-    graph.lint()
+        view_anew(view, views, order)
+    capture.graph.lint()
 
 
-def copy_for(view: fx.Node, readers: list[fx.Node], views: set[fx.Node]) -> None:
-    """Copies of a chain of views for its readers in the backward pass, before the first of them."""
+def view_anew(view: fx.Node, views: Collection[fx.Node], order: dict[fx.Node, int]) -> None:
+    """Let the backward pass take a view of its own, of what the chain of views begins with."""
     chain = [view]
     while (base := chain[-1].args[0]) in views:
         assert isinstance(base, fx.Node)
         chain.append(base)
+    make_again(chain[::-1], [view], order)
+
+
+def make_again(
+    nodes: Iterable[fx.Node], saved: Sequence[fx.Node], order: dict[fx.Node, int], *, repeats: bool = False
+) -> None:
+    """Copy nodes to before the backward pass first reads one of these, which it then takes from the copies.
+
+    Args:
+        nodes: in order.
+        saved: those of them that the backward pass reads.
+        order: node -> its place in the graph; the copies are added.
+        repeats: whether the copies compute something again.
+    """
+    readers = {user for node in saved for user in node.users if user.meta.get("backward")}
+    if not readers:
+        return
+    first = min(readers, key=order.__getitem__)
     copied: dict[fx.Node, fx.Node] = {}
-    with view.graph.inserting_before(readers[0]):
-        for node in reversed(chain):
-            made = view.graph.node_copy(node, lambda n: copied.get(n, n))
+    with first.graph.inserting_before(first):
+        for node in nodes:
+            made = copied[node] = first.graph.node_copy(node, lambda n: copied.get(n, n))
             made.meta = {**node.meta, "backward": True, "forward": node.name}
-            copied[node] = made
-    for reader in readers:
-        reader.replace_input_with(view, copied[view])
+            made.meta.update({"repeats": node.name} if repeats else {})
+            order[made] = order[first]
+    for node in saved:
+        for reader in readers:
+            reader.replace_input_with(node, copied[node])
 
 
-def _views_of_weights(capture: Capture) -> list[fx.Node]:
+def _views_of_weights(capture: Capture) -> dict[fx.Node, None]:
     """Views of weights that nothing writes to, in order."""
     found: dict[fx.Node, None] = {}
     for node in capture.graph.nodes:
@@ -77,4 +93,4 @@ def _views_of_weights(capture: Capture) -> list[fx.Node]:
         base = node.args[0]
         if isinstance(base, fx.Node) and (base in found or base.name in capture.weights):
             found[node] = None
-    return list(found)
+    return found
