@@ -34,9 +34,9 @@ def less_work(*, keep_grad: bool) -> list[Replacement]:
         found.append((sizes, "maybe_as_int", _number))
     private(proxy_tensor, "_extract_tensor_metadata", "torch", _TESTED)
     found.append((proxy_tensor, "_extract_tensor_metadata", lambda _: _nothing))
-    if not keep_grad:
-        mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
-        found.append((mode, "__torch_function__", _without_grad_mode))
+    mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
+    changes = _with_changes_of_grad_mode if keep_grad else _without_grad_mode
+    found.append((mode, "__torch_function__", changes))
     return found
 
 
@@ -62,6 +62,21 @@ def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
     def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             return func(*args)
+        return own(self, func, types, args, kwargs)
+
+    return function
+
+
+def _with_changes_of_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The mode, without ``set_grad_enabled`` to what is set.
+
+    In the forward of a ``torch.autograd.Function`` no graph says that gradients are off, nor that they are on
+    again: the end of a ``no_grad`` block in there would leave them off for the rest of the graph.
+    """
+
+    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and args[0] == torch.is_grad_enabled():
+            return None
         return own(self, func, types, args, kwargs)
 
     return function

@@ -121,6 +121,24 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     return list((before or {}).values()), list((after or {}).values())
 
 
+def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Have the hooks of a parameter on another too."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = private(parameter, name, "torch", _TESTED)
+        if hooks:
+            setattr(other, name, hooks.copy())
+
+
+def backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks of its backward pass, not those of its submodules."""
+    return any(private(module, f"_backward_{kind}", "torch", _TESTED) for kind in ("hooks", "pre_hooks"))
+
+
+def function_of(node: torch.autograd.function.BackwardCFunction) -> Any:
+    """The ``torch.autograd.Function`` of which this is in a graph of autograd."""
+    return private(node, "_forward_cls", "torch", _TESTED)
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
     found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch", _TESTED)(tensor)

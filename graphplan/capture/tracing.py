@@ -8,7 +8,7 @@ without them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
@@ -25,6 +25,7 @@ from graphplan.capture.eager_run import eager_error
 from graphplan.capture.exported_program import from_exported
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
+from graphplan.capture.own_backward import refusing_own_backward
 from graphplan.capture.plain_export import export_plain, is_transformers_model
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
@@ -72,7 +73,8 @@ def capture(
         sizes: whether all sizes may vary, not only those of batches and lengths.
 
     Raises:
-        CaptureError: no way of capturing took it; the message has the reason of each.
+        CaptureError: no way of capturing took it; the message has the reason of each. Or it would have other
+            gradients than eager.
         Exception: what the model itself raises for this call, unchanged.
     """
     if any(global_hooks()):
@@ -86,7 +88,8 @@ def capture(
     host = call.on_cpu()
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
-    with suspended(), autocast, _untouched_attributes(model_copy.module):
+    as_in_eager = refusing_own_backward(model_copy.module) if keep_grad else nullcontext()
+    with suspended(), autocast, as_in_eager, _untouched_attributes(model_copy.module):
         if step:
             return _with_casts(_with_examples(model_copy, host, None, keep_grad, exporter=False), model_copy)
         found = _with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from graphplan._compat.torch import copy_gradient_hooks
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class
 from graphplan.devices.topology import CPU, round_up
@@ -237,5 +238,7 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if placed is original:
         return original
     if isinstance(original, nn.Parameter):
-        return nn.Parameter(placed, original.requires_grad)
+        made = nn.Parameter(placed, original.requires_grad)
+        copy_gradient_hooks(original, made)
+        return made
     return placed.requires_grad_(original.requires_grad) if original.requires_grad else placed

@@ -1,0 +1,77 @@
+"""What changes gradients and is in no graph: a trace has the forward pass, which autograd differentiates.
+
+The backward pass of a ``torch.autograd.Function``, and hooks of gradients, would be lost without a word: a
+model that has one is not traced where gradients are asked for. A reentrant checkpoint is such a function too;
+its gradient is that of what it runs, which is traced in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
+
+from graphplan._compat.torch import backward_hooks, function_of
+from graphplan.capture.thread_patches import Patch, patched
+from graphplan.errors import NoGraphError
+
+_KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "transformers.models.sew_d.")
+"""Files whose functions are of an operation, which is in the graph as a whole, or compute the derivative."""
+
+
+@contextmanager
+def refusing_own_backward(module: nn.Module) -> Iterator[None]:
+    """A block in which a call of a module is traced, whose gradients are asked for.
+
+    Raises:
+        NoGraphError: the graph would have other gradients.
+    """
+    hooked = next((name for name, part in module.named_modules() if backward_hooks(part)), None)
+    if hooked is not None:
+        raise NoGraphError(f"{hooked!r} has backward hooks, which no graph calls")
+    functions: list[Any] = []
+    tensors: list[torch.Tensor] = []
+
+    def noting(own: Callable[..., None]) -> Callable[..., None]:
+        def init(function: Any, *args: Any) -> None:
+            own(function, *args)
+            if torch.is_grad_enabled():
+                functions.append(function)
+
+        return init
+
+    def hooking(own: Callable[..., Any]) -> Callable[..., Any]:
+        def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+            tensors.append(tensor)
+            return own(tensor, hook)
+
+        return register_hook
+
+    with patched(
+        Patch.of(BackwardCFunction, "__init__", noting),  # any ``apply`` makes one, a stored one too
+        Patch.of(torch.Tensor, "register_hook", hooking),
+        Patch.of(checkpoint.CheckpointFunction, "apply", _without_checkpoint),
+    ):
+        yield
+    for function in functions:
+        of = function_of(function)
+        if any(function.needs_input_grad) and not of.__module__.startswith(_KNOWN):
+            raise NoGraphError(f"{of.__qualname__} has a backward of its own, which is in no graph")
+    if tensors:
+        raise NoGraphError("forward calls register_hook of a tensor, and no graph calls hooks of gradients")
+
+
+def _without_checkpoint(_own: Callable[..., Any]) -> Callable[..., Any]:
+    """``CheckpointFunction.apply`` that runs the function, without gradients where none would reach it."""
+
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        with torch.set_grad_enabled(reached and torch.is_grad_enabled()):
+            return function(*args)
+
+    return apply

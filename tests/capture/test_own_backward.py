@@ -1,0 +1,168 @@
+"""What changes gradients outside of a graph: functions with a backward of their own, hooks, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shortcuts import short_search
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training_steps import ROOMY, gap, gradients_of
+
+import graphplan
+
+WAYS = ({"train": True}, {"grad": True})
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():  # at its end, gradients are off as before
+            return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+stored = Round.apply
+
+
+@torch.library.custom_op("graphplan_tests::double", mutates_args=())
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+_double.register_fake(torch.empty_like)
+_double.register_autograd(lambda ctx, gradient: 5 * gradient)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """An operation of which torch knows the backward pass."""
+    return _double(x)
+
+
+class Net(nn.Module):
+    """Two layers, and something between or around them."""
+
+    def __init__(self, between: Callable[..., Any] = lambda x: x, *, data: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.between, self.data = between, data
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.a(self.between(x)) if self.data else self.between(self.a(x))
+        return {"loss": self.b(h).pow(2).mean()}
+
+
+class Blocks(Net):
+    """A stack whose blocks are copied in the graph, each behind a checkpoint."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(Round.apply)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = checkpoint(self.between, x, use_reentrant=self.reentrant) + self.a(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return {"loss": self.b(x).pow(2).mean()}
+
+
+def tripled(h: torch.Tensor) -> torch.Tensor:
+    if h.requires_grad:
+        h.register_hook(lambda gradient: 3 * gradient)
+    return h
+
+
+def placed_like(model: nn.Module, add: Callable[[Any], Any], **options: Any) -> list[str]:
+    """Require eager's gradients of a placed model; the warnings of graphplan.
+
+    ``add``: what to do to the model, and to eager's, before it is placed.
+    """
+    eager = copy.deepcopy(model)
+    add(model)
+    add(eager)
+    with warnings.catch_warnings(record=True) as said, short_search():
+        warnings.simplefilter("always")
+        placed = graphplan.partition(model, {"cpu": ROOMY}, kwargs={"x": X}, **options)
+        for one in (placed, eager):
+            one(x=X)["loss"].backward()
+    assert gap(gradients_of(placed), gradients_of(eager)) < 1e-6
+    return [str(one.message) for one in said if one.category is graphplan.GraphplanWarning]
+
+
+LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
+    "function": (lambda: Net(Reverse.apply), lambda _: None, "Reverse has a backward of its own"),
+    "stored": (lambda: Net(stored), lambda _: None, "Round has a backward of its own"),
+    "tensor": (lambda: Net(tripled), lambda _: None, "calls register_hook"),
+    "module": (
+        Net,
+        lambda net: net.b.register_full_backward_hook(lambda _, given, out: (3 * given[0],)),
+        "'b' has backward hooks",
+    ),
+    "before module": (
+        Net,
+        lambda net: net.b.register_full_backward_pre_hook(lambda _, out: (3 * out[0],)),
+        "'b' has backward hooks",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("what", LOST)
+def test_what_no_graph_differentiates_is_left_to_autograd(what: str, way: dict[str, bool]) -> None:
+    make, add, why = LOST[what]
+    assert any(why in text for text in placed_like(make(), add, **way))
+    strict = make()
+    add(strict)
+    with pytest.raises(graphplan.NoGraphError, match=why):
+        graphplan.partition(strict, {"cpu": ROOMY}, kwargs={"x": X}, strict=True, **way)
+    graphplan.partition(strict.eval(), {"cpu": ROOMY}, kwargs={"x": X}, strict=True)(x=X)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_hooks_that_parameters_have_already_are_kept(way: dict[str, bool]) -> None:
+    def add(net: Net) -> None:
+        net.a.weight.register_hook(lambda gradient: 3 * gradient)
+        net.b.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 2 * p.grad))
+
+    assert not placed_like(Net(), add, strict=True, **way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_have_the_gradients_of_what_they_run(way: dict[str, bool], reentrant: bool) -> None:
+    assert not placed_like(Blocks(reentrant=reentrant), lambda _: None, strict=True, **way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("net", [Net(double), Net(Reverse.apply, data=True)], ids=["operation", "data"])
+def test_functions_whose_backward_is_not_asked_for_are_traced(net: Net, way: dict[str, bool]) -> None:
+    assert not placed_like(net, lambda _: None, strict=True, **way)
