@@ -167,7 +167,7 @@ def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
             tensor = program.constants[spec.target]
-            # a patched forward may reach the caller's own weights past the copy
+            # a patched forward may reach the caller's own weights past the copy, a list those of the copy
             known = model_copy.weights.identities.get(identity(tensor))
             found.weights[node] = spec.target if known is None else known
             if known is None:

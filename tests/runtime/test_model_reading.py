@@ -273,3 +273,27 @@ def test_transforms_of_torch_func() -> None:
             assert torch.allclose(torch.vmap(placed)(batches), torch.vmap(net)(batches), atol=1e-5)
         with pytest.raises(graphplan.CaptureError, match=r"torch\.func"):
             torch.vmap(placed)(torch.randn(2, 3, 5, 8))
+
+
+@torch.no_grad()
+def test_weights_that_lie_in_attributes_too() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("shift", torch.full((8,), 3.0))
+            self.listed, self.alias = [self.layer.weight], self.shift
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.layer(x), self.listed[0]) * self.alias
+
+    net = Listed()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(copy.deepcopy(net), machine.max_memory, (X,))
+        for _ in range(2):
+            for one in (net, placed):
+                one.layer.weight.mul_(2)
+                one.shift.add_(1)  # type: ignore[operator]  # a tensor
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert torch.allclose(placed(X), net(X), rtol=1e-4, atol=1e-5)

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.model.model_weights import ModelWeights, is_dense
+from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.warnings import warn
+
+_APART = 64  # bytes between the starts of two stand-ins, by which a trace's constants are told to be one
 
 
 class ModelCopy:
@@ -54,7 +56,11 @@ class ModelCopy:
         self.autocast: torch.dtype | None = None
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
-        self.module, self.shared = copy_to_trace(model, _stand_ins(model))
+        stand_ins, named = _stand_ins(model), self.weights.identities
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in stand_ins:
+                named[identity(stand_ins[id(tensor)])] = named[identity(tensor)]
+        self.module, self.shared = copy_to_trace(model, stand_ins)
         if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
             plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
             self.module.__class__ = type(type(model).__name__, (type(model),), plain)
@@ -114,16 +120,16 @@ class ModelCopy:
 def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     """Id of each weight -> a CPU tensor of its shape, in memory that is never touched.
 
-    One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
-    them, and the system provides a page only when it is written to.
+    One mapping, as large as the largest weight, serves them all, each from a byte of its own on: tracing
+    neither reads nor writes them, and the system provides a page only when it is written to.
     """
     tensors = [*model.parameters(), *model.buffers()]
     largest = max((_span(t) * t.element_size() for t in tensors if is_dense(t)), default=0)
-    memory = mmap.mmap(-1, max(largest, 1))
+    memory = mmap.mmap(-1, max(largest, 1) + _APART * len(tensors))
     found: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if is_dense(tensor):
-            stand_in = _virtual(tensor, memory)
+            stand_in = _virtual(tensor, memory, _APART * index)
         elif tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
             stand_in = tensor.detach().to("cpu", copy=True)
         else:
@@ -140,9 +146,9 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _virtual(tensor: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
+def _virtual(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.Tensor:
     count = _span(tensor)
     if not count:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=start)
     return flat.as_strided(tensor.shape, tensor.stride())
