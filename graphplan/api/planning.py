@@ -18,6 +18,7 @@ from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.progress import with_progress
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.speeds import with_speeds
+from graphplan.errors import InputError
 from graphplan.integrations.transformers.generate_plan import plan_first
 
 
@@ -149,4 +150,7 @@ def plan(
     if asked.calls is not None:
         find = read_examples(request.model_copy, args, kwargs, asked)
         return compiler.plan_together(find(compiler))[0].plan
-    return plan_first(compiler, read_example(request, args, kwargs))[0].plan
+    example = read_example(request, args, kwargs)
+    if example is None and asked.train:
+        raise InputError("train=True plans a step of example inputs: give args= or kwargs=")
+    return plan_first(compiler, example)[0].plan

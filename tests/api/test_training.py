@@ -696,6 +696,11 @@ def test_bad_arguments_name_what_to_do(options: dict[str, Any], said: str) -> No
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+def test_a_plan_of_a_step_needs_inputs() -> None:
+    with pytest.raises(graphplan.InputError, match="train=True plans a step of example inputs"):
+        graphplan.plan(stack(), {0: "1GiB"}, train=True)
+
+
 def test_a_model_without_loss_or_parameters_to_train() -> None:
     frozen = stack().requires_grad_(False)
     with pytest.raises(graphplan.InputError, match="no parameter"):
