@@ -22,6 +22,7 @@ from torch import nn
 
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
+from graphplan.capture.saved.code_objects import function_of
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
 from graphplan.runtime.module.changes.attribute_data import data_in, is_container
@@ -171,9 +172,9 @@ def _classes(of: Iterable[type]) -> Iterator[type]:
 def _names_in(namespace: Mapping[str, Any]) -> Iterator[str]:
     """What the functions of a class name, as attributes or in text: ``getattr(self, "scale", 1.0)``, say."""
     for value in namespace.values():
-        function = unwrap(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
-        if isinstance(function, FunctionType):
-            code = function.__code__
+        function = function_of(value)
+        if function is not None:
+            code = getattr(unwrap(function), "__code__", function.__code__)  # a class may be wrapped
             yield from code.co_names
             yield from (constant for constant in code.co_consts if isinstance(constant, str))
 
