@@ -191,7 +191,7 @@ def test_a_pin_may_name_what_only_one_call_runs() -> None:
     [
         ({"calls": []}, "calls must be a list"),
         ({"calls": PREFILL}, "calls must be a list"),
-        ({"weights": [1]}, "calls must be a list"),
+        ({"weights": [1]}, "weights= goes with calls="),
         ({"calls": [X]}, r"pair \(args, kwargs\)"),
         ({"calls": [(X, {})]}, r"pair \(args, kwargs\)"),
         ({"calls": [PREFILL], "weights": [1, 2]}, "calls has 1 entries and weights 2"),

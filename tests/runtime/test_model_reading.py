@@ -200,15 +200,6 @@ def test_a_method_that_is_set_on_a_placed_model() -> None:
         assert torch.allclose(placed(X), net(X), rtol=1e-4)
 
 
-def test_a_submodule_that_is_converted_is_noticed() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    placed = graphplan.partition(net, ROOMY, (X,))
-    placed(X)
-    placed[0].double()
-    with pytest.warns(GraphplanWarning, match="captured again"):
-        assert placed(X.double()).dtype == torch.float64
-
-
 def test_a_hook_and_a_note() -> None:
     net = Net()
     placed = graphplan.partition(net, ROOMY, (X,))

@@ -28,7 +28,7 @@ from graphplan.runtime.module.changes.attribute_data import is_container
 from graphplan.runtime.module.changes.model_reading import ANY, Fact, ModelReading
 
 _LONGEST = 60  # characters of a value in a message
-_form, _version = attrgetter("shape", "dtype"), attrgetter("_version")
+_shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
@@ -69,7 +69,7 @@ class _Snapshot:
         self._children = list(chain.from_iterable(map(dict.values, reading.children)))
         self._weights = list(chain.from_iterable(map(dict.values, reading.weights)))
         self._tensors = [tensor for tensor in self._weights if tensor is not None]
-        self._forms = list(map(_form, self._tensors))
+        self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
         self._contents = [reading.facts[name].value for name in reading.containers]
         self._shared = list(_shared(self._tensors))
@@ -91,7 +91,7 @@ class _Snapshot:
                 and list(chain.from_iterable(reading.children)) == self._names
                 and all(map(is_, chain.from_iterable(map(dict.values, reading.children)), self._children))
                 and all(map(is_, chain.from_iterable(map(dict.values, reading.weights)), self._weights))
-                and list(map(_form, self._tensors)) == self._forms
+                and list(map(_shape, self._tensors)) == self._shapes
                 and list(map(_version, reading.tensors)) == self._versions
                 and list(reading.containers.values()) == self._contents
                 and all(identity(one) == identity(other) for one, other in self._shared)
