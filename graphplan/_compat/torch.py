@@ -122,11 +122,11 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
 
 
 def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Have the hooks of a parameter on another too."""
+    """Have the hooks of a parameter on another too, until they are removed."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = private(parameter, name, "torch", _TESTED)
         if hooks:
-            setattr(other, name, hooks.copy())
+            setattr(other, name, hooks)
 
 
 def backward_hooks(module: torch.nn.Module) -> bool:

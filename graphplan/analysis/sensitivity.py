@@ -70,7 +70,7 @@ class Bottleneck:
         makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
         compute_seconds: of all operations.
         transfer_seconds: of activations and gradients between devices.
-        streaming_seconds: in which a call does nothing but copy weights, or wait for streamed ones.
+        streaming_seconds: in which it does nothing but copy weights, or wait for streamed ones.
         io_seconds: of inputs and outputs. These four are the makespan.
         hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
     """

@@ -21,7 +21,7 @@ from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import NoGraphError
 
 _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "transformers.models.sew_d.")
-"""Files whose functions are of an operation, which is in the graph as a whole, or compute the derivative."""
+"""Modules whose functions are of an operation that is in the graph as a whole, or compute the derivative."""
 
 
 @contextmanager
@@ -61,7 +61,10 @@ def refusing_own_backward(module: nn.Module) -> Iterator[None]:
     for function in functions:
         of = function_of(function)
         if any(function.needs_input_grad) and not of.__module__.startswith(_KNOWN):
-            raise NoGraphError(f"{of.__qualname__} has a backward of its own, which is in no graph")
+            raise NoGraphError(
+                f"{of.__qualname__} has a backward of its own, which is in no graph: write it in plain "
+                "operations, or as a torch.library.custom_op"
+            )
     if tensors:
         raise NoGraphError("forward calls register_hook of a tensor, and no graph calls hooks of gradients")
 

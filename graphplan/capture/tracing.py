@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -81,7 +80,6 @@ def capture(
         raise CaptureError(_HOOKED)
     if in_transform():
         raise CaptureError(_TRANSFORMED)
-    _require_names(model_copy)
     if call is None:
         with quiet():
             return _named_apart(trace_symbolically(model_copy))
@@ -97,16 +95,6 @@ def capture(
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
-
-
-def _require_names(model_copy: ModelCopy) -> None:
-    """Raise NoGraphError where generated code could not read a weight by its name."""
-    for name in model_copy.weights.tensors:
-        word = next(filter(iskeyword, name.split(".")), "self" if name == "self" else None)
-        if word is not None:
-            raise NoGraphError(
-                f"generated code reads weights by name: rename {name!r}, as {word!r} is a word of Python"
-            )
 
 
 def _with_casts(found: Capture, model_copy: ModelCopy) -> Capture:

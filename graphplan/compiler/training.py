@@ -41,10 +41,10 @@ class Training:
     def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:
         """The graph, with gradients and the optimizer's state beside the parameters.
 
-        A step that is captured says itself which parameters have gradients. What ``earlier`` plans have left
-        beside others stays; beside another call that is all, or all that may have one if it is the first.
+        A step that is captured says itself which parameters have gradients; beside another call there are
+        all that may have one. What ``earlier`` steps have left beside others stays.
         """
-        own = (() if earlier else self.trained) if capture.step is None else capture.step.gradients.values()
+        own = self.trained if capture.step is None else capture.step.gradients.values()
         trained = {*own, *earlier}
         weights = [self._held(w) if w.name in trained else w for w in graph.weights.values()]
         return graph.changed(weights=weights)

@@ -141,7 +141,7 @@ class Graph:
 
     @property
     def call(self) -> str:
-        """What one call of it is, in words."""
+        """What it is of, in words."""
         return "training step" if self.trains else "forward pass"
 
     @property

@@ -17,6 +17,7 @@ import copy
 import operator
 import re
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import fx
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import VerificationError
+from graphplan.errors import NoGraphError, VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
     add_gradient,
@@ -125,7 +126,7 @@ class _Lowering:
             node = self._part(name, key)
         else:
             constant = name in self.capture.constants
-            node = self.out.get_attr(constant_attribute(name) if constant else name)
+            node = self.out.get_attr(constant_attribute(name) if constant else _readable(name))
         self.env[name, key] = node
         return node
 
@@ -249,6 +250,16 @@ class _Lowering:
         step = self.capture.step
         gradients = [] if step is None else [find(self.source[name]) for name in step.input_gradients]
         self.out.output((*results, *gradients))
+
+
+def _readable(name: str) -> str:
+    """The name of a weight; NoGraphError where code cannot read what has it."""
+    word = next(filter(iskeyword, name.split(".")), "self" if name == "self" else None)
+    if word is not None:
+        raise NoGraphError(
+            f"generated code reads weights by name: rename {name!r}, as {word!r} is a word of Python"
+        )
+    return name
 
 
 def _owned_gradients(graph: Graph) -> frozenset[str]:

@@ -248,34 +248,6 @@ def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
         assert machine.live_bytes(0) == before
 
 
-class Target(nn.Module):
-    """Beside what is trained, parameters that no gradient reaches, as those of a teacher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            target = self.unused(x)
-        return {"loss": (self.used(x) - target).pow(2).mean()}
-
-
-def test_what_no_gradient_reaches_has_none_beside_an_evaluation() -> None:
-    options: dict[str, Any] = {"kwargs": {"x": torch.randn(4, 64)}, "train": True, "optimizer": ADAMW}
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
-        step = graphplan.plan(Target().train(), machine.max_memory, **options).peak_bytes[0]
-    with graphplan.simulate({0: step}) as machine, short_search():
-        placed = graphplan.partition(Target().train(), machine.max_memory, **options)
-        optimizer = ADAMW(placed.parameters())
-        placed(**options["kwargs"])["loss"].backward()
-        optimizer.step()
-        for mode in (True, False):
-            placed.train(mode)
-            with torch.no_grad():
-                placed(**options["kwargs"])
-
-
 def test_evaluation_between_forward_and_backward(size: int) -> None:
     eager, own = stack(), stack()
     budgets = {0: int(0.7 * size), **CPU}  # what is evaluated in between takes more

@@ -332,6 +332,20 @@ def test_a_name_that_python_reserves_is_read_by_the_modules_own_code(name: str) 
     assert torch.equal(placed(X), X)
 
 
+def test_a_reserved_name_that_no_code_reads_is_no_hindrance() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict({"in": nn.Linear(16, 8), "out": nn.Linear(16, 8)})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.heads["out"](x)
+
+    model = Unread()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
+    assert largest_difference(placed(X), model(X)) < 1e-6
+
+
 class Whole(Undecided):
     """Undecided, with a shared weight and what a copy must have beside weights."""
 

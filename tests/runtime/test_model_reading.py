@@ -75,7 +75,7 @@ class Net(nn.Module):
         self.width = nn.Parameter(torch.randn(8, 4))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor * self.scale * self.settings.factors() * getattr(self, "gain", 1.0)
+        return x * self.factor * self.scale * self.settings.factors()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for head in self.heads.values():
@@ -111,7 +111,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an object in a set": lambda net: setattr(next(iter(net.settings.few)), "k", 3.0),
     "the object of a partial": lambda net: setattr(net.settings.times.func.__self__, "k", 0.5),
     "an array": lambda net: net.settings.codes.__setitem__(0, 2.0),
-    "an attribute that is asked for": lambda net: setattr(net, "gain", 0.25),
     "a set": lambda net: net.names.add("y"),
     "a list beside a set": lambda net: net.nested["l"].__setitem__(1, 4.0),
     "a set in a dict": lambda net: net.nested["s"].add(7),

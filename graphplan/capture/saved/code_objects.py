@@ -60,9 +60,12 @@ def package_of(file: str) -> Path:
 
 def package_files(package: Path) -> list[tuple[str, int, int]]:
     """The path, the size and the time of each file of Python code in a package."""
-    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
-    states = [(str(file.relative_to(package)), file.stat()) for file in files]
-    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    found = []
+    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+        if file.is_file():  # code may come from an archive, or from a file that is gone
+            state = file.stat()
+            found.append((str(file.relative_to(package)), state.st_size, state.st_mtime_ns))
+    return found
 
 
 def code_parts(code: types.CodeType) -> Iterator[object]:

@@ -310,10 +310,15 @@ class Description:
             return
         self._seen["package", package] = 0
         self.note("package", *package_files(package))
-        within = package.stem, f"{package.stem}."
-        for name, module in sorted(sys.modules.items()):
-            if name == within[0] or name.startswith(within[1]):
-                self._replaced(module, lambda file: is_of_versions(file) or is_installed(file))
+        for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
+            file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+            if file and package in (Path(file), *Path(file).parents):
+                self._replaced(module, _is_not_the_users)
+
+
+def _is_not_the_users(file: str) -> bool:
+    """Whether code comes with a package or Python, or was made by code."""
+    return is_of_versions(file) or is_installed(file) or file.startswith("<")
 
 
 def _is_of_python(cls: type) -> bool:

@@ -132,7 +132,7 @@ class ClusterPlanData(Generic[AnyPlan]):
             own = [index for index, stage in enumerate(self.stages) if stage.machine == machine]
             computes = sum(self.stages[index].plan.makespan for index in own) / each
             busy = sum(self.loads[index] for index in own) / each
-            found[machine] = computes, busy - computes, 1.0 - busy
+            found[machine] = computes, busy - computes, round(1.0 - busy, 9) + 0.0  # not -0.0
         return found
 
     @property

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partialmethod
-from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import nn
 
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
-from graphplan.capture.saved.code_objects import function_of
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
 from graphplan.runtime.module.changes.attribute_data import data_in, is_container
@@ -95,7 +93,6 @@ class ModelReading:
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
-        self._asked = frozenset(name for names in self.namespaces.values() for name in _names_in(names))
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
@@ -113,8 +110,7 @@ class ModelReading:
         for name, value in vars(part).items():
             if name not in _NOT_READ:
                 table = vars(part) if path else None
-                asked = name in self._asked or hasattr(type(part), name)
-                self._read(prefix + name, value, table, name, matters=asked)
+                self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
         for table_name in _HOOKS if path else ():
             hooks = vars(part).get(table_name, {})
             for number, hook in hooks.items():
@@ -167,16 +163,6 @@ def _classes(of: Iterable[type]) -> Iterator[type]:
     """All classes that have code of the model, each once."""
     found = dict.fromkeys(base for cls in of for base in cls.__mro__)
     return (cls for cls in found if cls.__module__.partition(".")[0] not in _LIBRARIES)
-
-
-def _names_in(namespace: Mapping[str, Any]) -> Iterator[str]:
-    """What the functions of a class name, as attributes or in text: ``getattr(self, "scale", 1.0)``, say."""
-    for value in namespace.values():
-        function = function_of(value)
-        if function is not None:
-            code = getattr(unwrap(function), "__code__", function.__code__)  # a class may be wrapped
-            yield from code.co_names
-            yield from (constant for constant in code.co_consts if isinstance(constant, str))
 
 
 def _form(tensor: torch.Tensor | None) -> str | None:
