@@ -313,7 +313,7 @@ def test_forward_derivatives_are_not_planned() -> None:
             return torch.func.jvp(self.head, (x,), (x,))
 
     model = Derivative().eval()
-    with pytest.raises(graphplan.NoGraphError, match="jvp"):
+    with pytest.raises(graphplan.NoGraphError, match=r"jvp|could not be captured"):  # by torch 2.11
         graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
 
 
