@@ -129,7 +129,7 @@ class InfeasibleError(GraphplanError):
         self.needed = dict(needed or {})
         self.available = dict(available or {})
         for key, nbytes in self.available.items():
-            if 0 < nbytes < 1024:
+            if 0 < nbytes < 1 << 10:  # no device is so small: another unit was meant
                 message += f". max_memory[{key!r}] is {nbytes} bytes: write '{nbytes}GiB' for as many GiB"
         super().__init__(message)
         self.operation = operation

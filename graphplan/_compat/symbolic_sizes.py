@@ -130,8 +130,9 @@ class SizeMaker:
         self, shape: Any, stride: Any, dtype: torch.dtype, device: str, *, requires_grad: bool
     ) -> torch.Tensor:
         """A tensor without data."""
-        oblivious = symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # a config
-        with oblivious, self.mode:  # as it was traced: to be made, no size must be known to be above 1
+        patch = symbolic_config.patch  # type: ignore[attr-defined]  # a config module
+        # as it was traced: to be made, no size must be known to be above 1
+        with patch(backed_size_oblivious=True), self.mode:
             return torch.empty_strided(
                 tuple(shape), tuple(stride), dtype=dtype, device=device, requires_grad=requires_grad
             )

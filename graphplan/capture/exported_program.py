@@ -36,6 +36,7 @@ from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
 _TRANSFORMS = {"_add_batch_dim", "_enter_dual_level", "_make_dual"}
+"""Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
 
 
 def from_exported(

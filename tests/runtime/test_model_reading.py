@@ -37,7 +37,7 @@ class Settings:
 
     def factors(self) -> Any:
         (few,) = self.few
-        numbers = self.recent[0] * self.more[0] * few.k * self.codes[0]  # type: ignore[operator]
+        numbers = self.recent[0] * self.more[0] * few.k * self.codes[0]  # type: ignore[operator]  # of two types
         return self.times(numbers) * self.recent[1]
 
 

@@ -311,6 +311,7 @@ class Description:
         self._seen["package", package] = 0
         self.note("package", *package_files(package))
         for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
+            # built-in modules have no file, and what blocks an import is no module
             file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
             if file and package in (Path(file), *Path(file).parents):
                 self._replaced(module, _is_not_the_users)

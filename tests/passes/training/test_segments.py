@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.passes.training.segments import segments_of
+from graphplan.passes.training.weight_views import make_again
 
 aten = torch.ops.aten
 
@@ -38,3 +39,16 @@ def test_what_reads_something_that_is_written_to_later_is_not_repeated(
     last = add(aten.relu.default, x)
     (segment,) = segments_of(SimpleNamespace(graph=graph))  # type: ignore[arg-type]  # all that is read
     assert segment.repeatable == {last}, (before, scaled)
+
+
+def test_readers_take_copies_in_the_order_of_the_graph() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+    readers = [graph.call_function(aten.relu.default, (node,)) for _ in range(100)]
+    for reader in readers:
+        reader.meta["backward"] = True
+    make_again([node], [node], {one: index for index, one in enumerate(graph.nodes)})
+    (copy,) = {reader.args[0] for reader in readers}
+    assert isinstance(copy, fx.Node)
+    assert copy is not node
+    assert list(copy.users) == readers
