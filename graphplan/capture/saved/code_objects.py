@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 import sysconfig
 import types
@@ -52,20 +53,20 @@ def is_installed(file: str) -> bool:
     return any(folder in file for folder in _INSTALLED)
 
 
-def package_of(file: str) -> Path:
+def package_of(file: str) -> str:
     """The folder, or the file, of the installed package that a file is of."""
     around, folder, within = next(file.rpartition(one) for one in _INSTALLED if one in file)
-    return Path(around + folder + within.partition("/")[0])
+    return around + folder + within.partition("/")[0]
 
 
-def package_files(package: Path) -> list[tuple[str, int, int]]:
+def package_files(package: str) -> list[tuple[str, int, int]]:
     """The path, the size and the time of each file of Python code in a package."""
-    found = []
-    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
-        if file.is_file():  # code may come from an archive, or from a file that is gone
-            state = file.stat()
-            found.append((str(file.relative_to(package)), state.st_size, state.st_mtime_ns))
-    return found
+    files = [package]
+    for folder, _, names in os.walk(package):
+        files += [f"{folder}/{name}" for name in names if name.endswith(".py")]
+    # code may come from an archive, or from a file that is gone
+    states = {file: os.stat(file) for file in files if os.path.isfile(file)}
+    return sorted((file.removeprefix(package), one.st_size, one.st_mtime_ns) for file, one in states.items())
 
 
 def code_parts(code: types.CodeType) -> Iterator[object]:

@@ -304,7 +304,7 @@ class Description:
             if is_installed(file):
                 self._package(package_of(file))
 
-    def _package(self, package: Path) -> None:
+    def _package(self, package: str) -> None:
         """Hash which files an installed package has, and what the user has put into its modules."""
         if ("package", package) in self._seen:
             return
@@ -313,7 +313,7 @@ class Description:
         for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
             # built-in modules have no file, and what blocks an import is no module
             file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
-            if file and package in (Path(file), *Path(file).parents):
+            if file and (file == package or file.startswith(f"{package}/")):
                 self._replaced(module, _is_not_the_users)
 
 
