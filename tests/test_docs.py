@@ -43,7 +43,17 @@ def included(page: Path) -> set[str]:
     return set(re.findall(r'^ *--8<-- "(.+)"$', page.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", pages(DOCS), ids=lambda page: page.stem)
+# pages that train, generate or plan for many devices, each some 10 seconds: under -m slow
+LONG = {"from-accelerate", "generate", "laptop-for-cluster", "several-machines", "train"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.stem in LONG), id=page.stem)
+        for page in pages(DOCS)
+    ],
+)
 def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_path: Path) -> None:
     with short_search():
         outputs = list(outputs_of(page, tmp_path))
@@ -180,6 +190,7 @@ def test_pictures_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(
     not HAS_MKDOCS, reason="mkdocs-material or mkdocstrings is not installed: the extra `docs`"
 )
+@pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     """With placeholders for what is printed and drawn: those are other tests'."""
     docs = tmp_path / "docs"

@@ -8,7 +8,10 @@ import pytest
 from overhead import EAGER, OURS, Workload, linears, llama, measure, require_equal
 
 
-@pytest.mark.parametrize("make", [lambda: linears(3, 4), lambda: llama(1, 16, tokens=3)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: linears(3, 4), pytest.param(lambda: llama(1, 16, tokens=3), marks=pytest.mark.slow)],
+)
 def test_every_form_is_timed(make: Any) -> None:
     rows = measure(make(), rounds=2)
     assert [row["form"] for row in rows][:2] == [EAGER, OURS]

@@ -17,7 +17,9 @@ def test_it_knows_every_type() -> None:
     assert len(names()) > 600
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "swin", "wav2vec2", "patchtst"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", pytest.param("swin", marks=pytest.mark.slow), "wav2vec2", "patchtst"]
+)
 def test_models_are_small_and_run(name: str) -> None:
     made = build(name)
     assert 0 < sum(p.numel() for p in made.model.parameters()) < LARGEST

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.sizes.dynamic_sizes import symbols_of
@@ -33,6 +37,7 @@ class Interpreter:
         self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
         self.env: dict[fx.Node, Any] = {}
         self.memo: dict[Any, dict[str, Effect]] = {}
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
         """Take a placeholder's value from the trace."""
@@ -91,7 +96,7 @@ class Interpreter:
         for device_type in self.device_types:
             try:
                 with silenced("torch._subclasses.fake_tensor"):
-                    run = run_fake(node.target, leaves, spec, _fake_device(device_type))
+                    run = run_fake(node.target, leaves, spec, _fake_device(device_type), self.mode)
             except Exception as error:  # a kernel without a fake may raise anything
                 if not effects:
                     return {"": self._recorded(node, error)}

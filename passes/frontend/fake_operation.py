@@ -48,7 +48,9 @@ class Effect:
     workspace: Mapping[str, int]
 
 
-def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> Effect:
+def run_fake(
+    target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device, mode: FakeTensorMode
+) -> Effect:
     """Run an operation on fakes of its arguments.
 
     Args:
@@ -56,9 +58,10 @@ def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: 
         leaves: its arguments, flat, tensors as :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
         spec: their structure.
         device: of the tensors, and what stands for each device among the arguments.
+        mode: of the fakes; one for many operations, since making one takes longer than to run most.
     """
     # torch may touch the device itself when it first fakes a tensor there
-    with unmetered(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with unmetered(), mode, torch.no_grad():
         fakes = [_stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)

@@ -28,7 +28,7 @@ SAMPLE = (
 LIKE_OTHERS = {
     "GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT", "GPT2",
     "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2", "T5", "CLIP", "Gemma3", "ModernBert",
-    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral",
+    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral", "Wav2Vec2",
 }  # fmt: skip
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 
@@ -122,6 +122,7 @@ def test_mixtral_over_ids_out_of_order_and_with_gaps() -> None:
         assert largest_difference(run_placed(machine, placed, kwargs=inputs), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
     import copy
 

@@ -77,7 +77,7 @@ def test_the_bubble_is_smaller_than_that_of_one_stage_each() -> None:
 @pytest.mark.parametrize(
     "machines",
     [
-        [{0: "9MiB", "cpu": "40MiB"}, {0: "20MiB", "cpu": "12MiB"}],
+        pytest.param([{0: "9MiB", "cpu": "40MiB"}, {0: "20MiB", "cpu": "12MiB"}], marks=pytest.mark.slow),
         [{"cpu": "80MiB"}, {0: "8MiB", "cpu": "40MiB"}, {0: "30MiB"}, {0: "6MiB", 1: "6MiB", "cpu": "60MiB"}],
     ],
 )

@@ -116,6 +116,7 @@ def partitioned(machine: Any, model: nn.Module, **options: Any) -> Any:
     return graphplan.partition(model, machine.max_memory, strict=True, **given)
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_caches_beside_the_loss() -> None:
     """As models of transformers do, unless ``use_cache=False``."""
     from transformers import LlamaConfig, LlamaForCausalLM

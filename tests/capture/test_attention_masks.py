@@ -53,6 +53,7 @@ def test_tokens_see_each_other_where_eager_lets_them(name: str, flags: dict[str,
         assert len(placed.plans) == 2  # with a mask and without: its values are no structure
 
 
+@pytest.mark.slow
 def test_a_model_of_models_is_traced_with_the_flags_of_its_call() -> None:
     # use_cache=False did not reach the configuration of PaliGemma's text model
     model, given = calls("paligemma")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import largest_difference
 from language_models import TEXT, VOCABULARY, build
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import graphplan
@@ -123,9 +124,9 @@ def test_long_texts_are_measured_by_shorter_ones(operation: Any, monkeypatch: py
         text = [tensor(32), tensor(32), tensor(2, 50, 32), tensor(2, 50, 32), []]
         args = ["transformers.models.rwkv.modeling_rwkv", *text]
     leaves, spec = pytree.tree_flatten((tuple(args), {}), is_leaf=is_tensor_meta)
-    whole = run_fake(operation, leaves, spec, torch.device("cpu"))
+    whole = run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
     monkeypatch.setattr(fake_operation, "_LENGTHS", (16, 24))
-    assert whole == run_fake(operation, leaves, spec, torch.device("cpu"))
+    assert whole == run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
 
 
 def test_the_operation_itself_runs_what_it_stands_for() -> None:

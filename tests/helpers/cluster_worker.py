@@ -516,35 +516,34 @@ def planned_training(schedule: str, budget: str) -> None:
 
 
 def tied() -> None:
-    """GPT-2, whose embedding is its head, and eager: gradients of two steps, clipped; then AdamW; twice."""
-    import transformers
-
-    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    eager = copy.deepcopy(model)
-    ids, target = torch.randint(0, 64, (4, 5)), torch.randint(0, 64, (4, 5))
-    batch = {"input_ids": ids, "use_cache": False}
+    """An embedding that is the head, and eager: gradients of two steps, clipped; then AdamW; twice."""
+    model = SharedWeight().eval()
+    eager, batch, target = (
+        copy.deepcopy(model),
+        {"ids": torch.randint(0, 50, (4, 6))},
+        torch.randint(0, 50, (4, 6)),
+    )
     placed = divided(model, batch, 2, train=True, optimizer=torch.optim.AdamW, schedule="1f1b")
     own = dict(placed.stage.named_parameters())
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
     gradients = []
     for _ in range(2):
         for _ in range(2):
-            token_loss(eager(**batch), target).backward()
-            placed.train_step(token_loss, target, **batch)
+            row_loss(eager(**batch), target).backward()
+            placed.train_step(row_loss, target, **batch)
         norms = [torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5), placed.clip_grad_norm_(0.5)]
         gradients.append(difference(*norms))
         gradients.append(difference([p.grad for p in own.values()], grads_of(eager, own)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    table = own["transformer.wte.weight"].detach()
+    table = own["table.weight"].detach()
     copies = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, table)
     say(f"{len(placed.plan.stages)} stages, copies equal {torch.equal(*copies)}")
     say(f"gradients differ by {max(gradients):.1e}")
     say(f"weights differ by {difference(list(own.values()), [eager.get_parameter(n) for n in own]):.1e}")
-    shared = own["transformer.wte.weight"]
+    shared = own["table.weight"]
     shared.grad = torch.ones_like(shared)
     with contextlib.suppress(ZeroDivisionError), placed._shared.summed(placed.stage):
         raise ZeroDivisionError

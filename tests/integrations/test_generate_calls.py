@@ -55,6 +55,7 @@ def test_generate_needs_no_further_plan(family: str) -> None:
 
 
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_where_the_first_placement_has_no_room_there_are_others(
     together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def t5() -> Iterator[tuple[Any, Any, Any]]:
         yield placement
 
 
+@pytest.mark.slow
 class TestOnePlacedT5:
     """All of these call one model, which is placed once."""
 

@@ -103,6 +103,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         opened.page.close()
 
 
+@pytest.mark.slow
 def test_figures_just_below_a_unit_are_rounded_to_it(show: Open) -> None:
     opened = show(llama_plan())
     sizes = [opened.js("n => Format.bytes(n)", n) for n in (1023, 1024, (1 << 20) - 1, (1 << 30) - 1)]
@@ -165,6 +166,7 @@ def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None
     assert "CPU → GPU 0 25 GB/s, 15 µs a copy default" in rows
 
 
+@pytest.mark.slow
 def test_the_first_card_says_which_speeds_are_defaults(show: Open) -> None:
     model, x = torch.nn.Linear(64, 64, device="meta"), torch.empty(4, 64, device="meta")
     links = {(0, "cpu"): graphplan.Link(bandwidth=12e9)}
@@ -402,6 +404,7 @@ PAINTED = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_prints_light_and_without_controls(show: Open) -> None:
     opened = show(llama_plan(), scheme="dark")
     page = opened.page
@@ -423,6 +426,7 @@ def page_is_as_wide_as_the_window(opened: Opened) -> bool:
     return bool(opened.js("() => document.documentElement.scrollWidth <= innerWidth"))
 
 
+@pytest.mark.slow
 def test_a_narrow_window(show: Open) -> None:
     opened = show(llama_plan(), title="A model with a rather long name, on two accelerators and the CPU")
     opened.page.set_viewport_size({"width": 390, "height": 844})
@@ -466,6 +470,7 @@ def test_texts_fit_their_boxes(show: Open) -> None:
         assert needed <= width, label
 
 
+@pytest.mark.slow
 def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     plan = large_plan()
     assert len(plan.graph.operations) == 10_000
@@ -610,6 +615,7 @@ def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
     assert f"modules\n{module_range(plan, plan.stages[1])}" in details
 
 
+@pytest.mark.slow
 def test_two_plans_side_by_side(show: Open, tmp_path: Path) -> None:
     plan = llama_plan()
     assigned = plan.schedule.assignment.operations

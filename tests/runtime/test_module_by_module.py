@@ -308,6 +308,7 @@ def stopping(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
     pytest.importorskip("transformers")
     model = stopping(build("llama"))

@@ -190,7 +190,7 @@ def test_convolutions_and_products_with_a_transposed_weight() -> None:
 
 SHAPES = ((WIDTH,), (4, WIDTH), (2, 3, WIDTH))
 LINEARS = [
-    pytest.param(share, shape, bias, marks=[pytest.mark.slow] * (share == 0.9 or bias == (len(shape) == 2)))
+    pytest.param(share, shape, bias, marks=[pytest.mark.slow] * (share != 0.3 or bias == (len(shape) == 2)))
     for share, shape, bias in itertools.product((0.3, 0.6, 0.9), SHAPES, (True, False))
 ]
 

@@ -23,7 +23,7 @@ class Block(torch.nn.Module):
         return self.norm(x + self.down(torch.relu(self.up(x))))
 
 with torch.device("meta"):
-    model = torch.nn.Sequential(*(Block(64) for _ in range(4)))
+    model = torch.nn.Sequential(*(Block(64) for _ in range(3)))
     example = torch.empty(16, 64)
 size = sum(weight.nbytes for weight in model.parameters())
 for max_memory in (

@@ -44,8 +44,8 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
     return wrong
 
 
-def blocks(count: int, *, quick: int) -> list[Any]:
-    """Blocks of seeds, of which all but one are slow tests."""
+def blocks(count: int, *, quick: int | None = None) -> list[Any]:
+    """Blocks of seeds, of which all but ``quick`` are slow tests."""
     return [pytest.param(n, marks=[pytest.mark.slow] * (n != quick)) for n in range(count)]
 
 
@@ -114,7 +114,7 @@ def test_a_relaxation_bound_of_zero_divides_nothing() -> None:
     assert place(instance.problem).evaluation.feasible, instance
 
 
-@pytest.mark.parametrize("block", blocks(12, quick=1))
+@pytest.mark.parametrize("block", blocks(12))
 def test_medium_problems(block: int) -> None:
     wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
     assert not wrong, "\n".join(wrong)
@@ -160,6 +160,7 @@ def three_equal_cards() -> Problem:
     return Problem(graph, Topology(cards, {(1, 2): near, (0, 1): far, (0, 2): far}), CPU)
 
 
+@pytest.mark.slow
 def test_operations_differ_by_the_weights_that_only_they_read() -> None:
     problem = one_card_and_the_cpu()
     solution = place(problem)
