@@ -26,7 +26,7 @@ from report import RESULTS, parser_of, table, write
 from graphplan.errors import InfeasibleError
 from graphplan.integrations.accelerate.comparison import LESS, Baseline
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.report.text import size_text
 
 

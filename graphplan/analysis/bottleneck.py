@@ -22,7 +22,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.residence import reside
 from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned

@@ -12,7 +12,7 @@ from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.slicing import slice_weights
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Solution
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 
 

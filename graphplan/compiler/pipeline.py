@@ -40,7 +40,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import Layout

@@ -20,8 +20,7 @@ from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.params import Limits, SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 
 _AS_FAST = ", with the disk as fast as the CPU"

@@ -18,8 +18,7 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch

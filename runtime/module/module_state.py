@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Condition, get_ident
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,6 @@ from graphplan.runtime.module.changes.module_guard import ModuleGuard
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
-from graphplan.runtime.module.running_calls import RunningCalls
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ResidentPart
@@ -35,6 +35,29 @@ class Compile(Protocol):
 
         ``barely``: whether it will do that there is room for this call, though its cache is to grow.
         """
+
+
+class RunningCalls:
+    """A block for each call, in any thread: who moves the weights waits until there is none."""
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+        self._ended = Condition()
+
+    def __enter__(self) -> None:
+        with self._ended:
+            self._threads.append(get_ident())
+
+    def __exit__(self, *_: Any) -> None:
+        with self._ended:
+            self._threads.remove(get_ident())
+            self._ended.notify_all()
+
+    def wait_for_others(self) -> None:
+        """Return when no other thread has a call under way."""
+        here = get_ident()
+        with self._ended:
+            self._ended.wait_for(lambda: all(thread == here for thread in self._threads))
 
 
 Refused = Callable[[NoGraphError], None]

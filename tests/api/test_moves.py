@@ -17,7 +17,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.model.model_weights import is_wrapper
-from graphplan.runtime.module.running_calls import RunningCalls
+from graphplan.runtime.module.module_state import RunningCalls
 
 MOVED = "so weights move"
 

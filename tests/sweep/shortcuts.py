@@ -18,7 +18,7 @@ from graphplan.errors import CaptureError
 from graphplan.passes.placement import disk as caller_of_place
 from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 
 __all__ = ["one_trace", "short_search"]
 

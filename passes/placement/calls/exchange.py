@@ -15,8 +15,7 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.calls.shared_buffers import evaluate_together, fit_together
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import ROUNDING, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
 

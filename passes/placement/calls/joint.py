@@ -26,8 +26,7 @@ from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import attempt, bound_with_offload, holds_for, place, probe
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.infeasible import smallest_budgets
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import Effort, SearchParams
+from graphplan.passes.placement.params import Effort, Limits, SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 
 Find = Callable[[Problem], Evaluation | None]

@@ -23,7 +23,7 @@ from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 

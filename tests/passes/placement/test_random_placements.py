@@ -26,8 +26,7 @@ from graphplan.passes.placement import driver, resident
 from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.params import Limits, SearchParams
 
 TINY_BLOCK, MEDIUM_BLOCK = 6, 2
 KIB, MIB = 1 << 10, 1 << 20

@@ -19,8 +19,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Value
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.segment_dp import SegmentDP
 

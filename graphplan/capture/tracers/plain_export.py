@@ -28,16 +28,16 @@ from graphplan._compat.symbolic_numbers import symbolic_numbers
 from graphplan._compat.torch import hide_tracer
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.export_here import export
-from graphplan.capture.exported_program import from_program
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.quiet import quiet
-from graphplan.capture.recurrent_layers import lengths_vary
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import flatten, flatten_with_path, know_containers, leaves_of, tell_torch
 from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.tracers.exported_program import from_program
+from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.errors import CaptureError, InputError
 from graphplan.warnings import warn
