@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dispatch import python as dispatch
+from torch.export import _trace as export_trace
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
@@ -21,7 +22,6 @@ from graphplan.errors import GraphplanError
 
 _TESTED = "2.13"
 _ABSENT = object()
-_OF_AN_EXPORT = "torch._functorch._aot_autograd.utils"
 
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
@@ -83,17 +83,11 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     vars(module)["_compiled_call_impl"] = call
 
 
-@contextmanager
-def without_left_hooks() -> Iterator[None]:
-    """Take back the hook on all modules that an export adds: torch 2.11 leaves it where that fails."""
-    hooks: dict[int, Any] = private(nn_module, "_global_buffer_registration_hooks", "torch", _TESTED)
-    before = set(hooks)
-    try:
-        yield
-    finally:
-        for key in [key for key in hooks if key not in before]:
-            if hooks[key].__module__ == _OF_AN_EXPORT:
-                del hooks[key]
+def assignment_hook() -> tuple[Any, str]:
+    """What an export calls to be told of the buffers that the traced module itself assigns."""
+    name = "register_buffer_assignment_hook"
+    private(export_trace, name, "torch", _TESTED)
+    return export_trace, name
 
 
 def global_hooks() -> list[dict[int, Any]]:

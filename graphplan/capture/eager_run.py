@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphplan.capture.assigned_buffers import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
@@ -62,7 +63,7 @@ def _raised(
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
     try:
-        with quiet(), mode:
+        with quiet(), mode, restored_buffers(module):
             run(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error

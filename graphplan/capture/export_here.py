@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan._compat.export_work import less_work
-from graphplan._compat.torch import export_tracer, mask_reader, without_left_hooks
+from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
+from graphplan.capture.assigned_buffers import AssignedBuffers, restored_buffers
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -29,13 +31,13 @@ def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tor
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
     repeated = RepeatedModules()
     try:
-        with exporting(keep_grad=keep_grad, repeated=repeated):
+        with restored_buffers(module), exporting(keep_grad=keep_grad, repeated=repeated):
             return torch.export.export(module, *args, **kwargs, strict=False)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         if not repeated.used:
             raise
         logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-    with exporting(keep_grad=keep_grad):
+    with restored_buffers(module), exporting(keep_grad=keep_grad):
         return torch.export.export(module, *args, **kwargs, strict=False)
 
 
@@ -46,11 +48,11 @@ def exporting(*, keep_grad: bool, repeated: RepeatedModules | None = None) -> It
     flags = torch.compiler
     with (
         torch_knows(),
-        without_left_hooks(),
         patched(
             Patch(flags, "is_exporting", _not_here, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
             Patch(tracer, "call_module", _call, _calling(tracer.call_module, repeated)),
+            Patch.of(*assignment_hook(), lambda _: _without_hook),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", _with_calling_line),
@@ -74,16 +76,24 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
     return forward(*args, **kwargs)
 
 
+def _without_hook(_module: Any, _assigned: Any) -> Any:
+    return SimpleNamespace(remove=lambda: None)
+
+
 def _calling(own: Callable[..., Any], repeated: RepeatedModules | None) -> Callable[..., Any]:
-    """``call_module`` that leaves to ``repeated`` what a call traces."""
-    if repeated is None:
-        return own
+    """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
+    buffers = AssignedBuffers()
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return repeated.call(tracer, module, forward, args, kwargs)
+            return buffers.call(module, forward, args, kwargs)
 
-        return own(tracer, module, run, args, kwargs)
+        def known(*args: Any, **kwargs: Any) -> Any:
+            return (
+                run(*args, **kwargs) if repeated is None else repeated.call(tracer, module, run, args, kwargs)
+            )
+
+        return own(tracer, module, known, args, kwargs)
 
     return call_module
 

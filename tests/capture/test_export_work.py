@@ -8,7 +8,7 @@ import pytest
 import torch
 from language_models import build
 from torch import fx, nn
-from torch._functorch._aot_autograd.utils import register_buffer_assignment_hook
+from torch.export import _trace as export_trace
 from torch.nn.modules import module
 
 from graphplan._compat import export_work
@@ -124,5 +124,5 @@ def test_an_export_leaves_no_hook_behind() -> None:
     hooks = module._global_buffer_registration_hooks
     before = dict(hooks)
     with export_here.exporting(keep_grad=False):
-        register_buffer_assignment_hook(nn.Linear(2, 2), {})
+        export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before

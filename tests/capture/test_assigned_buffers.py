@@ -1,0 +1,163 @@
+"""Buffers that a model assigns have the values of eager, whichever module assigns them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class Running(nn.Module):
+    """A mean that is assigned, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.steps += 1
+        return x - self.mean / self.steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.running = nn.Linear(8, 8), Running()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.running(self.linear(x))
+
+
+class Beside(nn.Module):
+    """Assigns its own, beside buffers that are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("nothing", None)
+        self.register_buffer("count", torch.zeros(8))
+        self.register_buffer("scale", torch.full((8,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.linear(x) * self.scale + self.count
+
+
+class Twice(nn.Module):
+    """Calls one module twice, and reads what that has assigned: with its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.running = nn.Linear(8, 8), Running()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.running(self.running(self.first(x)))
+        return h + self.running.mean
+
+
+class OfAnother(nn.Module):
+    """Assigns a buffer of a module that it does not call, a part of a sequence of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), Running(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[:2](x)
+        self.layers[1].mean = h.detach().amax(0)
+        return self.layers[2](h)
+
+
+class Keeps(nn.Module):
+    """Keeps what it was given last, which is nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        h = h if self.last is None else h + self.last
+        self.last = h.detach().mean(0)
+        return h
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(0, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, self.linear(x).detach()])
+        return self.seen.sum(0) + self.linear(x)
+
+
+TRACED = {
+    "submodule": lambda: nn.Sequential(nn.Linear(8, 8), Running(), nn.Linear(8, 8)),
+    "copied blocks": lambda: nn.Sequential(*(Block() for _ in range(6))),
+    "beside None": Beside,
+    "called twice": Twice,
+    "of another": OfAnother,
+}
+BY_MODULES = {"None at first": Keeps, "larger each time": Grows}
+
+
+def same(placed: nn.Module, model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        found = dict(placed.named_buffers())[name]
+        assert torch.allclose(found.cpu(), buffer, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", TRACED)
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = TRACED[kind]()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "48KiB", 1: "48KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, **options)
+        same(placed, eager)  # placing is no call
+        for scale in (1.0, 0.5, 2.0):
+            with torch.set_grad_enabled(bool(options)):
+                found, expected = placed(scale * X), eager(scale * X)
+            assert torch.allclose(found.cpu(), expected, atol=1e-5)
+            same(placed, eager)
+            if options:
+                for result in (found, expected):
+                    result.square().sum().backward()
+        for name, parameter in eager.named_parameters() if options else ():
+            gradient = placed.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.allclose(gradient.cpu(), parameter.grad, rtol=1e-4, atol=1e-4), name
+
+
+@pytest.mark.parametrize("kind", BY_MODULES)
+@torch.no_grad()
+def test_what_no_memory_can_hold_is_run_by_modules(kind: str) -> None:
+    model = BY_MODULES[kind]()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "64KiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="and is assigned float32"):
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+        same(placed, eager)
+        for scale in (1.0, 0.5, 2.0):
+            assert torch.allclose(placed(scale * X).cpu(), eager(scale * X), atol=1e-5)
+            same(placed, eager)
+
+
+def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
+    model = Keeps()
+    with pytest.raises(graphplan.NoGraphError, match=r"Keeps\.last is None and is assigned float32\[8\]"):
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    assert model.last is None
