@@ -20,6 +20,14 @@ from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides
 
 aten = torch.ops.aten
 
+_ELEMENTWISE = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+)
+"""Losses whose result has memory for the loss of each element, also where it is their sum or mean."""
+
 _LENGTHS = (64, 128)
 """Tokens at which longer recurrences are run, each round of which takes and computes the same."""
 
@@ -148,12 +156,25 @@ class _Tracker(TorchDispatchMode):
                 return twice
         if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
             return self._recurrence(func, args)
+        if func is aten.equal.default:  # istft asks whether its window is too small
+            return False
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
         self.flops += _flops(func, args, kwargs or {}, out)
+        if func in _ELEMENTWISE or func is aten.col2im.default:
+            out = self._in_whole_storage(func, args, out)
         self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
         return out
+
+    def _in_whole_storage(self, func: Any, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        """A result whose memory is larger than what is in it: kernels make it smaller afterwards."""
+        if func is aten.col2im.default:
+            storage = args[0].new_empty(max(args[0].numel(), out.numel()))
+        else:
+            storage = out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            self.live.count([storage, torch.empty_like(storage)])  # the losses, before they are summed
+        return storage.as_strided(out.shape, out.stride())
 
     def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
         """One of many rounds; where they are very many, as much as two shorter texts tell of it."""

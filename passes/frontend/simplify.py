@@ -15,6 +15,7 @@ made it::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -171,6 +172,12 @@ def is_mutable(node: fx.Node) -> bool:
     return bool(mutated_arguments(node))
 
 
+_LOGICAL = (
+    operator.and_,
+    operator.or_,
+    operator.not_,
+    operator.is_,
+)  # whose names end in "_" for another reason
 _SYMBOLIC_WRITERS = {"setitem", "iadd", "isub", "imul", "itruediv", "ior", "iand", "ixor", "ipow"}
 
 
@@ -224,7 +231,7 @@ def _mutated_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
 
 
 def _mutated_by_name(node: fx.Node) -> list[fx.Node]:
-    name = getattr(node.target, "__name__", "")
+    name = "" if node.target in _LOGICAL else getattr(node.target, "__name__", "")
     first = [a for a in node.args[:1] if isinstance(a, fx.Node)]
     found: list[fx.Node] = []
     if name in _SYMBOLIC_WRITERS or (name.endswith("_") and not name.startswith("_")):
