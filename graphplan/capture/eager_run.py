@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphplan.capture.assigned_buffers import restored_buffers
+from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall

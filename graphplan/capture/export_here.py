@@ -18,7 +18,7 @@ from torch import nn
 
 from graphplan._compat.export_work import less_work
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
-from graphplan.capture.assigned_buffers import AssignedBuffers, restored_buffers
+from graphplan.capture.assigned_state import AssignedState, restored_buffers
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -27,22 +27,44 @@ from graphplan.capture.thread_patches import Patch, patched
 logger = logging.getLogger("graphplan")
 
 
-def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
-    """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
-    repeated = RepeatedModules()
+def export(
+    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
+
+    Raises:
+        NoGraphError: the model reads what its last call has left.
+        Exception: whatever the model's own code or the tracer raises.
+    """
+    repeated, state = RepeatedModules(), AssignedState()
     try:
-        with restored_buffers(module), exporting(keep_grad=keep_grad, repeated=repeated):
-            return torch.export.export(module, *args, **kwargs, strict=False)
+        with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated):
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         if not repeated.used:
             raise
         logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-    with restored_buffers(module), exporting(keep_grad=keep_grad):
-        return torch.export.export(module, *args, **kwargs, strict=False)
+        state = AssignedState()
+        with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    state.refuse_kept(program)
+    with state.left() as differs:
+        if differs:
+            _refuse_kept(keep_grad, module, args, kwargs)
+    return program
+
+
+def _refuse_kept(keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Trace the call that comes after the first, whose model may have nothing yet to read."""
+    state = AssignedState()
+    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
+        state.refuse_kept(torch.export.export(module, args, kwargs, strict=False))
 
 
 @contextmanager
-def exporting(*, keep_grad: bool, repeated: RepeatedModules | None = None) -> Iterator[None]:
+def exporting(
+    *, keep_grad: bool, state: AssignedState, repeated: RepeatedModules | None = None
+) -> Iterator[None]:
     """A block in which an export is made; ``repeated`` copies blocks of the model."""
     tracer: Any = export_tracer()
     flags = torch.compiler
@@ -51,7 +73,7 @@ def exporting(*, keep_grad: bool, repeated: RepeatedModules | None = None) -> It
         patched(
             Patch(flags, "is_exporting", _not_here, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
-            Patch(tracer, "call_module", _call, _calling(tracer.call_module, repeated)),
+            Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
             Patch.of(*assignment_hook(), lambda _: _without_hook),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", _value, tracer.getattr),
@@ -80,18 +102,19 @@ def _without_hook(_module: Any, _assigned: Any) -> Any:
     return SimpleNamespace(remove=lambda: None)
 
 
-def _calling(own: Callable[..., Any], repeated: RepeatedModules | None) -> Callable[..., Any]:
+def _calling(
+    own: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
+) -> Callable[..., Any]:
     """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
-    buffers = AssignedBuffers()
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return buffers.call(module, forward, args, kwargs)
+            return state.call(module, forward, args, kwargs)
 
         def known(*args: Any, **kwargs: Any) -> Any:
-            return (
-                run(*args, **kwargs) if repeated is None else repeated.call(tracer, module, run, args, kwargs)
-            )
+            if repeated is None:
+                return run(*args, **kwargs)
+            return repeated.call(tracer, module, run, args, kwargs)
 
         return own(tracer, module, known, args, kwargs)
 

@@ -70,12 +70,12 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
         if running:
             raise RunAsItIs(f"{name!r} calls the model itself: give its calls of the model")
         running.append(name)
-        before = _attributes(module)
+        before = attributes_of(module)
         try:
             result = method(*args, **kwargs)
         finally:
             running.clear()
-            changed = _put_back(module, before)
+            changed = put_back(module, before)
         if changed:
             raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
         return result
@@ -86,7 +86,7 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
 _TORCHS = {*vars(nn.Module()), "forward"}
 
 
-def _attributes(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
+def attributes_of(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
     """For each module, name -> attribute, and what is in it if it is a container."""
     found = []
     for part in module.modules():
@@ -99,7 +99,7 @@ def _contents(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set) else None
 
 
-def _put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> list[str]:
+def put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> list[str]:
     """Undo changes of attributes; their names."""
     changed = []
     for part, known in zip(module.modules(), before, strict=True):

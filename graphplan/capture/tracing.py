@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
+from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.eager_run import eager_error
@@ -89,15 +90,19 @@ def capture(
     as_in_eager = refusing_own_backward(model_copy.module) if keep_grad else nullcontext()
     with suspended(), autocast, as_in_eager, _untouched_attributes(model_copy.module):
         if step:
-            return _with_casts(_with_examples(model_copy, host, None, keep_grad, exporter=False), model_copy)
+            found = _with_examples(model_copy, host, None, keep_grad, exporter=False)
+            return _completed(found, model_copy, keep_grad)
         found = _with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes)
-        found = _with_casts(found, model_copy)
+        found = _completed(found, model_copy, keep_grad)
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
 
 
-def _with_casts(found: Capture, model_copy: ModelCopy) -> Capture:
+def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
+    """The capture, with the casts of autocast, and what a backward pass reads."""
+    if keep_grad:
+        keep_what_is_read(found)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
     return _named_apart(found)
 

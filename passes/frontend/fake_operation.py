@@ -167,7 +167,7 @@ class _Tracker(TorchDispatchMode):
         self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
         return out
 
-    def _in_whole_storage(self, func: Any, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+    def _in_whole_storage(self, func: Any, args: tuple[Any, ...], out: torch.Tensor) -> Any:
         """A result whose memory is larger than what is in it: kernels make it smaller afterwards."""
         if func is aten.col2im.default:
             storage = args[0].new_empty(max(args[0].numel(), out.numel()))

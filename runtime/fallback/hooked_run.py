@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
-from graphplan.capture.model_methods import method_of
+from graphplan.capture.model_methods import attributes_of, method_of, put_back
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
@@ -176,7 +176,8 @@ def sent(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def undone(tree: nn.Module) -> Iterator[None]:
-    """A trial, after which buffers, and the state of what is drawn at random, are as before."""
+    """A trial, after which buffers, attributes, and the state of what is drawn at random, are as before."""
+    attributes = attributes_of(tree)
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
     values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
@@ -184,6 +185,7 @@ def undone(tree: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            put_back(tree, attributes)
             for part, buffers in kept:
                 part._buffers.update(buffers)
             with torch.no_grad():

@@ -13,6 +13,7 @@ from torch.nn.modules import module
 
 from graphplan._compat import export_work
 from graphplan.capture import export_here
+from graphplan.capture.assigned_state import AssignedState
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
@@ -123,6 +124,6 @@ def test_an_export_leaves_no_hook_behind() -> None:
     """torch 2.11 leaves one that every module calls for each buffer that it is given."""
     hooks = module._global_buffer_registration_hooks
     before = dict(hooks)
-    with export_here.exporting(keep_grad=False):
+    with export_here.exporting(keep_grad=False, state=AssignedState()):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before

@@ -45,7 +45,8 @@ def captured(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -
 def traced_whole(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -> Capture:
     """The capture in which each block is traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_here, "_calling", lambda own, _: own)
+        calling = export_here._calling
+        patch.setattr(export_here, "_calling", lambda own, state, _: calling(own, state, None))
         return captured(model, *args, train=train, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
 
 def written_guard(text: str, code: str) -> Guard:
     """A guard of the tracer's Python over ``v``, the leaves of a call."""
-    return Guard(text, eval(f"lambda v: {code}"), code)
+    return Guard(text, eval(f"lambda v: {code}", {"math": math, "torch": torch}), code)
 
 
 def conditions(

@@ -233,7 +233,7 @@ def _export(
         masks,
         with_forward(module, forward),
     ):
-        program = export(keep_grad, module, call.args, dict(call.kwargs), dynamic_shapes=shapes)
+        program = export(keep_grad, module, call.args, dict(call.kwargs), shapes)
     if any(changed):
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "

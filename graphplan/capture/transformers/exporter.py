@@ -113,7 +113,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
-        program = export(keep_grad, module, (), copy.deepcopy(inputs), dynamic_shapes=shapes)
+        program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     found = flatten_with_path(inputs)
     paths = ["L" + pytree.keystr(path) for path, _ in found]

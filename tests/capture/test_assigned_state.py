@@ -1,4 +1,4 @@
-"""Buffers that a model assigns have the values of eager, whichever module assigns them."""
+"""What a model assigns to itself has the values of eager, whichever module assigns it."""
 
 from __future__ import annotations
 
@@ -64,6 +64,20 @@ class Twice(nn.Module):
         return h + self.running.mean
 
 
+class Recurrent(nn.Module):
+    """The backward pass reads what the buffer held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("hidden", torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(self.hidden) + x.mean(0, keepdim=True))
+        self.hidden = hidden.detach()
+        return x + hidden
+
+
 class OfAnother(nn.Module):
     """Assigns a buffer of a module that it does not call, a part of a sequence of modules."""
 
@@ -103,12 +117,64 @@ class Grows(nn.Module):
         return self.seen.sum(0) + self.linear(x)
 
 
+class Remembers(nn.Module):
+    """Keeps its hidden state as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), torch.zeros(1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.linear(self.hidden) + x.mean(0, keepdim=True))
+        return x + self.hidden
+
+
+class Begins(nn.Module):
+    """Likewise, of which there is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.zeros_like(x) if self.hidden is None else self.hidden
+        self.hidden = torch.tanh(self.linear(before) + x)
+        return self.hidden
+
+
+class Shows(nn.Module):
+    """Leaves for others to see what it itself never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weights, self.last = nn.Linear(8, 8), None, torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weights = torch.softmax(self.linear(x), -1)
+        self.last = self.weights * 2
+        return self.weights + self.last
+
+
+class Lazy(nn.Module):
+    """Makes a table at its first call, which it reads at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None or self.table.shape[0] < x.shape[0]:
+            self.table = torch.arange(8.0 * x.shape[0]).reshape(-1, 8)
+        return self.linear(x) + self.table[: x.shape[0]]
+
+
 TRACED = {
     "submodule": lambda: nn.Sequential(nn.Linear(8, 8), Running(), nn.Linear(8, 8)),
     "copied blocks": lambda: nn.Sequential(*(Block() for _ in range(6))),
     "beside None": Beside,
     "called twice": Twice,
     "of another": OfAnother,
+    "recurrent": Recurrent,
 }
 BY_MODULES = {"None at first": Keeps, "larger each time": Grows}
 
@@ -161,3 +227,26 @@ def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
     with pytest.raises(graphplan.NoGraphError, match=r"Keeps\.last is None and is assigned float32\[8\]"):
         graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     assert model.last is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("model", [Remembers, Begins])
+@torch.no_grad()
+def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.Module], inside: bool) -> None:
+    made = nn.Sequential(nn.Linear(8, 8), model()) if inside else model()
+    eager = copy.deepcopy(made)
+    with pytest.warns(graphplan.GraphplanWarning, match=r"hidden is read and then assigned.*register_buffer"):
+        placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, 0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Shows, Lazy])
+@torch.no_grad()
+def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Module]) -> None:
+    made = model()
+    eager = copy.deepcopy(made)
+    placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,), strict=True)
+    assert vars(made).get("weights") is vars(made).get("table") is None
+    for rows in (X, 0.5 * X, torch.cat([X, X])):
+        assert torch.allclose(placed(rows), eager(rows), atol=1e-5)
