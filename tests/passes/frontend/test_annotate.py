@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+import graphplan
 from graphplan import Graph, simulate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.sizes.size_limits import SizeLimits, bounded
@@ -252,3 +254,47 @@ def test_copies_have_the_strides_that_torch_gives_them(
     source = torch.empty_strided(shape, stride)
     copied = TensorMeta(shape, stride, torch.float32).copied()
     assert copied.stride == source.to(torch.float64).stride()
+
+
+class Computes(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs)
+
+
+PAIR = (torch.rand(128, 64), torch.rand(128, 64))
+WINDOW = torch.hann_window(32)
+SPECTRUM = torch.stft(torch.randn(4, 512), 32, 8, window=WINDOW, return_complex=True)
+LARGER = {
+    "mse_loss": (functional.mse_loss, PAIR),
+    "smooth_l1_loss": (functional.smooth_l1_loss, PAIR),
+    "soft_margin_loss": (functional.soft_margin_loss, PAIR),
+    "binary_cross_entropy": (functional.binary_cross_entropy, PAIR),
+    "fold": (lambda x: functional.fold(x, (16, 16), 3), (torch.randn(2, 36, 196),)),
+    "istft": (lambda x, window: torch.istft(x, 32, 8, window=window, length=512), (SPECTRUM, WINDOW)),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+@torch.no_grad()
+def test_memory_that_is_larger_than_a_result_is_planned(name: str) -> None:
+    function, inputs = LARGER[name]
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(Computes(function), machine.max_memory, inputs)
+        assert torch.allclose(placed(*inputs), function(*inputs), atol=1e-5)
+        planned = placed.plan.peak_bytes[0]
+        assert machine.peak_bytes(0) <= planned
+        assert function(*inputs).untyped_storage().nbytes() < planned
+    with graphplan.simulate({0: planned}) as machine:
+        graphplan.partition(Computes(function), machine.max_memory, inputs)(*inputs)
+
+
+@torch.no_grad()
+def test_and_and_or_of_numbers_write_to_nothing() -> None:
+    model = Computes(lambda x, n: x * (n | 1) + (n & 3))
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (PAIR[0], 5))
+    for number in (5, 6, 12):
+        assert torch.allclose(placed(PAIR[0], number), model(PAIR[0], number))
