@@ -23,6 +23,7 @@ from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
+from graphplan.errors import NoGraphError, first_line
 
 logger = logging.getLogger("graphplan")
 
@@ -58,7 +59,14 @@ def _refuse_kept(keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwar
     """Trace the call that comes after the first, whose model may have nothing yet to read."""
     state = AssignedState()
     with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
-        state.refuse_kept(torch.export.export(module, args, kwargs, strict=False))
+        try:
+            program = torch.export.export(module, args, kwargs, strict=False)
+        except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            raise NoGraphError(
+                f"after its first call {type(module).__name__} has tensors as attributes with which it "
+                f"cannot be traced: {first_line(error)}"
+            ) from error
+    state.refuse_kept(program)
 
 
 @contextmanager

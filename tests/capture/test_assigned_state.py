@@ -250,3 +250,28 @@ def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Modu
     assert vars(made).get("weights") is vars(made).get("table") is None
     for rows in (X, 0.5 * X, torch.cat([X, X])):
         assert torch.allclose(placed(rows), eager(rows), atol=1e-5)
+
+
+class Asks(nn.Module):
+    """Goes by the values of what its last call has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = self.last is not None and bool(self.last.sum() > 0)
+        self.last = self.linear(x)
+        return self.last * 2 if again else self.last
+
+
+@torch.no_grad()
+def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
+    made = Asks()
+    eager = copy.deepcopy(made)
+    with pytest.warns(
+        graphplan.GraphplanWarning, match="after its first call Asks has tensors as attributes"
+    ):
+        placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, -0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
