@@ -36,7 +36,7 @@ from graphplan.capture.tracers.plain_export import export_plain, is_transformers
 from graphplan.capture.tracers.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
-from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
 
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
@@ -81,6 +81,8 @@ def capture(
         raise CaptureError(_HOOKED)
     if in_transform():
         raise CaptureError(_TRANSFORMED)
+    if call is not None:
+        _refuse_nested(call)
     if call is None:
         with quiet():
             return _named_apart(trace_symbolically(model_copy))
@@ -97,6 +99,16 @@ def capture(
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
+
+
+def _refuse_nested(call: BoundCall) -> None:
+    for tensor in call.tensors:
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise InputError(
+                "an input is a nested tensor with layout=torch.strided: make it torch.jagged, or pad it"
+            )
+        if tensor.is_nested:
+            raise NoGraphError("an input is a nested tensor, of whose sizes no plan can be made")
 
 
 def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:

@@ -178,3 +178,15 @@ def check_that_it_says_why_once(said: str) -> None:
     assert ours[0].filename == __file__
     with pytest.warns(graphplan.GraphplanWarning, match=said):
         warnings.warn(ours[0].message, stacklevel=2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_are_run_by_modules_or_refused() -> None:
+    model, parts = nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4), torch.ones(3, 4)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.warns(graphplan.GraphplanWarning, match="an input is a nested tensor"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (jagged,))
+    for found, part in zip(placed(jagged).unbind(), parts, strict=True):
+        assert torch.allclose(found, model(part))
+    with pytest.raises(graphplan.InputError, match=r"make it torch\.jagged"):
+        graphplan.partition(model, {"cpu": "1MiB"}, (torch.nested.nested_tensor(parts),))
