@@ -11,7 +11,7 @@ trace knows the tensor that was there before: a model that reads what its last c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,12 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.structure import Seen, flatten, unflatten
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
+
+_TORCHS = frozenset(vars(nn.Module()))  # attributes that each module has
 
 
 @contextmanager
@@ -40,20 +43,21 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """A tensor that was assigned to a module, by itself."""
+    """Tensors that a call has put into an attribute, which has ``before`` in it until then."""
 
     owner: dict[str, Any]
     label: str
     name: str
-    before: Any
-    after: torch.Tensor
+    before: list[torch.Tensor]
+    after: Any
 
 
 class AssignedState:
     """What modules assign in one trace: see the module's text."""
 
     def __init__(self) -> None:
-        self._before: dict[int, dict[str, Any]] = {}
+        self._buffers: dict[int, dict[str, Any]] = {}
+        self._tensors: dict[tuple[int, str], list[torch.Tensor]] = {}
         self._written: dict[tuple[int, str], Any] = {}
         self._attributes: list[_Attribute] = []
 
@@ -63,28 +67,29 @@ class AssignedState:
         Raises:
             NoGraphError: a buffer is added, removed, or takes another shape or type.
         """
-        is_root = not self._before
+        is_root = not self._buffers
         if is_root:
-            for _, own in _attributes(module):
-                self._before[id(own)] = dict(own)
-                self._before[id(own["_buffers"])] = dict(own["_buffers"])
+            for _, own in _modules(module):
+                self._buffers[id(own)] = dict(own["_buffers"])
+                self._tensors.update(((id(own), name), _tensors(value)) for name, value in _attributes(own))
         result = forward(*args, **kwargs)
-        for label, own in _attributes(module):
-            self._write_buffers(label, own["_buffers"])
-            before = self._before.get(id(own), own)
-            for name, value in own.items() if is_root else ():
-                if isinstance(value, torch.Tensor) and value is not before.get(name):
-                    self._attributes.append(_Attribute(own, label, name, before.get(name), value))
+        for label, own in _modules(module):
+            self._write_buffers(label, own)
+            for name, value in _attributes(own) if is_root else ():
+                before = self._tensors.get((id(own), name), [])
+                if not {id(one) for one in before}.issuperset(map(id, _tensors(value))):
+                    self._attributes.append(_Attribute(own, label, name, before, value))
         return result
 
-    def _write_buffers(self, label: str, table: Mapping[str, Any]) -> None:
-        before = self._before.get(id(table), table)  # a part of a Sequential is a module of its own
+    def _write_buffers(self, label: str, own: dict[str, Any]) -> None:
+        table = own["_buffers"]
+        before = self._buffers.get(id(own), table)  # a part of a Sequential is a module of its own
         if table.keys() != before.keys():
             raise NoGraphError(f"{label} adds or removes buffers when it is called, which no graph can do")
         for name, value in table.items():
-            if value is not self._written.get((id(table), name), before[name]):
+            if value is not self._written.get((id(own), name), before[name]):
                 _write(f"{label}.{name}", before[name], value)
-                self._written[id(table), name] = value
+                self._written[id(own), name] = value
 
     def refuse_kept(self, program: torch.export.ExportedProgram) -> None:
         """Raise NoGraphError where the traced call reads a tensor in the place of which it puts another."""
@@ -95,7 +100,7 @@ class AssignedState:
             if spec.kind is torch.export.graph_signature.InputKind.CONSTANT_TENSOR and readers[spec.arg.name]
         ]
         for one in self._attributes:
-            if any(one.before is tensor for tensor in read):
+            if any(before is tensor for before in one.before for tensor in read):
                 raise NoGraphError(
                     f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
                     f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
@@ -104,19 +109,18 @@ class AssignedState:
     @contextmanager
     def left(self) -> Iterator[bool]:
         """A block in which what was no tensor before the call is one, as after it; whether there is any."""
-        new = [one for one in self._attributes if not isinstance(one.before, torch.Tensor)]
-        had = [(one, one.name in one.owner) for one in new]
+        new = [one for one in self._attributes if not one.before]
+        had = [(one, one.name in one.owner, one.owner.get(one.name)) for one in new]
         for one in new:
-            shape = [int(size) for size in one.after.shape]
-            one.owner[one.name] = torch.zeros(shape, dtype=one.after.dtype)
+            leaves, spec = flatten(one.after, Seen())
+            one.owner[one.name] = unflatten(list(map(_zeros, leaves)), spec)
         try:
             yield bool(new)
         finally:
-            for one, there in had:
+            for one, there, value in had:
+                one.owner.pop(one.name)
                 if there:
-                    one.owner[one.name] = one.before
-                else:
-                    one.owner.pop(one.name)
+                    one.owner[one.name] = value
 
 
 def keep_what_is_read(capture: Capture) -> None:
@@ -158,7 +162,7 @@ def _said(value: torch.Tensor | None) -> str:
     return "None" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """The class and the attributes of each module of a tree, once; a tracer puts others in their places."""
     pending, seen = [module], set[int]()
     while pending:
@@ -168,3 +172,21 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             seen.add(id(own))
             pending += [child for child in own["_modules"].values() if child is not None]
             yield type(part).__name__, own
+
+
+def _attributes(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a module's attributes that may hold tensors, by themselves or in containers."""
+    for name, value in own.items():
+        if name not in _TORCHS and isinstance(value, torch.Tensor | list | tuple | dict):
+            yield name, value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value, Seen())[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _zeros(leaf: Any) -> Any:
+    """In the place of a traced tensor, one with data."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros([int(size) for size in leaf.shape], dtype=leaf.dtype)

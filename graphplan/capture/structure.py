@@ -109,6 +109,16 @@ def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], pytree
     return leaves, _flatten(tree, leaves, is_leaf)
 
 
+class Seen(set[int]):
+    """For :func:`flatten`: what is met again is a leaf, since a container may be in itself."""
+
+    def __call__(self, value: Any) -> bool:
+        """Whether it was asked of this value before."""
+        known = id(value) in self
+        self.add(id(value))
+        return known
+
+
 def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.TreeSpec:
     node = None if is_leaf is not None and is_leaf(tree) else _node_of(type(tree))
     if node is None:

@@ -29,7 +29,7 @@ from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import flatten
+from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.exported_program import from_exported
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
@@ -214,7 +214,7 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
         for part in module.modules()
         for name, value in vars(part).items()
         if name not in ("_parameters", "_buffers", "_modules")
-        for tensor in flatten(value, _Seen())[0]
+        for tensor in flatten(value, Seen())[0]
         if type(tensor) is torch.Tensor
     ]
     try:
@@ -224,15 +224,6 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
             for tensor, version, values in kept:
                 if tensor._version != version:
                     tensor.copy_(values)
-
-
-class _Seen(set[int]):
-    """Tells what is met again: a container may be in itself."""
-
-    def __call__(self, value: Any) -> bool:
-        known = id(value) in self
-        self.add(id(value))
-        return known
 
 
 def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:

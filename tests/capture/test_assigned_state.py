@@ -142,6 +142,32 @@ class Begins(nn.Module):
         return self.hidden
 
 
+class Pair(nn.Module):
+    """Keeps two, in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), (torch.zeros(1, 8), torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = self.hidden
+        c = c + torch.tanh(self.linear(h) + x.mean(0, keepdim=True))
+        self.hidden = (torch.tanh(c), c)
+        return x + self.hidden[0]
+
+
+class Appends(nn.Module):
+    """Keeps all that it has seen, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden.append(self.linear(x))
+        return torch.stack(self.hidden).sum(0)
+
+
 class Shows(nn.Module):
     """Leaves for others to see what it itself never reads."""
 
@@ -230,7 +256,7 @@ def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("model", [Remembers, Begins])
+@pytest.mark.parametrize("model", [Remembers, Begins, Pair, Appends])
 @torch.no_grad()
 def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.Module], inside: bool) -> None:
     made = nn.Sequential(nn.Linear(8, 8), model()) if inside else model()
