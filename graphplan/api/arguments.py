@@ -297,6 +297,21 @@ def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any
     return None
 
 
+def require_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall:
+    """The example inputs, or the model's own.
+
+    Raises:
+        InputError: there are none; or as :func:`read_example`.
+    """
+    call = read_example(request, args, kwargs)
+    if call is None:
+        raise InputError(
+            f"{type(request.model).__name__} is planned for example inputs, and there are none: give args= "
+            "or kwargs=, or let the factory that the command line names return the model and its inputs"
+        )
+    return call
+
+
 def read_source(
     request: Request, checkpoint: str | Path | Checkpoint | None, *, strict: bool
 ) -> Checkpoint | None:

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphplan._compat.torch import require_backward_stages
 from graphplan.analysis.cluster_plan import ClusterPlan
-from graphplan.api.arguments import Request, read_example, read_given_plan, read_request, read_source
+from graphplan.api.arguments import Request, read_given_plan, read_request, read_source, require_example
 from graphplan.api.plan_options import PlanOptions
 from graphplan.api.rank_builder import RankBuilder
 from graphplan.capture.captured_graph import Capture
@@ -192,10 +192,7 @@ class _Example:
 
     def annotator(self, micro: BoundCall, ahead: float = 0.0) -> Annotator:
         """The whole model's call of one microbatch, traced; ``ahead`` as for captures."""
-        found = self.compiler.annotated(micro, ahead)
-        if found.capture.method == "symbolic_trace":
-            raise InputError("machines= needs example inputs: without them nobody knows what crosses a cut")
-        return found
+        return self.compiler.annotated(micro, ahead)
 
 
 def _example(
@@ -208,9 +205,7 @@ def _example(
     grad: bool,
 ) -> _Example:
     request = read_request(model, None, asked, Options(grad=grad))
-    call = read_example(request, args, kwargs)
-    if call is None:
-        raise InputError("machines= needs example inputs: give args= or kwargs=")
+    call = require_example(request, args, kwargs)
     microbatches_of(call, cluster.flight.microbatches)  # raises where it cannot be divided
     return _Example(request, cluster, whole_compiler(request.model_copy, cluster, request.options), call)
 

@@ -39,6 +39,7 @@ from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
+_WAITS = "{} has no example inputs: the first call will be captured; give args= or kwargs= to place it now"
 
 
 @shows_options
@@ -71,8 +72,8 @@ def partition(
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.
         max_memory: as in :func:`graphplan.plan`.
-        args: as in :func:`graphplan.plan`. Without examples, and where a symbolic trace is not possible
-            either, the first call is captured and placed.
+        args: as in :func:`graphplan.plan`. Without examples, and where the model does not take its own
+            ``dummy_inputs``, it is placed at its first call, which then raises what is raised below.
         kwargs: as in :func:`graphplan.plan`.
         machines: as in :func:`graphplan.plan`. Every process of torchrun calls this alike, with as many
             machines as there are ranks, and gets a module that runs its own stage; rank 0 plans for all.
@@ -150,6 +151,9 @@ def partition(
     if asked.calls is not None:
         return placer.place_together(model, model_copy, read_examples(model_copy, args, kwargs, asked))
     call = read_example(request, args, kwargs)
+    if call is None:
+        warn(_WAITS.format(type(model).__name__))
+        return _at_first_call(model, placer)
     try:
         return placer.place(model, model_copy, call)
     except Exception as error:  # a model may raise anything for its own dummy inputs
@@ -158,6 +162,11 @@ def partition(
             raise
         said = error if ours else first_line(error)
         warn(f"{said} (the first call will be captured instead)")
+    return _at_first_call(model, placer)
+
+
+def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
+    """What is placed when it is called, in place."""
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell = of_class(shell, placed_class(type(model)))
     attach(shell, ModuleState([], start=placer))

@@ -98,17 +98,15 @@ class Placer:
         call = model_copy.part(entry).bind(args, kwargs)
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 
-    def place(
-        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
-    ) -> nn.Module:
+    def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str = "") -> nn.Module:
         """A placed copy of ``model``; ``entry`` is what is called, if not the model itself."""
-        compiler, calls = self._compiler(model_copy), [] if call is None else [EntryCall(call, entry)]
+        compiler, calls = self._compiler(model_copy), [EntryCall(call, entry)]
         try:
             placed = self.attached(model, compiler, plan_first(compiler, call, entry))
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or call is None or own_code:
+            if self.strict or own_code:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.options.training is not None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import read_example, read_examples, read_request
+from graphplan.api.arguments import read_examples, read_request, require_example
 from graphplan.api.machines import plan_machines
 from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -18,7 +18,6 @@ from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.progress import with_progress
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.speeds import with_speeds
-from graphplan.errors import InputError
 from graphplan.integrations.transformers.generate_plan import plan_first
 
 
@@ -66,7 +65,7 @@ def plan(
             ``"cpu"``, or device names; their order is the order of preference. A budget covers
             everything on the device: weights, activations, copies. None: what is free here.
         args: example inputs by position, on any device, meta too. Without examples the model's
-            ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
+            ``dummy_inputs`` serve, if it has any.
         kwargs: example inputs by name.
         machines: in place of ``max_memory``, one for each of several machines, of which each runs a
             contiguous stage of the model.
@@ -133,7 +132,8 @@ def plan(
 
     Raises:
         BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
-        InputError: the inputs do not fit the model, or another argument is not what it should be.
+        InputError: the inputs do not fit the model, or there are none, or another argument is not what it
+            should be.
         PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
         LimitError: an example is larger than ``max_batch`` or ``max_length``.
         CaptureError: the model cannot be traced.
@@ -150,7 +150,4 @@ def plan(
     if asked.calls is not None:
         find = read_examples(request.model_copy, args, kwargs, asked)
         return compiler.plan_together(find(compiler))[0].plan
-    example = read_example(request, args, kwargs)
-    if example is None and asked.train:
-        raise InputError("train=True plans a step of example inputs: give args= or kwargs=")
-    return plan_first(compiler, example)[0].plan
+    return plan_first(compiler, require_example(request, args, kwargs))[0].plan

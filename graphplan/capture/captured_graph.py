@@ -80,7 +80,7 @@ class Capture:
         inputs: node name of each leaf of the call, in order.
         out_spec: the structure of the result.
         signature: which calls this graph serves.
-        method: ``"transformers"``, ``"export"`` or ``"symbolic_trace"``.
+        method: ``"transformers"`` or ``"export"``.
         sizes: symbol of each dynamic size -> the largest that the plan is for.
         prepare: from a call's arguments to those that were traced, where they differ.
         parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.

@@ -198,7 +198,6 @@ class InputSignature:
         spec: the structure of the bound arguments.
         leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
-        symbolic: True where no inputs were seen: then any leaves do.
         guards: what the trace has taken for granted of sizes beside their ranges.
         prepared: of what the exporter computes from the arguments before they are traced, if it does.
     """
@@ -206,7 +205,6 @@ class InputSignature:
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
-    symbolic: bool = False
     guards: tuple[Guard, ...] = ()
     prepared: Prepared | None = None
 
@@ -214,8 +212,6 @@ class InputSignature:
         """Why this graph cannot serve ``call``, or None when it can."""
         if call.spec != self.spec:
             return self._other_arguments(call)
-        if self.symbolic:
-            return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
             if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf):
                 if (problem := want.mismatch(name, leaf)) is not None:

@@ -1,8 +1,7 @@
 """Capture: a module and example inputs become a flat ``torch.fx`` graph over the module's weights.
 
-Three ways, tried in this order: ``transformers.exporters`` for transformers models, ``torch.export``
-(non-strict) for everything with example inputs, ``torch.fx.symbolic_trace`` for a plain module
-without them.
+Two ways, tried in this order: ``transformers.exporters`` for transformers models, ``torch.export``
+(non-strict) for everything.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.exported_program import from_exported
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
-from graphplan.capture.tracers.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
@@ -55,7 +53,7 @@ _TRANSFORMED = (
 @one_at_a_time
 def capture(
     model_copy: ModelCopy,
-    call: BoundCall | None,
+    call: BoundCall,
     dynamic_shapes: Any = None,
     *,
     keep_grad: bool = False,
@@ -66,7 +64,7 @@ def capture(
 
     Args:
         model_copy: the copy to trace.
-        call: the example inputs; None traces without (``symbolic_trace``).
+        call: the example inputs.
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
         step: trace what a training step is made of, for the sizes of this call alone.
@@ -81,11 +79,7 @@ def capture(
         raise CaptureError(_HOOKED)
     if in_transform():
         raise CaptureError(_TRANSFORMED)
-    if call is not None:
-        _refuse_nested(call)
-    if call is None:
-        with quiet():
-            return _named_apart(trace_symbolically(model_copy))
+    _refuse_nested(call)
     host = call.on_cpu()
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)

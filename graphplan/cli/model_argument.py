@@ -88,7 +88,7 @@ class NamedModel:
         """The example inputs for people: ``input_ids (1, 512)``."""
         named = [*((f"argument {i}", x) for i, x in enumerate(self.args)), *self.kwargs.items()]
         texts = (f"{n} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(n) for n, x in named)
-        return ", ".join(texts) or "none: activations are unknown"
+        return ", ".join(texts) or "none"
 
 
 def load_named(word: str, ask: Ask) -> NamedModel:

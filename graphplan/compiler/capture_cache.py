@@ -42,7 +42,7 @@ class Captures:
         self.model_copy, self.options = model_copy, options
         self.known: list[Captured] = []
 
-    def annotated(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
+    def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
 
         ``ahead`` is as in :meth:`graphplan.capture.sizes.size_limits.SizeLimits.largest`.
@@ -50,11 +50,11 @@ class Captures:
         known = self.traced(call, entry)
         capture = known.capture
         limits, grows = self.options.size_limits, bool(known.annotators)
-        bound = capture if call is None else bounded(capture, call, limits, ahead, grows=grows)
+        bound = bounded(capture, call, limits, ahead, grows=grows)
         for annotator in known.annotators:
             if annotator.capture.signature == bound.signature:
                 return annotator
-        if known.annotators and call is not None:
+        if known.annotators:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
         enter_stage("annotate")
@@ -69,18 +69,18 @@ class Captures:
         """Undo :meth:`adopt`, where there was no room."""
         self.known[:] = [known for known in self.known if annotator not in known.annotators]
 
-    def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
+    def traced(self, call: BoundCall, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
         modes, reason, same = self.model_copy.modes, None, False
         for known in self.known:
-            if call is not None and known.modes == modes and known.capture.entry == entry:
+            if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
                 if mismatch is None:
                     return known
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
                 same = same or alike
-        if call is not None and self.known:
+        if self.known:
             what = entry or type(self.model_copy.module).__name__
             logger.info(
                 "capturing another graph of %s for (%s): %s",
@@ -92,33 +92,30 @@ class Captures:
         self.known.append(Captured(modes, self._trace(call, entry, sizes=same), []))
         return self.known[-1]
 
-    def _trace(self, call: BoundCall | None, entry: str, *, sizes: bool) -> Capture:
+    def _trace(self, call: BoundCall, entry: str, *, sizes: bool) -> Capture:
         """A call, from the folder of captures; or traced and simplified, and saved there."""
         part, how, saved = self.model_copy.part(entry), self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
         keep_grad, step = self.options.grad or how is not None, how is not None
         origin = None
-        if saved is not None and call is not None:
+        if saved is not None:
             origin = origin_of(part, call, shapes, keep_grad, how, sizes, part.entry in part.fixed)
-        found = saved.read(origin, call, part) if saved and call and origin else None
+        found = saved.read(origin, call, part) if saved and origin else None
         if found is None:
             with overheard() as warnings:
                 traced = capture(part, call, shapes, keep_grad=keep_grad, step=step, sizes=sizes)
                 known = origin is not None and is_known(traced, origin)
                 found = self._finished(traced, part, call, keep_grad=keep_grad)
-            if saved and call and origin and known:
+            if saved and origin and known:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
         return found
 
-    def _finished(
-        self, traced: Capture, part: ModelCopy, call: BoundCall | None, *, keep_grad: bool
-    ) -> Capture:
+    def _finished(self, traced: Capture, part: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Capture:
         """A trace, simplified; with its backward pass where a training step is asked for."""
         simplify(traced, keep_grad=keep_grad)
         if part.step is None:
             return traced
-        assert call is not None
         found = differentiate(traced, part.weights, call, part.step)
         simplify(found)
         read_weights_anew(found)

@@ -32,7 +32,7 @@ class Planned:
 
     capture: Capture
     plan: Plan
-    call: BoundCall | None = None
+    call: BoundCall
 
 
 def lower_planned(
@@ -117,7 +117,7 @@ def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
     for position, name in enumerate(_states_of(captured, plan.graph), len(plan.graph.inputs)):
         home = topology[plan.schedule.assignment.weights[name]].torch_device
         leaf = captured.states[name]
-        here = home if call is None else call.leaves[leaf].device
+        here = call.leaves[leaf].device
         found.append(State(position, leaf, home, torch.device(CPU) if here.type == "meta" else here))
     return tuple(found)
 

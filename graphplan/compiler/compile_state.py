@@ -18,14 +18,11 @@ from graphplan.passes.placement.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the calls that are planned together; ``weight`` says how much its seconds count.
-
-    ``call`` is None for a trace without example.
-    """
+    """One of the calls that are planned together; ``weight`` says how much its seconds count."""
 
     annotator: Annotator
     weight: float
-    call: BoundCall | None
+    call: BoundCall
 
 
 def in_parts(member: Member, parts: Sequence[Part]) -> Member:

@@ -67,14 +67,12 @@ class Formulation:
     committed: Commitments
     mappable: Set[str] | None = None
 
-    def constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
+    def constrained(self, annotator: Annotator, call: BoundCall) -> Problem:
         """What is to be placed, with the caller's rules."""
         plain = self.plain(annotator, call)
         return constrain(plain, self.options.constraints.within(plain.graph))
 
-    def plain(
-        self, annotator: Annotator, call: BoundCall | None, together: Sequence[Capture] = ()
-    ) -> Problem:
+    def plain(self, annotator: Annotator, call: BoundCall, together: Sequence[Capture] = ()) -> Problem:
         """What is to be placed, without the caller's rules; ``together`` as in :meth:`graph`."""
         states = self._state_homes(annotator.capture, call)
         return Problem(
@@ -127,18 +125,18 @@ class Formulation:
                 found.append(replace(kept, nbytes=nbytes, part_of=""))
         return found
 
-    def _state_homes(self, capture: Capture, call: BoundCall | None) -> dict[str, DeviceKey]:
+    def _state_homes(self, capture: Capture, call: BoundCall) -> dict[str, DeviceKey]:
         """Where the tensors of a call's caches are, as far as accelerators hold them and weights too."""
-        if call is None or self.committed.homes is None:
+        if self.committed.homes is None:
             return {}
         of = {spec.torch_device: spec.key for spec in self.topology.devices if spec.is_accelerator}
         found = ((name, of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())
         return {name: key for name, key in found if key is not None}
 
 
-def host_key(topology: Topology, call: BoundCall | None) -> DeviceKey:
+def host_key(topology: Topology, call: BoundCall) -> DeviceKey:
     """The key of the device where the caller's tensors are; meta ones are taken to be on the CPU."""
-    device = call.device if call is not None else None
+    device = call.device
     if device is None or device.type == "meta":
         device = torch.device(CPU)
     for spec in topology.devices:

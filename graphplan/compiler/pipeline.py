@@ -124,7 +124,7 @@ class Compiler:
         return self.captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
-    def plan(self, call: BoundCall | None, entry: str = "", aheads: Sequence[float] | None = None) -> Planned:
+    def plan(self, call: BoundCall, entry: str = "", aheads: Sequence[float] | None = None) -> Planned:
         """Capture, annotate and place a call, with larger sizes as the options say.
 
         ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is

@@ -50,7 +50,7 @@ class Graph:
         inputs: names of the values that the caller passes in.
         outputs: names of the values or weights that are returned, in order.
         together: sets of operations that must share a device (the alias trap).
-        shapes_known: False when there were no example inputs, so activations count as 0 bytes.
+        shapes_known: False where activations could not be measured, and count as 0 bytes.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Weight:
             of a cache that the caller passes in: it resides where it is used, before and after.
         persistent: whether it is in the ``state_dict``.
         mutated: whether forward writes to it (BatchNorm statistics): it is then never streamed.
-        movable: False where the graph holds it inside an opaque module: never streamed either.
+        movable: False for tensors of caches, wrappers, and sparse tensors: never streamed either.
         shape: of its elements; empty where unknown.
         dtype: as of a :class:`Value`.
         part_of: for a part, the weight whose rows it holds. That weight stays whole on the CPU and has

@@ -27,7 +27,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import gradient_hooks
 
@@ -85,8 +84,3 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: b
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
     for hook in after:
         hook(parameter)
-
-
-def to_device(value: Any, device: torch.device | str) -> Any:
-    """Copy every tensor in ``value`` to ``device``; everything else passes through unchanged."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

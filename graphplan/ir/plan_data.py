@@ -274,7 +274,7 @@ class PlanData:
 
     @property
     def activations_known(self) -> bool:
-        """False without example inputs: then ``peak_bytes`` counts weights only."""
+        """False where hooks run what could not be measured: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
 
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int]) -> Self:

@@ -107,9 +107,7 @@ def summary_text(plan: PlanData) -> str:
         )
     lines += [*_sliced(plan), *_saved_less(plan)]
     if not plan.activations_known:
-        lines.append(
-            "no example inputs were given: activation sizes are unknown; peaks and times count weights only"
-        )
+        lines.append("activation sizes are unknown: peaks and times count weights only")
     return "\n".join(lines)
 
 

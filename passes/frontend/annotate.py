@@ -70,10 +70,7 @@ class Annotator:
 
     def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
         reader = GraphReader(self.capture, self.weights, kinds)
-        if self.capture.method == "symbolic_trace":
-            reader.read_unknown()
-        else:
-            reader.read(self.interpreter, schedule, usual)
+        reader.read(self.interpreter, schedule, usual)
         graph = reader.graph()
         graph.verify()
         return graph

@@ -29,19 +29,6 @@ def returns_list(node: fx.Node) -> bool:
     return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
 
 
-_MAYBE_VIEWS = {
-    "view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "flatten", "expand",
-    "expand_as", "narrow", "select", "chunk", "split", "unbind", "getitem", "contiguous", "detach",
-    "view_as", "movedim", "swapaxes", "unfold", "diagonal", "to", "type", "float", "half", "dropout",
-    "getattr",
-}  # fmt: skip
-
-
-def may_be_view(node: fx.Node) -> bool:
-    """Whether its result may be a view of its first argument: by its name, for want of shapes."""
-    return target_name(node.target).rpartition(".")[2] in _MAYBE_VIEWS
-
-
 def target_name(target: str | Callable[..., Any]) -> str:
     """What it calls, for people."""
     if isinstance(target, str):

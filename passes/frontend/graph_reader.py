@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model.model_weights import ModelWeights, is_wrapper, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.source_lines import source_line
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
@@ -23,7 +23,7 @@ from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult
 from graphplan.passes.frontend.fx_nodes import module_path, returns_list, target_name
 from graphplan.passes.frontend.graph_weights import cache_weight, constant_weight, part_weight, weight_of
-from graphplan.passes.frontend.operation_values import unknown_value, unnamed_bytes, value_of, values_of
+from graphplan.passes.frontend.operation_values import unnamed_bytes, value_of, values_of
 from graphplan.passes.frontend.simplify import mutated_arguments
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 
@@ -59,11 +59,9 @@ class GraphReader:
         self.inputs: list[str] = []
         self.states: list[tuple[str, TensorMeta]] = []
         self.written: set[str] = set()
-        self.opaque: set[str] = set()
         self.name_of: dict[fx.Node, str] = {}
         self.home: dict[str, DeviceKey] = {}
         self.nodes = list(capture.graph.nodes)
-        self.sees_shapes = capture.method != "symbolic_trace"
 
     def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
         """Read it as under a schedule; without one, as on devices of the usual type."""
@@ -101,17 +99,6 @@ class GraphReader:
 
         return copied
 
-    def read_unknown(self) -> None:
-        """Without example inputs: operations and weights, and no bytes of activations."""
-        for node in self.nodes:
-            if node.op == "placeholder":
-                self._placeholder(node, None)
-            elif node.op == "get_attr":
-                if node.name in self.capture.weights:
-                    self.name_of[node] = self.capture.weights[node.name]
-            elif node.op != "output" and not self._is_part(node):
-                self._operation(node, None)
-
     def _placeholder(self, node: fx.Node, described: Any) -> None:
         if node.name in self.capture.weights:
             self.name_of[node] = self.capture.weights[node.name]
@@ -121,7 +108,7 @@ class GraphReader:
             self.states.append((node.name, described))
             return
         number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
-        if self.sees_shapes and not isinstance(described, TensorMeta) and not number:
+        if not isinstance(described, TensorMeta) and not number:
             return  # a constant, which the trace has taken in
         tangents = () if self.capture.step is None else self.capture.step.tangents
         if node.name not in self.capture.inputs and node.name not in tangents:
@@ -136,29 +123,20 @@ class GraphReader:
         """Whether this takes one result out of several: a part of its producer, not a step."""
         if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
             return False
-        if self.sees_shapes:
-            return isinstance(node.args[0].meta.get("val"), list | tuple) or returns_list(node.args[0])
-        return node.args[0].op == "call_module" and isinstance(node.args[1], int)
+        return isinstance(node.args[0].meta.get("val"), list | tuple) or returns_list(node.args[0])
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self._is_part(user)]
 
-    def _operation(self, node: fx.Node, effect: Effect | None) -> None:
-        """Write down an operation and its values; without ``effect`` only the weights' bytes are known."""
+    def _operation(self, node: fx.Node, effect: Effect) -> None:
+        """Write down an operation and its values."""
         parts = self._parts(node)
         made = parts or [node]
         self.name_of.update({part: part.name for part in made})
         inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
-        if node.op == "call_module":
-            inputs += self._module_weights(str(node.target))
-            mutates += self._module_buffers(str(node.target))
         self.written.update(map(self._storage_of, mutates))
-        if effect is None:
-            values = [unknown_value(part, node, self.name_of) for part in made]
-            cost = _Cost(bytes_accessed=self._weight_bytes(inputs))
-        else:
-            values = values_of(node, parts, effect, self.name_of)
-            cost = self._cost(node, parts, effect, writes=bool(mutates))
+        values = values_of(node, parts, effect, self.name_of)
+        cost = self._cost(node, parts, effect, writes=bool(mutates))
         gradients = {} if self.capture.step is None else self.capture.step.gradients
         for value in values:
             parameter = gradients.get(value.name, "")
@@ -211,9 +189,6 @@ class GraphReader:
         workspace = {kind: nbytes + beside for kind, nbytes in effect.workspace.items()}
         return _Cost(effect.flops, self._bytes_accessed(node, effect, writes), workspace)
 
-    def _weight_bytes(self, names: Sequence[str]) -> int:
-        return sum(tensor_bytes(self.model.tensors[name]) for name in names if name in self.model.tensors)
-
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
 
@@ -238,15 +213,6 @@ class GraphReader:
             return 2 * made + sum(read[1:])
         return made + sum(read)
 
-    def _module_weights(self, path: str) -> list[str]:
-        prefix = path + "."
-        found = [first for name, first in self.model.first.items() if name.startswith(prefix)]
-        self.opaque.update(found)
-        return list(dict.fromkeys(found))
-
-    def _module_buffers(self, path: str) -> list[str]:
-        return [n for n in self._module_weights(path) if n not in self.model.parameters]
-
     def graph(self) -> Graph:
         """What has been read."""
         weights = [weight for name in self.model.tensors for weight in self._weights(name)]
@@ -262,8 +228,7 @@ class GraphReader:
                 outputs.append(returned)
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
-        plain = Graph(*parts, shapes_known=self.sees_shapes)
-        return Graph(*parts, find_together(plain), shapes_known=self.sees_shapes)
+        return Graph(*parts, find_together(Graph(*parts)))
 
     def _storage_of(self, name: str) -> str:
         """The weight or value whose storage a name is a view of."""
@@ -278,7 +243,7 @@ class GraphReader:
 
     def _weights(self, name: str) -> list[Weight]:
         """A weight, with its parts if it is sliced."""
-        whole = weight_of(self.model, name, written=name in self.written, movable=name not in self.opaque)
+        whole = weight_of(self.model, name, written=name in self.written)
         parts = [part for part in self.capture.parts.values() if part.weight == name]
         if not parts:
             return [whole]

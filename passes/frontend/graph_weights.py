@@ -13,14 +13,13 @@ from graphplan.ir.graph_elements import Weight
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
 
 
-def weight_of(model: ModelWeights, name: str, *, written: bool, movable: bool) -> Weight:
+def weight_of(model: ModelWeights, name: str, *, written: bool) -> Weight:
     """A parameter or buffer.
 
     Args:
         model: whose it is.
         name: its first name.
         written: whether a call writes to it.
-        movable: as in :class:`~graphplan.ir.graph_elements.Weight`.
     """
     tensor, names = model.tensors[name], tuple(model.names[name])
     return Weight(
@@ -30,7 +29,7 @@ def weight_of(model: ModelWeights, name: str, *, written: bool, movable: bool) -
         "parameter" if name in model.parameters else "buffer",
         any(n in model.persistent for n in names),
         written,
-        movable and not is_wrapper(tensor) and tensor.layout is torch.strided,
+        not is_wrapper(tensor) and tensor.layout is torch.strided,
         tuple(tensor.shape),
         dtype_name(tensor.dtype),
     )

@@ -10,8 +10,7 @@ from torch import fx
 from graphplan.devices.topology import round_up
 from graphplan.ir.graph_elements import Value
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult
-from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node, may_be_view
-from graphplan.passes.frontend.simplify import mutated_arguments
+from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
 
 Names = Mapping[fx.Node, str]
@@ -35,17 +34,6 @@ def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Na
         return [Value(node.name, is_tensor=False)]
     total = sum(result.nbytes for result in effect.results)
     return [Value(node.name, total, sum(result.tensor.copy_bytes for result in effect.results))]
-
-
-def unknown_value(part: fx.Node, node: fx.Node, names: Names) -> Value:
-    """What an operation makes of which no shape is known: ``node``, or ``part`` of its results."""
-    mutated = mutated_arguments(node)
-    if mutated and mutated[0] in names:
-        return Value(part.name, alias_of=names[mutated[0]])
-    first = next((a for a in node.args if isinstance(a, fx.Node) and a in names), None)
-    if first is not None and may_be_view(node):
-        return Value(part.name, alias_of=names[first])
-    return Value(part.name)
 
 
 def unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:

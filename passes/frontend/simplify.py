@@ -15,9 +15,8 @@ made it::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -48,11 +47,10 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     """
     graph = capture.graph
     drop_checks(graph)
-    if capture.method != "symbolic_trace":
-        _fold_lifted_constants(graph)
-        folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
-        _fold(graph, folds)
-        _let_views_copy(graph)
+    _fold_lifted_constants(graph)
+    folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
+    _fold(graph, folds)
+    _let_views_copy(graph)
     _name_states(graph)
     _eliminate_dead_code(graph)
     graph.lint()
@@ -172,30 +170,14 @@ def is_mutable(node: fx.Node) -> bool:
     return bool(mutated_arguments(node))
 
 
-_LOGICAL = (
-    operator.and_,
-    operator.or_,
-    operator.not_,
-    operator.is_,
-)  # whose names end in "_" for another reason
-_SYMBOLIC_WRITERS = {"setitem", "iadd", "isub", "imul", "itruediv", "ior", "iand", "ixor", "ipow"}
-
-
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values this one writes to.
 
-    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their
-    arguments; the methods and functions of a symbolic trace by torch's naming rules.
+    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
     """
-    if node.op == "call_method":
-        name = str(node.target)
-        writes = name.endswith("_") and not name.startswith("_")
-        return [a for a in node.args[:1] if writes and isinstance(a, fx.Node)]
-    if node.op != "call_function":
-        return []
     if isinstance(node.target, torch._ops.OpOverload):
         return _mutated_by_schema(node, node.target)
-    return _mutated_by_name(node)
+    return []
 
 
 _UNTOLD_WRITERS = (
@@ -230,24 +212,6 @@ def _mutated_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.
     return found
 
 
-def _mutated_by_name(node: fx.Node) -> list[fx.Node]:
-    name = "" if node.target in _LOGICAL else getattr(node.target, "__name__", "")
-    first = [a for a in node.args[:1] if isinstance(a, fx.Node)]
-    found: list[fx.Node] = []
-    if name in _SYMBOLIC_WRITERS or (name.endswith("_") and not name.startswith("_")):
-        found += first
-    if node.kwargs.get("inplace") is True:
-        found += first or [a for a in (node.kwargs.get("input"),) if isinstance(a, fx.Node)]
-    if isinstance(out := node.kwargs.get("out"), fx.Node):
-        found.append(out)
-    if name in ("batch_norm", "instance_norm"):
-        given = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False))
-        given.update(node.kwargs)
-        stats = [given.get("running_mean"), given.get("running_var")]
-        found += [item for item in stats if isinstance(item, fx.Node)]
-    return found
-
-
 def _name_states(graph: fx.Graph) -> None:
     """Let what reads a mutated value after the mutation read the mutation's result."""
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -265,28 +229,21 @@ def _returns_first(node: fx.Node) -> bool:
     mutated = mutated_arguments(node)
     if len(mutated) != 1 or not node.args or node.args[0] is not mutated[0]:
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name not in ("setitem", "batch_norm", "instance_norm")
+    returns = cast(torch._ops.OpOverload, node.target)._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output") or is_mutable(node):
             continue
-        if node.op == "call_module" or _has_effects(node):
+        if _has_effects(node):
             continue
         graph.erase_node(node)
 
 
 def _has_effects(node: fx.Node) -> bool:
     """Whether a node without users does something that its schema does not say."""
-    if node.op == "get_attr":
-        return False
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace not in ("aten", "prim", "prims")
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    return node.op == "call_method" and str(node.target).endswith("_")
+    return isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -65,8 +65,6 @@ _TRANSPOSITIONS = {aten.t.default, aten.transpose.int, aten.numpy_T.default, ate
 def is_sliceable(capture: Capture, weight: str) -> bool:
     """Whether every operation that reads a weight, by its first name, can read it in parts."""
     placeholders = _placeholders(capture, weight)
-    if capture.method == "symbolic_trace" or not placeholders:
-        return False
     readers = [(node, user) for node in placeholders for user in node.users]
     return bool(readers) and all(_reads_rows(node, user) for node, user in readers)
 

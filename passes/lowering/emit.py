@@ -32,7 +32,6 @@ from graphplan.ir.lowered_ops import (
     constant_attribute,
     part_attribute,
     stream_attribute,
-    to_device,
 )
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait, backward_start
 from graphplan.passes.frontend.simplify import drop_checks
@@ -149,9 +148,7 @@ class _Lowering:
         if step.kind == "output" and self.return_device is not None:
             target = self.return_device
         suffix = "returned" if step.kind == "output" else f"on_{step.destination}"
-        # without example inputs nobody knows what is a tensor
-        call = "to" if self.graph.shapes_known else to_device
-        moved = self._call(call, (node, target), f"{step.value}_{suffix}")
+        moved = self._call("to", (node, target), f"{step.value}_{suffix}")
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
         if step.kind == "gradient":

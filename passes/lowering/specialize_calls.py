@@ -95,8 +95,6 @@ def quicken(graph: fx.Graph, *, keep_grad: bool = False) -> None:
 
 def _share_views(graph: fx.Graph) -> None:
     """Let equal views of one value be one: they are of the same memory, whatever is written to it."""
-    if any(n.op == "call_method" and n.target in ("resize_", "set_") for n in graph.nodes):
-        return
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target not in _VIEWS or node.kwargs or _is_changed(node) or _is_moved(node):

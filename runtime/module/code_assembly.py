@@ -63,7 +63,7 @@ _MODEL = "_graphplan_model"
 def _around_own_names(graph: fx.Graph) -> fx.Graph:
     """The graph, which reaches children named ``code`` or ``graph``, as its module's own, another way."""
     for node in graph.nodes:
-        if node.op in ("get_attr", "call_module") and node.target.partition(".")[0] in OWN_NAMES:
+        if node.op == "get_attr" and node.target.partition(".")[0] in OWN_NAMES:
             node.target = f"{_MODEL}.{node.target}"
     return graph
 

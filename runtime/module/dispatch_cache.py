@@ -117,7 +117,7 @@ def find_route(
     """
     if prepare is not None and not isinstance(prepare, Without):
         return None  # it computes with the tensors
-    if signature.symbolic or any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
+    if any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
         return None
     usual = _route_of(_FormReader(), forward, signature, prepare, args, kwargs)
     return usual or _route_of(_FormReader(numbers=True), forward, signature, prepare, args, kwargs)

@@ -14,7 +14,6 @@ from graphplan.errors import InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code
-from graphplan.runtime.module.placed_parts import as_written
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import named_tensors
 
@@ -28,12 +27,8 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
     """
     tensors, back = take_inputs(program, served)
     try:
-        if program.signature.symbolic:  # its code calls modules
-            with as_written():
-                results = code.bound(tensors)
-        else:
-            with nullcontext() if program.modes.autocast is None else without_autocast(program):
-                results = code.bound(tensors)
+        with nullcontext() if program.modes.autocast is None else without_autocast(program):
+            results = code.bound(tensors)
     except RuntimeError as error:
         explain_moved_weights(module, program.plan, error)
         raise

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import io
+import pickle
 import warnings
 from dataclasses import fields
 from typing import Any
@@ -266,52 +267,72 @@ def test_control_flow_operations_run_on_their_device() -> None:
             assert largest_difference(placed(inputs), result) < 1e-5
 
 
-def test_without_inputs_a_symbolic_trace_is_placed() -> None:
+@pytest.mark.parametrize(
+    "same", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["", "copy", "pickle"]
+)
+def test_without_inputs_the_first_call_is_placed(same: Any) -> None:
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(4))
     ).eval()
-    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
-        placed = graphplan.partition(model, machine.max_memory)
-        assert placed.plan.method == "symbolic_trace"
-        assert not placed.plan.activations_known
-        assert "unknown" in placed.plan.summary()
-        assert len(placed.plan.stages) == 2
-        for size in (2, 7):
-            x = torch.randn(size, 32)
-            assert largest_difference(placed(x), model(x)) < 1e-5
-
-
-def test_without_inputs_accelerators_are_filled_before_the_cpu() -> None:
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    plan = graphplan.plan(model, {**budgets_of(model, {0: 0.6}), "cpu": "1GiB"})
-    assert plan.method == "symbolic_trace"
-    assert plan.peak_bytes[0] >= 0.8 * plan.topology[0].memory
-    assert plan.makespan > 0
-
-
-class Sized(nn.Module):
-    """Cannot be traced without inputs: it decides by a size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > 4:
-            x = x[:4]
-        return self.b(self.a(x))
-
-
-def test_without_inputs_the_first_call_is_captured() -> None:
-    model = Sized().eval()
-    x = torch.randn(6, 32)
-    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 4096)) as machine:
-        with pytest.warns(UserWarning, match="first call"):
+    x = torch.randn(7, 32)
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 8192)) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="first call"):
             placed = graphplan.partition(model, machine.max_memory)
         with pytest.raises(graphplan.PlanError, match="run the model once"):
             _ = placed.plan
-        assert largest_difference(placed(x), model(x)) < 1e-5
-        assert len(placed.plan.stages) == 2
+        made = same(placed)
+        assert largest_difference(made(x), model(x)) < 1e-5
+        assert made.plan.activations_known
+        assert len(made.plan.stages) == 2
+        machine.reset_peaks()
+        made(x)
+        assert_kept(machine, made.plan)
+        assert largest_difference(made(x[:2]), model(x[:2])) < 1e-5
+
+
+class Counting(nn.Module):
+    """Adds to a buffer by ``+=``, fills another, and multiplies a view in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+        self.register_buffer("before", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.before.copy_(self.count)
+        self.count.fill_(3.0)
+        y = self.linear(x)
+        alias = y
+        alias *= 2
+        return y * (a & b) + a * self.count + self.before
+
+
+def test_without_inputs_nothing_that_is_written_is_lost() -> None:
+    # a trace by torch.fx's proxies lost all of it: they have no in-place operators
+    model = Counting().eval()
+    inputs = torch.randn(4, 8), torch.rand(4, 8) > 0.5, torch.rand(4, 8) > 0.5
+    with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+        placed = graphplan.partition(copy.deepcopy(model), {"cpu": "1MiB"})
+    for _ in range(2):
+        with torch.no_grad():
+            assert largest_difference(placed(*inputs), model(*inputs)) < 1e-6
+        assert torch.equal(placed.count, model.count)
+        assert torch.equal(placed.before, model.before)
+
+
+def test_without_inputs_the_first_call_raises_what_partition_would() -> None:
+    model = Tied().eval()
+    with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+        placed = graphplan.partition(model, {"cpu": 100})
+    with pytest.raises(graphplan.InfeasibleError):
+        placed(IDS)
+
+
+def test_a_plan_without_inputs_asks_for_them() -> None:
+    with pytest.raises(graphplan.InputError, match="Tied is planned for example inputs"):
+        graphplan.plan(Tied().eval(), {"cpu": "1GiB"})
 
 
 def test_dummy_inputs_of_the_model_serve_as_examples() -> None:

@@ -76,6 +76,9 @@ def failing():
 def misfit():
     return nn.Linear(8, 8), (torch.ones(2, 7),)
 
+def alone():
+    return nn.Linear(8, 8)
+
 def fails():
     raise RuntimeError("no luck")
 
@@ -386,6 +389,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
     (["plan", "factories:number"], 2, "returns a int"),
     (["plan", "factories:failing", "--max-memory", "cpu=1MiB"], 2, "ValueError: no such thing"),
+    (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "return the model and its inputs"),
     (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not take its example inputs"),
     (["plan", "factories:pair", "--max-memory", "0=24"], 2, "--max-memory 0=24 is 24 bytes"),
     (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is no size"),

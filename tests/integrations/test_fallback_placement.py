@@ -221,6 +221,25 @@ def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:
         assert largest_difference(placed(X), model(X).detach()) < 1e-6
 
 
+def test_activations_of_what_does_not_run_on_zeros_are_unknown(tmp_path: Any) -> None:
+    class Trained(Undecided):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not any(bool(p.any()) for p in self.parameters()):
+                raise ValueError("not trained")
+            return super().forward(x)
+
+    model = Trained().eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Trained().eval()
+    with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path)
+        assert not placed.plan.activations_known
+        assert "activation sizes are unknown" in placed.plan.summary()
+        assert largest_difference(placed(X), model(X).detach()) < 1e-6
+
+
 @pytest.mark.parametrize("budgets", [{0: "1MiB"}, {0: 30_000, "cpu": 1 << 24}], ids=str)
 def test_gradients_pass_through_hooks(budgets: dict[Any, Any]) -> None:
     model = Undecided().eval()

@@ -137,7 +137,7 @@ def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, 
     with torch.no_grad(), graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, budgets, args=(x,), pin=parameters)
         # the plan's own prefetch buffers have two slots at most: rebuild it with more or fewer
-        rebuild_with_slots(placed, slots)
+        rebuild_with_slots(placed, slots, x)
         races, accesses, results = run_with_clocks(machine, placed, [(x,)] * calls)
         assert races == []
         assert accesses >= 2 * calls
@@ -145,7 +145,7 @@ def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, 
             assert largest_difference(result, model(x)) < 1e-5
 
 
-def rebuild_with_slots(placed: Any, slots: int) -> None:
+def rebuild_with_slots(placed: Any, slots: int, x: torch.Tensor) -> None:
     """Lower a placed module's first call again, with prefetch buffers of so many slots."""
     state = placed._graphplan
     compiler = state.compile.__self__
@@ -155,7 +155,8 @@ def rebuild_with_slots(placed: Any, slots: int) -> None:
     check_schedule(planned.graph, planned.topology, schedule)
     made = replace(planned, schedule=schedule)
     captured = compiler.captures.known[0].capture
-    state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made))
+    call = compiler.model_copy.bind((x,), {})
+    state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made, call))
 
 
 class LeakyQueues(ClockedQueues):

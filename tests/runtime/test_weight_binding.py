@@ -183,13 +183,3 @@ def test_hooks_of_the_code_run() -> None:
     placed.graph_module.register_forward_hook(lambda *_: seen.append(True))
     placed(X)
     assert seen == [True]
-
-
-def test_layers_that_a_symbolic_trace_keeps_whole() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    placed = graphplan.partition(model, {"cpu": "1GiB"})
-    assert placed.plan.method == "symbolic_trace"
-    with torch.no_grad():
-        assert largest_difference(placed(X), model(X)) < 1e-6
-        placed[0].weight = nn.Parameter(torch.randn(16, 16))
-        assert largest_difference(placed(X), nn.Sequential.forward(placed, X)) < 1e-6

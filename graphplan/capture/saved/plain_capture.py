@@ -39,7 +39,7 @@ def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Ten
         NotSavedError: something of it cannot be written.
     """
     signature = capture.signature
-    if capture.parts or signature.symbolic or signature.prepared is not None:
+    if capture.parts or signature.prepared is not None:
         raise NotSavedError(_DECIDED)
     if capture.prepare is not None and not isinstance(capture.prepare, Without):
         raise NotSavedError(_DECIDED)

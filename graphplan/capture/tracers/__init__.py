@@ -1,4 +1,4 @@
-"""Torch's tracers, for any model: ``torch.export``, and ``torch.fx.symbolic_trace`` without example inputs.
+"""Torch's tracer, for any model: ``torch.export``.
 
 In: a copy of the model, and a call of it. Out: a :class:`~graphplan.capture.captured_graph.Capture`.
 """

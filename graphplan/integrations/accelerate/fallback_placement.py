@@ -330,7 +330,7 @@ class _Fallback:
             space = {CPU: max(0, profile.peak - nbytes)}
             operations.append(Operation(name, kind, inputs, last, workspace=space, module_path=module))
         # hooks move wrappers too
-        homed = [weight_of(weights, name, written=False, movable=True) for name in weights.tensors]
+        homed = [weight_of(weights, name, written=False) for name in weights.tensors]
         movable = [replace(weight, movable=True) for weight in homed]
         return Graph(operations, values, movable, (), last, shapes_known=bool(profile.order))
 

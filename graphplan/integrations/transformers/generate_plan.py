@@ -27,7 +27,7 @@ from graphplan.warnings import warn
 logger = logging.getLogger("graphplan")
 
 
-def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> list[Planned]:
+def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Planned]:
     """Plan and commit the call that decides where weights are, and those of ``generate`` if limits are given.
 
     The compiler has committed nothing, unless it knows from another process where weights are.
@@ -40,7 +40,7 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     compiler.commit(first)
     options = compiler.options
     alone = settled or compiler.given is not None
-    if call is None or entry or alone or options.grad or options.training is not None:
+    if entry or alone or options.grad or options.training is not None:
         return [first]
     if not options.size_limits.given:
         return [first]

@@ -28,7 +28,7 @@
       figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per ${summary.call}`),
       figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
     );
-    if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "No example inputs were given: activation sizes are unknown, and memory counts weights only."));
+    if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "Activation sizes are unknown: memory counts weights only."));
   }
 
   // Whose speeds, of those that the estimate counts with, are defaults.
