@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.eager_run import undrawn
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
@@ -39,12 +40,13 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         warn("check: the model has no weights of its own to compare with")
         return
-    eager = [_eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
-    if compare(*eager) is not None:
-        warn("check: eager differs from call to call, so nothing can be compared")
-        return
-    args, kwargs = copy.deepcopy((call.args, call.kwargs))
-    apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
+    with undrawn(model, placed):
+        eager = [_eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
+        if compare(*eager) is not None:
+            warn("check: eager differs from call to call, so nothing can be compared")
+            return
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
     if apart is not None:
         what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
         raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")

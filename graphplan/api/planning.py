@@ -100,9 +100,10 @@ def plan(
         max_length: likewise the most tokens of a sequence, those in its cache counted: the size of axis 1 of
             ``(batch, length)`` tokens and ``(batch, length, features)``.
         time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
-            bound that was proven. None: some work, which is seconds where the accelerators hold the
-            model and up to a minute where weights are streamed or memory is tight, and the same result
-            whatever the clock says.
+            bound that was proven. Where none is found by then, the search goes on with the work of None, and
+            ends with the first that fits, or an error. None: some work, which is seconds where the
+            accelerators hold the model and up to a minute where weights are streamed or memory is tight, and
+            the same result whatever the clock says.
         capture_cache: a folder in which traces are kept for later processes, which read what they would trace
             alike: where the same code is given a model of the same attributes and weights' shapes, and inputs
             of the same structure and sizes. None: every process traces. A trace that no file can hold is

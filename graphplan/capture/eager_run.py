@@ -7,11 +7,12 @@ if the model is small, since fake tensors have limits of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphplan.capture.assigned_state import restored_buffers
@@ -39,6 +40,21 @@ def is_same(error: Exception, other: Exception | None) -> bool:
     return type(error) is type(other) and str(error) == str(other)
 
 
+@contextmanager
+def undrawn(*models: nn.Module) -> Iterator[None]:
+    """A block after which torch's generators of random numbers, and the models' own, are as before."""
+    accelerators = {t.device.index for m in models for t in m.parameters() if t.device.type == "cuda"}
+    parts = [vars(part) for model in models for part in model.modules()]
+    own = [one for part in parts for one in part.values() if isinstance(one, torch.Generator)]
+    states = [one.get_state() for one in own]
+    with torch.random.fork_rng(devices=sorted(accelerators)):
+        try:
+            yield
+        finally:
+            for one, state in zip(own, states, strict=True):
+                one.set_state(state)
+
+
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:
     """Bytes of the storages that autograd saves beside weights and inputs; None where nobody can tell."""
     found = _counted(model_copy, *_on_fakes(call), call)
@@ -63,7 +79,7 @@ def _raised(
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
     try:
-        with quiet(), mode, restored_buffers(module):
+        with quiet(), undrawn(module), mode, restored_buffers(module):
             run(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error

@@ -230,12 +230,22 @@ class Compiler:
             return PASSES
         return partial(place_as_planned, plan=self.given), check_budgets
 
+    def _passed(self, state: CompileState) -> CompileState:
+        for step in self._passes():
+            state = step(state)
+        return state
+
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
         enter_stage("search")
         limits = Limits.within(self.options.time_limit)
         state = CompileState(self._formulation, members, limits, advise)
-        for step in self._passes():
-            state = step(state)
+        try:
+            state = self._passed(state)
+        except InfeasibleError:
+            if limits.deadline is None:
+                raise
+            # an error costs the caller more than a longer search
+            state = self._passed(replace(state, limits=Limits(proves=False)))
         made = []
         for member, choice in zip(state.members, state.choices, strict=True):
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)

@@ -11,7 +11,7 @@ kept. Before and after, for a CPU that holds two of three weights::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
@@ -20,6 +20,7 @@ from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import Limits, SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 
@@ -75,6 +76,7 @@ class _DiskPlacement:
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
                 return certify(found.evaluation, self._bound(wider[0], found.evaluation))
         failure: InfeasibleError | None = None
+        nearest: list[Evaluation] = []
         for wide in wider:
             try:
                 solution = place(wide, replace(self.limits, proves=False))
@@ -84,7 +86,8 @@ class _DiskPlacement:
             evaluation = self._spill(solution.evaluation.assignment, free, settled)
             if evaluation.feasible:
                 return certify(evaluation, self._bound(wider[0], evaluation))
-        raise self._infeasible(failure, extra)
+            nearest.append(evaluation)
+        raise self._infeasible(failure, extra, nearest)
 
     def _bound(self, wide: Problem, found: Evaluation) -> Bound:
         """Of the problem in which the disk is as fast as the CPU's memory, whatever rules were tried."""
@@ -118,21 +121,21 @@ class _DiskPlacement:
         return replace(found, evaluation=evaluate(self.problem, found.evaluation.assignment))
 
     def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
-        """Problems in which the disk is a part of the CPU: as asked, and with nothing computed there."""
+        """Problems in which the disk is a part of the CPU: as asked, with nothing computed there, and all."""
         problem, topology = self.problem, self.problem.topology
         cpu = cpu_key(topology)
+        accelerators = {spec.key for spec in topology.devices if spec.is_accelerator}
         if cpu is None:
             disk = topology[DISK]
             beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too
             memory = DeviceSpec(DISK, CPU, extra + beside + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
             devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
-            return [_on_accelerators(replace(problem, topology=replace(topology, devices=devices)))]
+            alone = replace(problem, topology=replace(topology, devices=devices))
+            return [_on(accelerators, alone)]
         larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + extra})
         fixed = {**problem.fixed_weights, **dict.fromkeys(settled, cpu)}
         wide = replace(problem, topology=larger, fixed_weights=fixed)
-        if any(spec.is_accelerator for spec in topology.devices):
-            return [wide, _on_accelerators(wide)]
-        return [wide]
+        return [wide, _on(accelerators, wide), _on({cpu}, wide)] if accelerators else [wide]
 
     def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
         """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
@@ -167,11 +170,16 @@ class _DiskPlacement:
                 read += min(nbytes, operation.bytes_accessed) if on_cpu else nbytes
         return read / nbytes, -nbytes
 
-    def _infeasible(self, failure: InfeasibleError | None, extra: int) -> InfeasibleError:
+    def _infeasible(
+        self, failure: InfeasibleError | None, extra: int, nearest: Sequence[Evaluation] = ()
+    ) -> InfeasibleError:
         """The error of the wide problem in terms of the given budgets."""
         topology = self.problem.topology
         available = {spec.key: spec.memory for spec in topology.devices}
         needed = self._needed(failure, extra)
+        if nearest:
+            least = min(nearest, key=lambda one: sum(one.excess.values()))
+            needed = peaks_or_given(topology, least)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
         hint = f". Budgets that would do: max_memory={needed}" if needed else ""
@@ -203,11 +211,7 @@ def _without_disk(topology: Topology) -> Topology:
     return replace(topology, devices=tuple(spec for spec in topology.devices if spec.key != DISK))
 
 
-def _on_accelerators(problem: Problem) -> Problem:
-    """The same problem with every operation that may on an accelerator."""
-    keys = frozenset(spec.key for spec in problem.topology.devices if spec.is_accelerator)
-    allowed = {}
-    for name in problem.graph.operations:
-        rule = problem.allowed.get(name, keys)
-        allowed[name] = (rule & keys) or rule
-    return replace(problem, allowed=allowed)
+def _on(keys: Set[DeviceKey], problem: Problem) -> Problem:
+    """The same problem with every operation that may on one of these devices."""
+    rules = {name: problem.allowed.get(name, frozenset(keys)) for name in problem.graph.operations}
+    return replace(problem, allowed={name: (rule & keys) or rule for name, rule in rules.items()})

@@ -11,9 +11,10 @@ from torch import nn
 
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
-from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.checkpoint.mapped_files import MappedFile, equal_in_files
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
+from graphplan.warnings import warn
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,7 +31,7 @@ class Checkpoint:
         self.found = {
             first: found[name]
             for first, names in weights.names.items()
-            for name in reversed(names)  # the first of its names that a file has
+            for name in names  # the last of its names that a file has, as in load_state_dict
             if name in found
         }
         self._files: dict[Path, MappedFile] = {}
@@ -108,7 +109,18 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
+    _tell_of_differing_ties(checkpoint, found)
     return checkpoint
+
+
+def _tell_of_differing_ties(checkpoint: Checkpoint, found: Mapping[str, FileTensor]) -> None:
+    for first, used in checkpoint.found.items():
+        for name in checkpoint.weights.names[first]:
+            if name in found and not equal_in_files(found[name], used):
+                warn(
+                    f"{name!r} and {used.name!r} are tied, and differ in the checkpoint: both become "
+                    f"{used.name!r}, as in load_state_dict"
+                )
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

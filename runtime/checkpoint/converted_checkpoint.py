@@ -16,10 +16,8 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
-from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
-from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
 Make = Callable[[Sequence[Any]], Mapping[str, Any]]
 
@@ -105,11 +103,3 @@ class ConvertedCheckpoint(Checkpoint):
         raise CheckpointError(
             f"the conversion of the checkpoint does not make {first!r}, as it said it would"
         )
-
-
-def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:
-    """Whether two tensors of files have the same bytes; neither is copied into memory."""
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    left, right = (flat_bytes(MappedFile(one.file).tensor(one)) for one in (a, b))
-    return all(torch.equal(x, y) for x, y in zip(left.split(chunk), right.split(chunk), strict=True))

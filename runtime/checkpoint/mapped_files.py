@@ -18,6 +18,7 @@ import torch
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
 from graphplan.runtime.memory.host_pages import Pages
+from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
 # a private mapping is counted as memory that may be wanted, unless it is said not to
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
@@ -50,3 +51,11 @@ class MappedFile(Pages):
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._bytes(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:
+    """Whether two tensors of files have the same bytes; neither is copied into memory."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    left, right = (flat_bytes(MappedFile(one.file).tensor(one)) for one in (a, b))
+    return all(torch.equal(x, y) for x, y in zip(left.split(chunk), right.split(chunk), strict=True))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
+from graphplan.capture.eager_run import undrawn
 from graphplan.capture.model_methods import attributes_of, method_of, put_back
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
@@ -180,8 +181,7 @@ def undone(tree: nn.Module) -> Iterator[None]:
     attributes = attributes_of(tree)
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
     values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
-    accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(accelerators)):
+    with undrawn(tree):
         try:
             yield
         finally:

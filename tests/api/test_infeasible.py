@@ -31,6 +31,24 @@ class Deciding(nn.Module):
         return self.body(x) if float(x.sum()) < 1e9 else x
 
 
+class Buffered(nn.Module):
+    """Has weights that stay on no disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(40, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mixed", torch.eye(32))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) @ self.mixed
+        return self.head(x)
+
+
+IDS = torch.arange(10).view(2, 5)
 CASES: list[tuple[Any, dict[Any, int], dict[str, Any]]] = [
     (stack, {0: 20000, 1: 20000}, {"args": (X,)}),
     (stack, {0: 1000, "cpu": 1000}, {"args": (X,)}),
@@ -59,3 +77,25 @@ def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], cal
 def test_bytes_that_are_meant_as_another_unit() -> None:
     with pytest.raises(graphplan.InfeasibleError, match=r"max_memory\[0\] is 24 bytes: write '24GiB'"):
         graphplan.plan(stack(), {0: 24}, (X,))
+
+
+TIGHT: list[tuple[Any, dict[Any, int], torch.Tensor]] = [
+    (stack, {0: 57344, "cpu": 57344}, X),
+    (Buffered, {0: 10240, "cpu": 4096, "disk": 1 << 20}, IDS),
+]
+
+
+@pytest.mark.full_search
+@pytest.mark.parametrize(("make", "budgets", "x"), TIGHT)
+def test_a_time_limit_is_no_reason_to_find_nothing(make: Any, budgets: dict[Any, int], x: Any) -> None:
+    with graphplan.simulate({0: "1MiB"}):
+        assert graphplan.plan(make(), budgets, (x,), time_limit=1e-3).placement
+
+
+@pytest.mark.full_search
+def test_budgets_beside_a_disk_that_would_do() -> None:
+    budgets = {0: 10240, "cpu": 6144, "disk": 1 << 20}
+    with graphplan.simulate({0: "1MiB"}):
+        with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+            graphplan.plan(Buffered(), budgets, (IDS,))
+        assert graphplan.plan(Buffered(), caught.value.needed, (IDS,)).placement

@@ -93,10 +93,39 @@ def test_what_forward_uses_is_used_in_each_call() -> None:
         graphplan.plan(model, {"cpu": "1MiB"}, (X,))
 
 
-def test_a_tensor_with_a_history_is_named() -> None:
+class Keeping(Holder):
+    """Keeps what it has computed last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.thing = {"last": [self.linear(x)]}
+        return self.thing["last"][0]
+
+
+def test_what_was_computed_with_gradients_is_copied_as_values() -> None:
+    old_style = nn.utils.weight_norm(nn.Linear(16, 16))
+    for model in (Model(Holder(None)), Model(Keeping(None)), Model(old_style)):
+        model.held.cached = model.last.weight * 2
+        expected = model(X)
+        with graphplan.simulate({0: "1MiB"}) as machine:
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+            assert largest_difference(placed(X), expected) < 1e-6
+            assert torch.equal(placed.held.cached, model.held.cached)
+            assert placed.held.cached is not model.held.cached
+            assert placed.held.cached.is_leaf
+
     model = Model(Holder(None))
-    model.held.cached = model.held.linear.weight * 2
-    with pytest.raises(graphplan.CaptureError, match=r"'held\.cached' of Model cannot be copied.*buffer"):
+    model.held.cached = model.last.weight * 2
+    with pytest.warns(graphplan.GraphplanWarning, match=r"'held\.cached' was computed with gradients"):
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,), grad=True)
+
+
+def test_what_holds_tensors_and_cannot_be_copied_is_named() -> None:
+    model = Model(Holder([threading.Lock(), torch.ones(2)]))
+    with pytest.raises(graphplan.CaptureError, match=r"'held\.thing' of Model.*keep it outside the model"):
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    model = Model(Holder([]))
+    model.held.register_forward_hook(lambda *call: model.held.thing.append(call[-1]))
+    with pytest.raises(graphplan.CaptureError, match=r"'held\.thing' of Model.*remove that hook before"):
         graphplan.partition(model, {"cpu": "1MiB"}, (X,))
 
 

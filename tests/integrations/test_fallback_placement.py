@@ -299,6 +299,32 @@ def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any)
             graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path, check=True)
 
 
+class Drawing(nn.Module):
+    """Draws from a generator of its own, and from torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(x.shape, generator=self.generator)
+        return self.drop(self.linear(x)) + drawn if float(x.detach().sum()) < 1e6 else x
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_trial_runs_draw_no_random_numbers(check: bool) -> None:
+    for model in (Drawing().train(), nn.Sequential(nn.Linear(16, 16), nn.Dropout()).train()):
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,), check=check)
+        assert torch.equal(torch.get_rng_state(), before)
+        if isinstance(model, Drawing):
+            fresh = torch.Generator().manual_seed(3)
+            assert torch.equal(model.generator.get_state(), fresh.get_state())
+
+
 def test_the_tracer_does_not_print_its_graph(capfd: pytest.CaptureFixture[str]) -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed_on(Undecided().eval(), machine.max_memory | {"cpu": "1GiB"})

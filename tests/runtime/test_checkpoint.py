@@ -64,6 +64,19 @@ def test_shards_dtypes_and_ties(tmp_path: Path) -> None:
     assert largest_difference(placed(IDS), model.float()(IDS)) < 1e-5
 
 
+def test_two_values_of_tied_weights(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    file, state, eager = tmp_path / "model.safetensors", dict(Tied().state_dict()), Tied()
+    for twice, warnings in ((1.0, 0), (2.0, 1)):
+        state["head.weight"] = twice * state["embed.weight"]
+        save_file(state, file)
+        eager.load_state_dict(state)
+        placed = graphplan.partition(Tied(), {"cpu": "1GiB"}, (IDS,), checkpoint=file)
+        assert largest_difference(placed(IDS), eager(IDS)) < 1e-6
+        told = [str(one.message) for one in recwarn if "are tied, and differ" in str(one.message)]
+        assert len(told) == warnings
+    assert told[0].startswith("'embed.weight' and 'head.weight'")
+
+
 def test_names_that_do_not_fit_are_in_one_error(tmp_path: Path) -> None:
     state = Plain().state_dict()
     state["surplus"] = torch.ones(2)

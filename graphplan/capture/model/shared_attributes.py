@@ -12,9 +12,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError, first_line
+
+_HOLDS = "Since it has tensors or modules in it, a placed model cannot share it: keep it outside the model"
+_TRACED = (
+    "It has tensors of a trace in it, which a hook that knows the model itself has put there: empty it, "
+    "remove that hook before you place the model, and register one with the placed model"
+)
 
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
@@ -47,13 +55,29 @@ def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module,
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
     try:
-        return copy.deepcopy(model, dict(memo)), {}
+        return _deepcopy(model, memo), {}
     except Exception as error:  # what objects do when they are copied is theirs
         found = _uncopied(model, memo)
         if not found:
             raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
     stand_ins = {id(value): instead(name, value) for name, value in found.items()}
-    return copy.deepcopy(model, {**memo, **stand_ins}), found
+    return _deepcopy(model, {**memo, **stand_ins}), found
+
+
+def _deepcopy(value: Any, memo: Mapping[int, Any]) -> Any:
+    with _WithoutHistory():
+        return copy.deepcopy(value, dict(memo))
+
+
+class _WithoutHistory(TorchFunctionMode):
+    """Copies tensors that were computed with gradients, which torch refuses to copy, as values alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
@@ -64,13 +88,14 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
         for name, value in vars(part).items():
             where = f"{path}.{name}" if path else name
             try:
-                copy.deepcopy(value, dict(known))
+                _deepcopy(value, known)
             except Exception as error:  # as above
-                if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value)):
+                leaves = leaves_of(value)
+                if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves):
+                    traced = any(isinstance(leaf, FakeTensor) for leaf in leaves)
                     raise CaptureError(
-                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. A "
-                        "tensor that is computed from parameters is the usual cause: make it a buffer, or a "
-                        "parametrization"
+                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. "
+                        + (_TRACED if traced else _HOLDS)
                     ) from error
                 found[where] = value
     return found

@@ -19,7 +19,8 @@ from torch import nn
 
 from graphplan._compat.transformers import adjust_keys, mark_initialized, remember_conversions
 from graphplan.errors import CheckpointError
-from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, equal_in_files
+from graphplan.runtime.checkpoint.converted_checkpoint import Conversion
+from graphplan.runtime.checkpoint.mapped_files import equal_in_files
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
 logger = logging.getLogger("graphplan")

@@ -72,6 +72,13 @@ BUDGETS = {
 }
 
 
+@pytest.mark.parametrize("blocks", [1.0, 1.3, 2.1])
+def test_what_has_no_room_to_stream_from_disk_is_computed_on_the_cpu(blocks: float) -> None:
+    budgets = {0: int(blocks * BLOCK), "cpu": BLOCK // 2, "disk": 1 << 20}
+    with graphplan.simulate({0: 1 << 20}):
+        assert "disk" in graphplan.plan(Blocks(), budgets, (X,)).placement.values()
+
+
 @contextmanager
 def mapped(path: Path, budgets: dict[Any, int], **options: Any) -> Iterator[Any]:
     machine_has = {key: 1 << 20 for key in budgets if isinstance(key, int)} or {0: 1 << 20}
