@@ -315,7 +315,7 @@ def require_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, 
     if call is None:
         raise InputError(
             f"{type(request.model).__name__} is planned for example inputs, and there are none: give args= "
-            "or kwargs=, or let the factory that the command line names return the model and its inputs"
+            "or kwargs= (on the command line, a factory that returns the model and its inputs)"
         )
     return call
 
