@@ -39,7 +39,8 @@ def test_a_warning_of_planning_points_at_the_caller() -> None:
 
 def test_a_warning_of_a_first_call_passes_over_torch() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
-        placed = graphplan.partition(Appending(), machine.max_memory)
+        with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+            placed = graphplan.partition(Appending(), machine.max_memory)
         with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list") as caught:
             line, _ = here(), placed(torch.ones(2), [torch.ones(1)])
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
