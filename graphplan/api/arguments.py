@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -329,7 +330,13 @@ def read_source(
 
     Raises:
         CheckpointError: it does not fit the model.
+        InputError: it is no path.
     """
     if checkpoint is None or isinstance(checkpoint, Checkpoint):
         return checkpoint
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise InputError(
+            "checkpoint must be the path of a .safetensors file, or of a folder with several, not a "
+            f"{type(checkpoint).__name__}"
+        )
     return read_checkpoint(request.model, request.model_copy.weights, checkpoint, strict=strict)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,13 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
         try:
             bandwidth = float(convert_file_size_to_int(speed.removesuffix("/s")))
         except ValueError:
-            bandwidth = 0.0
-        if not (source and destination and bandwidth > 0):
+            bandwidth = math.nan
+        if not (source and destination) or math.isnan(bandwidth):
             raise DeviceError(f"--link '{pair}={speed}': write {form}")
+        if bandwidth <= 0:
+            raise DeviceError(f"--link '{pair}={speed}': the bandwidth must be above 0")
+        if source == destination:
+            raise DeviceError(f"--link '{pair}={speed}': name two devices, this is one")
         found[read_key(source), read_key(destination)] = Link(bandwidth)
     return found
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
-from graphplan.capture.sizes.microbatches import microbatches_of
+from graphplan.capture.sizes.microbatches import microbatches_of, targets_of
 from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
@@ -25,7 +25,7 @@ from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
 """Of what the model returns for a microbatch, and its part of the target."""
 _MOST = 256  # forms of calls that are remembered
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
@@ -165,9 +165,7 @@ class ClusterModule(nn.Module):
         own = {str(i): [(start - began, end - began) for start, end in of] for i, of in spans.items()}
         return merged(self.plan, own)
 
-    def train_step(
-        self, loss: Loss, target: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> list[torch.Tensor] | None:
+    def train_step(self, loss: Loss, target: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
         """One step forward and backward on all ranks at once, by the plan's schedule.
 
         Gradients are added to those of the parameters of this rank's stage, and scaled by the number of
@@ -175,7 +173,8 @@ class ClusterModule(nn.Module):
 
         Args:
             loss: of what the model returns for a microbatch, and its rows of the target.
-            target: of the whole batch; its first dimension is that of the batch.
+            target: of the whole batch; a tensor, or a tuple, list or dict of tensors, whose first dimension
+                is that of the batch.
             args: of the model.
             kwargs: likewise.
 
@@ -190,11 +189,7 @@ class ClusterModule(nn.Module):
         require_backward_stages()
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
-        if target.dim() == 0 or target.shape[0] % len(parts):
-            raise InputError(
-                f"a target of the sizes {list(target.shape)} does not divide into {len(parts)} microbatches "
-                "along its first dimension: give as many rows as the batch has"
-            )
+        targets = targets_of(target, len(parts))
         form = Form(_described(parts[0]), trains=True)
         known = self._known(parts[0], form)
         if (form, loss) not in self._trainers:
@@ -205,7 +200,7 @@ class ClusterModule(nn.Module):
         if trainer is None:
             raise InputError("a training step needs a model that was placed with train=True or grad=True")
         with self._shared.summed(self.stage):
-            losses = trainer.train([known.own(part) for part in parts], form.number, target)
+            losses = trainer.train([known.own(part) for part in parts], form.number, targets)
         return losses if dist.get_rank() == known.last else None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -167,9 +167,10 @@ class StageRunner:
             wires = _wires(step.program, grad)
             self.stages.append(pipelining.PipelineStage(step, index, count, _HOST, *wires, group=group))
         self.losses: list[torch.Tensor] = []
+        self.targets: Sequence[Any] = ()
 
-        def share(result: Any, target: torch.Tensor) -> torch.Tensor:
-            self.losses.append(loss(result, target))
+        def share(result: Any, number: torch.Tensor) -> torch.Tensor:
+            self.losses.append(loss(result, self.targets[int(number)]))
             return self.losses[-1] / microbatches
 
         # the schedule's own scaling would scale the gradients of earlier steps too
@@ -219,20 +220,24 @@ class StageRunner:
             step.stay = {}
         return found
 
-    def train(self, own: Sequence[Mapping[str, Any]], form: int, target: torch.Tensor) -> list[torch.Tensor]:
+    def train(
+        self, own: Sequence[Mapping[str, Any]], form: int, targets: Sequence[Any]
+    ) -> list[torch.Tensor]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
 
         Args:
             own: as for :meth:`run`.
             form: likewise.
-            target: of the whole batch.
+            targets: of each microbatch.
 
         Returns:
             the loss of each microbatch, on the rank of the last stage; nothing elsewhere.
         """
-        self.losses = []
+        self.losses, self.targets = [], targets
+        numbers = {} if self.results is None else {"target": torch.arange(self.microbatches)}
         with torch.enable_grad():
-            self._call(self.schedule.step, own, form, {} if self.results is None else {"target": target})
+            self._call(self.schedule.step, own, form, numbers)
+        self.targets = ()
         self.take_stay()
         return [loss.detach() for loss in self.losses]
 

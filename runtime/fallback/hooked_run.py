@@ -172,7 +172,10 @@ def sent(value: Any, device: torch.device) -> Any:
         moves = isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.device != device)
         return leaf.to(device) if moves else leaf
 
-    return map_leaves(send, value, is_leaf=lambda one: is_cache(one) or isinstance(one, PackedSequence))
+    def is_leaf(one: Any) -> bool:  # a torch.Size would come back as a plain tuple
+        return is_cache(one) or isinstance(one, PackedSequence | torch.Size)
+
+    return map_leaves(send, value, is_leaf)
 
 
 @contextmanager

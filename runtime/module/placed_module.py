@@ -294,7 +294,7 @@ def unplace(module: nn.Module) -> nn.Module:
 
     Args:
         module: what :func:`graphplan.partition` returned; it stays as it is. Weights that reside in CPU
-            memory are shared with it.
+            memory are shared with it, and so are their gradients.
 
     Raises:
         PlanError: it is no placed module.
@@ -304,6 +304,8 @@ def unplace(module: nn.Module) -> nn.Module:
     plain, memo = unplaced(module), dict[int, Any]()
     for tensor in (*plain.parameters(), *plain.buffers()):
         memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            memo[id(tensor)].grad = tensor.grad.cpu()
     made = copy_to_run(plain, memo)
     if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
         join_memory(module, made)

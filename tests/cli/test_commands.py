@@ -381,6 +381,8 @@ BAD: list[tuple[list[str], int, str]] = [
         2,
         "'bytes.bin' cannot be read",
     ),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-0=1GB"], 2, "name two devices, this is one"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-1=0GB"], 2, "bandwidth must be above 0"),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-9=1GB"], 2, "--link names 9, which"),
     (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--pin", "lm_head"], 2, "write NAME=KEY"),
     (["plan", "MODEL", "--dtype", "int7"], 2, "--dtype 'int7'"),

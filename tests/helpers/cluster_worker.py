@@ -475,6 +475,11 @@ def result_loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
     return row_loss(result if isinstance(result, torch.Tensor) else result.logits, wanted)
 
 
+def nested_loss(result: Any, target: dict[str, Any]) -> torch.Tensor:
+    assert target["wanted"][1] == "rows"
+    return row_loss(result, target["wanted"][0])
+
+
 class Block(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -530,7 +535,7 @@ def tied() -> None:
     for _ in range(2):
         for _ in range(2):
             row_loss(eager(**batch), target).backward()
-            placed.train_step(row_loss, target, **batch)
+            placed.train_step(nested_loss, {"wanted": (target, "rows")}, **batch)
         norms = [torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5), placed.clip_grad_norm_(0.5)]
         gradients.append(difference(*norms))
         gradients.append(difference([p.grad for p in own.values()], grads_of(eager, own)))

@@ -299,6 +299,18 @@ def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any)
             graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path, check=True)
 
 
+class Sized(Undecided):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x.size()
+
+
+def test_sizes_in_results_stay_sizes() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(UserWarning, match="module by module"):
+            placed = graphplan.partition(Sized(), machine.max_memory, (X,))
+        assert type(placed(X)[1]) is torch.Size
+
+
 class Drawing(nn.Module):
     """Draws from a generator of its own, and from torch's."""
 

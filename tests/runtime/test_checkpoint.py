@@ -77,6 +77,12 @@ def test_two_values_of_tied_weights(tmp_path: Path, recwarn: pytest.WarningsReco
     assert told[0].startswith("'embed.weight' and 'head.weight'")
 
 
+@pytest.mark.parametrize("given", [["a.safetensors"], {"a.weight": torch.ones(2)}, 3])
+def test_a_checkpoint_is_a_path(given: Any) -> None:
+    with pytest.raises(graphplan.InputError, match=rf"checkpoint must be .*, not a {type(given).__name__}"):
+        graphplan.partition(Plain(), {"cpu": "1GiB"}, (X,), checkpoint=given)
+
+
 def test_names_that_do_not_fit_are_in_one_error(tmp_path: Path) -> None:
     state = Plain().state_dict()
     state["surplus"] = torch.ones(2)

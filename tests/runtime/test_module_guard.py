@@ -215,9 +215,12 @@ def test_a_placed_module_is_not_moved(machine: Any, move: Callable[[nn.Module], 
 
 def test_unplace_gives_the_plain_model_back(machine: Any) -> None:
     placed, net, x = placed_net(machine)
+    placed.head.weight.grad = torch.full_like(placed.head.weight, 2)
     plain = graphplan.unplace(placed)
     assert type(plain) is Net
     assert {tensor.device.type for tensor in plain.state_dict().values()} == {"cpu"}
     assert plain.head.weight is plain.embed.weight
+    assert plain.head.weight.grad is not None
+    assert torch.equal(plain.head.weight.grad, torch.full_like(plain.head.weight, 2))
     assert torch.allclose(plain(x), net(x))
     assert torch.allclose(plain.half()(x.half()).float(), net(x), atol=1e-2)

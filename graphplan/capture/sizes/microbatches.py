@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.errors import InputError
 
 
@@ -51,3 +52,22 @@ def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
         return leaf[start : start + each] if divided else leaf
 
     return [call.mapped(partial(part, start=at)) for at in range(0, rows, each)]
+
+
+def targets_of(target: Any, count: int) -> list[Any]:
+    """The parts of a target, a tensor or a tree of them, for each of so many microbatches.
+
+    Raises:
+        InputError: a tensor cannot be divided into so many equal parts.
+    """
+    for leaf in leaves_of(target):
+        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or leaf.shape[0] % count):
+            raise InputError(
+                f"a target of the sizes {list(leaf.shape)} does not divide into {count} microbatches along "
+                "its first dimension: give as many rows as the batch has"
+            )
+
+    def part(leaf: Any, index: int) -> Any:
+        return leaf.tensor_split(count)[index] if isinstance(leaf, torch.Tensor) else leaf
+
+    return [map_leaves(partial(part, index=index), target) for index in range(count)]
