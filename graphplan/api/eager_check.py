@@ -15,6 +15,7 @@ from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.errors import NoGraphError
+from graphplan.runtime.fallback.hooked_run import undone
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.warnings import warn
 
@@ -40,7 +41,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         warn("check: the model has no weights of its own to compare with")
         return
-    with undrawn(model, placed):
+    with undrawn(model), undone(placed):
         eager = [_eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
         if compare(*eager) is not None:
             warn("check: eager differs from call to call, so nothing can be compared")

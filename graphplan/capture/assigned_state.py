@@ -6,11 +6,14 @@ Before and after, in what is traced of a module's call::
                                                copy_ = copy_(mean, add)
 
 Torch does so for the buffers of the model itself, and not for those of its submodules. Of other attributes a
-trace knows the tensor that was there before: a model that reads what its last call has left is no graph.
+trace knows the tensor that was there before: a model that goes by what its last call has left is no graph. A
+table that is made at the first call, and then read, is: each call of the graph makes it. Which of these it is
+shows in a trace of the call that comes next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from graphplan.errors import NoGraphError
 aten = torch.ops.aten
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that each module has
+_HOLD_TENSORS = (torch.Tensor, list, tuple, dict, deque)
 
 
 @contextmanager
@@ -41,14 +45,15 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
                 table.update(buffers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attribute:
-    """Tensors that a call has put into an attribute, which has ``before`` in it until then."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """What a call has put under a name, among a module's attributes or buffers."""
 
     owner: dict[str, Any]
     label: str
     name: str
-    before: list[torch.Tensor]
+    before: Any
+    tensors: list[torch.Tensor]  # that were there before
     after: Any
 
 
@@ -57,70 +62,100 @@ class AssignedState:
 
     def __init__(self) -> None:
         self._buffers: dict[int, dict[str, Any]] = {}
-        self._tensors: dict[tuple[int, str], list[torch.Tensor]] = {}
-        self._written: dict[tuple[int, str], Any] = {}
-        self._attributes: list[_Attribute] = []
+        self._attributes: dict[int, dict[str, tuple[Any, list[torch.Tensor]]]] = {}
+        self._written: dict[tuple[int, str], tuple[Any, int]] = {}
+        self._made: dict[tuple[int, str], _Change] = {}
+        self._changes: list[_Change] = []
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a module's call, after which buffers are written.
-
-        Raises:
-            NoGraphError: a buffer is added, removed, or takes another shape or type.
-        """
+        """The result of a module's call, after which buffers are written."""
         is_root = not self._buffers
         if is_root:
             for _, own in _modules(module):
-                self._buffers[id(own)] = dict(own["_buffers"])
-                self._tensors.update(((id(own), name), _tensors(value)) for name, value in _attributes(own))
+                self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
+                self._attributes[id(own)] = {n: (v, _tensors(v)) for n, v in own.items() if n not in _TORCHS}
         result = forward(*args, **kwargs)
         for label, own in _modules(module):
-            self._write_buffers(label, own)
-            for name, value in _attributes(own) if is_root else ():
-                before = self._tensors.get((id(own), name), [])
-                if not {id(one) for one in before}.issuperset(map(id, _tensors(value))):
-                    self._attributes.append(_Attribute(own, label, name, before, value))
+            self._write_buffers(label, own["_buffers"])
+            if is_root:
+                self._note_attributes(label, own)
         return result
 
-    def _write_buffers(self, label: str, own: dict[str, Any]) -> None:
-        table = own["_buffers"]
-        before = self._buffers.get(id(own), table)  # a part of a Sequential is a module of its own
-        if table.keys() != before.keys():
-            raise NoGraphError(f"{label} adds or removes buffers when it is called, which no graph can do")
+    def _write_buffers(self, label: str, table: dict[str, Any]) -> None:
+        before = self._buffers.get(id(table), table)  # a part of a Sequential is a module of its own
+        new = dict[str, torch.Tensor]()
         for name, value in table.items():
-            if value is not self._written.get((id(own), name), before[name]):
-                _write(f"{label}.{name}", before[name], value)
-                self._written[id(own), name] = value
+            buffer, known = before.get(name), self._written.get((id(table), name))
+            if value is buffer or (known is not None and known[0] is value and known[1] == value._version):
+                continue
+            if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                self._made[id(table), name] = _Change(table, label, name, buffer, [], value)
+            else:
+                new[name] = value
+        tables = self._buffers.values() if new else ()
+        storages = {_storage(buffer) for one in tables for buffer in one.values()}
+        for name, value in new.items():
+            if _storage(value) in storages:  # which is about to be written to
+                table[name] = value.clone()
+        for name in new:
+            before[name].copy_(
+                table[name].detach()
+            )  # what follows reads what was assigned, with its gradient
+        for name in new:
+            self._written[id(table), name] = table[name], table[name]._version
 
-    def refuse_kept(self, program: torch.export.ExportedProgram) -> None:
-        """Raise NoGraphError where the traced call reads a tensor in the place of which it puts another."""
-        readers = {node.name: node.users for node in program.graph.find_nodes(op="placeholder")}
+    def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
+        known = self._attributes.get(id(own), {})
+        for name in [name for name in {**known, **own} if name not in _TORCHS]:
+            (before, tensors), after = known.get(name, (None, [])), own.get(name)
+            if before is not after or list(map(id, tensors)) != list(map(id, _tensors(after))):
+                self._changes.append(_Change(own, label, name, before, tensors, after))
+
+    def _carried(self, program: torch.export.ExportedProgram) -> list[_Change]:
+        """Attributes whose tensors results depend on, and which have others after the traced call."""
+        nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
         read = [
             program.constants[str(spec.target)]
             for spec in program.graph_signature.input_specs
-            if spec.kind is torch.export.graph_signature.InputKind.CONSTANT_TENSOR and readers[spec.arg.name]
+            if spec.kind is torch.export.graph_signature.InputKind.CONSTANT_TENSOR
+            and _matters(nodes[spec.arg.name])
         ]
-        for one in self._attributes:
-            if any(before is tensor for before in one.before for tensor in read):
-                raise NoGraphError(
-                    f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
-                    f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
-                )
+        return [one for one in self._changes if any(t is tensor for t in one.tensors for tensor in read)]
 
     @contextmanager
-    def left(self) -> Iterator[bool]:
-        """A block in which what was no tensor before the call is one, as after it; whether there is any."""
-        new = [one for one in self._attributes if not one.before]
+    def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
+        """A block in which modules have what the traced call has left; whether the next call may go by it."""
+        carried = self._carried(program)
+        told = [
+            one for one in self._changes if one in carried or len(one.tensors) != len(_tensors(one.after))
+        ]
+        new = [*self._changes, *self._made.values()] if told or self._made else []
         had = [(one, one.name in one.owner, one.owner.get(one.name)) for one in new]
         for one in new:
             leaves, spec = flatten(one.after, Seen())
-            one.owner[one.name] = unflatten(list(map(_zeros, leaves)), spec)
+            one.owner[one.name] = unflatten(list(map(_without_trace, leaves)), spec)
         try:
             yield bool(new)
         finally:
             for one, there, value in had:
-                one.owner.pop(one.name)
                 if there:
                     one.owner[one.name] = value
+                else:
+                    del one.owner[one.name]
+
+    def refuse_carried(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
+        """Raise NoGraphError where the next call, ``again``, goes by what this has left, and leaves other."""
+        for key, one in self._made.items():
+            if key in again._made or key in again._written:
+                raise NoGraphError(
+                    f"{one.label}.{one.name} is {_said(one.before)} and is assigned {_said(one.after)}: in a "
+                    "graph, a buffer keeps its shape and type"
+                )
+        for one in again._carried(program):
+            raise NoGraphError(
+                f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
+                f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
+            )
 
 
 def keep_what_is_read(capture: Capture) -> None:
@@ -128,34 +163,47 @@ def keep_what_is_read(capture: Capture) -> None:
     place = {node: index for index, node in enumerate(capture.graph.nodes)}
     for node in filter(_is_assignment, list(place)):
         buffer = node.all_input_nodes[0]
-        earlier = [user for user in buffer.users if place[user] < place[node]]
-        if buffer.name not in capture.weights or not earlier or any(map(_writes, earlier)):
+        earlier = sorted((user for user in buffer.users if place[user] < place[node]), key=place.__getitem__)
+        if _written_node(buffer).name not in capture.weights or not earlier or any(map(_writes, earlier)):
             continue
-        first = min(earlier, key=place.__getitem__)
-        with capture.graph.inserting_before(first):
+        with capture.graph.inserting_before(earlier[0]):
             copy = capture.graph.call_function(aten.clone.default, (buffer,))
-        copy.meta = {**first.meta, "val": buffer.meta["val"]}
+        copy.meta = {**earlier[0].meta, "val": buffer.meta["val"]}
         for user in earlier:
             user.replace_input_with(buffer, copy)
 
 
 def _is_assignment(node: fx.Node) -> bool:
-    """As :func:`_write` has it traced."""
+    """As :class:`AssignedState` has it traced."""
     return node.target is aten.copy_.default and node.all_input_nodes[-1].target is aten.detach.default
+
+
+def _written_node(node: fx.Node) -> fx.Node:
+    """What an operation in place, and those before it, have written to."""
+    while _writes(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _write(name: str, buffer: torch.Tensor | None, value: torch.Tensor | None) -> None:
-    """What follows in the call reads ``value`` itself, with its gradient."""
-    if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-        raise NoGraphError(
-            f"{name} is {_said(buffer)} and is assigned {_said(value)}: in a graph, a buffer keeps its shape "
-            "and type"
-        )
-    buffer.copy_(value.detach())
+def _matters(node: fx.Node) -> bool:
+    """Whether a result, or what is written to, depends on a value."""
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or _writes(user):
+                return True
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _storage(value: torch.Tensor | None) -> int | None:
+    return None if value is None else value.untyped_storage()._cdata
 
 
 def _said(value: torch.Tensor | None) -> str:
@@ -174,19 +222,16 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield type(part).__name__, own
 
 
-def _attributes(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of a module's attributes that may hold tensors, by themselves or in containers."""
-    for name, value in own.items():
-        if name not in _TORCHS and isinstance(value, torch.Tensor | list | tuple | dict):
-            yield name, value
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(value, Seen())[0] if isinstance(leaf, torch.Tensor)]
+    """The tensors that an attribute holds, by itself or in containers."""
+    leaves = flatten(value, Seen())[0] if isinstance(value, _HOLD_TENSORS) else ()
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _zeros(leaf: Any) -> Any:
-    """In the place of a traced tensor, one with data."""
+def _without_trace(leaf: Any) -> Any:
+    """A leaf of what a trace has left: a tensor with data, a number in the place of a symbol."""
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return leaf.node.hint
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.zeros([int(size) for size in leaf.shape], dtype=leaf.dtype)

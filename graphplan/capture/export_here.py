@@ -48,25 +48,25 @@ def export(
         state = AssignedState()
         with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    state.refuse_kept(program)
-    with state.left() as differs:
+    with state.left(program) as differs:
         if differs:
-            _refuse_kept(keep_grad, module, args, kwargs)
+            state.refuse_carried(*_traced_again(keep_grad, module, args, kwargs))
     return program
 
 
-def _refuse_kept(keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Trace the call that comes after the first, whose model may have nothing yet to read."""
+def _traced_again(
+    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[AssignedState, torch.export.ExportedProgram]:
+    """The call that comes after the first, of a model that has what that has left."""
     state = AssignedState()
     with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
         try:
-            program = torch.export.export(module, args, kwargs, strict=False)
+            return state, torch.export.export(module, args, kwargs, strict=False)
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
             raise NoGraphError(
                 f"after its first call {type(module).__name__} has tensors as attributes with which it "
                 f"cannot be traced: {first_line(error)}"
             ) from error
-    state.refuse_kept(program)
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def undone(tree: nn.Module) -> Iterator[None]:
     """A trial, after which buffers, attributes, and the state of what is drawn at random, are as before."""
     attributes = attributes_of(tree)
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
-    values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
+    values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     with undrawn(tree):
         try:
             yield
@@ -192,6 +192,6 @@ def undone(tree: nn.Module) -> Iterator[None]:
             for part, buffers in kept:
                 part._buffers.update(buffers)
             with torch.no_grad():
-                for tensor, version, before in values:
-                    if tensor._version != version:
+                for tensor, before in values:
+                    if not torch.equal(tensor.cpu(), before):  # kernels of BatchNorm do not count a version
                         tensor.copy_(before)

@@ -196,7 +196,10 @@ def _take_back(tree: nn.Module, whole: nn.Module) -> None:
         for name, own in part._buffers.items():
             made = mine._buffers.get(name)
             if own is not None and made is not None and made is not own:
-                own.detach().copy_(made)
+                if (own.shape, own.dtype) == (made.shape, made.dtype):
+                    own.detach().copy_(made)
+                else:
+                    part._buffers[name] = own = made.to(own.device)
                 mine._buffers[name] = own
 
 

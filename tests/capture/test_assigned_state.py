@@ -194,6 +194,80 @@ class Lazy(nn.Module):
         return self.linear(x) + self.table[: x.shape[0]]
 
 
+class Last(nn.Module):
+    """Keeps the mean before the last: of two buffers, one is assigned to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("now", torch.zeros(8))
+        self.register_buffer("before", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) + self.before
+        self.before, self.now = self.now, 0.5 * self.now + x.mean(0)
+        return h
+
+
+class Turns(nn.Module):
+    """Assigns a view of the buffer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("turned", torch.arange(64.0).reshape(8, 8) / 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) @ self.turned
+        self.turned = self.turned.t()
+        return h
+
+
+class InPlace(nn.Module):
+    """Writes to what a submodule has assigned, and to a buffer that it reads and then assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.running = nn.Linear(8, 8), Running()
+        self.register_buffer("hidden", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden.mul_(0.9)
+        h = self.linear(x) * self.hidden
+        self.hidden = h.detach().mean(0)
+        h = self.running(h)
+        self.running.mean.mul_(0.5)
+        return h + self.running.mean
+
+
+class Table(nn.Module):
+    """Makes a buffer at its first call, and a longer one for a longer input; and converts an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.length, self.scale = nn.Linear(8, 8), 0, torch.tensor(2.0, dtype=torch.float64)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.length:
+            self.length = x.shape[0]
+            self.register_buffer("table", torch.arange(self.length)[:, None].cos(), persistent=False)
+        self.scale = self.scale.to(x.dtype)
+        return self.linear(x) * self.table[: x.shape[0]] * self.scale
+
+
+class Counts(nn.Module):
+    """An average that no result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return self.linear(x)
+
+
 TRACED = {
     "submodule": lambda: nn.Sequential(nn.Linear(8, 8), Running(), nn.Linear(8, 8)),
     "copied blocks": lambda: nn.Sequential(*(Block() for _ in range(6))),
@@ -201,6 +275,9 @@ TRACED = {
     "called twice": Twice,
     "of another": OfAnother,
     "recurrent": Recurrent,
+    "one to the other": Last,
+    "a view of itself": Turns,
+    "in place": InPlace,
 }
 BY_MODULES = {"None at first": Keeps, "larger each time": Grows}
 
@@ -267,14 +344,14 @@ def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.M
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [Shows, Lazy])
+@pytest.mark.parametrize("model", [Shows, Lazy, Table, Counts])
 @torch.no_grad()
 def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Module]) -> None:
     made = model()
     eager = copy.deepcopy(made)
     placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,), strict=True)
     assert vars(made).get("weights") is vars(made).get("table") is None
-    for rows in (X, 0.5 * X, torch.cat([X, X])):
+    for rows in (X, 0.5 * X, torch.cat([X, X]), X):
         assert torch.allclose(placed(rows), eager(rows), atol=1e-5)
 
 
@@ -301,3 +378,23 @@ def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
         placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,))
     for scale in (1.0, -0.5, 2.0):
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_check_is_no_call() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Running())
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), check=True)
+    same(placed, eager)
+    assert torch.allclose(placed(X), eager(X), atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_trial_by_modules_leaves_the_statistics_of_a_batch_norm() -> None:
+    model = nn.Sequential(Asks(), nn.BatchNorm1d(8)).train()
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    same(placed, eager)
+    assert torch.allclose(placed(X), eager(X), atol=1e-5)
+    same(placed, eager)

@@ -391,7 +391,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
     (["plan", "factories:number"], 2, "returns a int"),
     (["plan", "factories:failing", "--max-memory", "cpu=1MiB"], 2, "ValueError: no such thing"),
-    (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "return the model and its inputs"),
+    (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "returns the model and its inputs"),
     (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not take its example inputs"),
     (["plan", "factories:pair", "--max-memory", "0=24"], 2, "--max-memory 0=24 is 24 bytes"),
     (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is no size"),

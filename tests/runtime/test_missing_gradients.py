@@ -56,6 +56,7 @@ def test_a_loss_of_a_later_structure() -> None:
         placed(**INPUTS)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no example inputs")
 @pytest.mark.parametrize("late", [False, True])
 def test_train_was_called(late: bool) -> None:
     placed = graphplan.partition(Scored().eval(), CPU, **({} if late else {"kwargs": {"x": X}}))
