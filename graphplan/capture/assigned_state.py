@@ -66,6 +66,7 @@ class AssignedState:
         self._written: dict[tuple[int, str], tuple[Any, int]] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
+        self._read: list[torch.Tensor] = []
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a module's call, after which buffers are written."""
@@ -111,25 +112,17 @@ class AssignedState:
             if before is not after or list(map(id, tensors)) != list(map(id, _tensors(after))):
                 self._changes.append(_Change(own, label, name, before, tensors, after))
 
-    def _carried(self, program: torch.export.ExportedProgram) -> list[_Change]:
-        """Attributes whose tensors results depend on, and which have others after the traced call."""
-        nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-        read = [
-            program.constants[str(spec.target)]
-            for spec in program.graph_signature.input_specs
-            if spec.kind is torch.export.graph_signature.InputKind.CONSTANT_TENSOR
-            and _matters(nodes[spec.arg.name])
-        ]
-        return [one for one in self._changes if any(t is tensor for t in one.tensors for tensor in read)]
+    def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
+        """Attributes that have other tensors after the traced call than those that it read."""
+        return [one for one in self._changes if _any_of(one.tensors, read)]
 
     @contextmanager
     def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
         """A block in which modules have what the traced call has left; whether the next call may go by it."""
-        carried = self._carried(program)
-        told = [
-            one for one in self._changes if one in carried or len(one.tensors) != len(_tensors(one.after))
-        ]
-        new = [*self._changes, *self._made.values()] if told or self._made else []
+        self._read = _read(program)
+        carried = self._carried(self._read)
+        grown = [one for one in self._changes if len(one.tensors) != len(_tensors(one.after))]
+        new = [*self._changes, *self._made.values()] if carried or grown or self._made else []
         had = [(one, one.name in one.owner, one.owner.get(one.name)) for one in new]
         for one in new:
             leaves, spec = flatten(one.after, Seen())
@@ -151,11 +144,14 @@ class AssignedState:
                     f"{one.label}.{one.name} is {_said(one.before)} and is assigned {_said(one.after)}: in a "
                     "graph, a buffer keeps its shape and type"
                 )
-        for one in again._carried(program):
-            raise NoGraphError(
-                f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
-                f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
-            )
+        read, changed = _read(program), {(id(one.owner), one.name) for one in again._changes}
+        for one in again._carried(read) + self._carried(self._read):
+            kept = (id(one.owner), one.name) not in changed and _any_of(_tensors(one.owner[one.name]), read)
+            if not kept:  # as it is where a tensor is converted once
+                raise NoGraphError(
+                    f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
+                    f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
+                )
 
 
 def keep_what_is_read(capture: Capture) -> None:
@@ -187,6 +183,18 @@ def _written_node(node: fx.Node) -> fx.Node:
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """The tensors, other than weights and buffers, that results depend on."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    constant = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is constant]
+    return [program.constants[str(spec.target)] for spec in specs if _matters(nodes[spec.arg.name])]
+
+
+def _any_of(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return not {id(one) for one in tensors}.isdisjoint(map(id, others))
 
 
 def _matters(node: fx.Node) -> bool:

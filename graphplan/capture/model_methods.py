@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,7 +97,7 @@ def attributes_of(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
 
 
 def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set) else None
+    return value.copy() if type(value) in (list, dict, set, deque) else None
 
 
 def put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> list[str]:
@@ -114,7 +115,7 @@ def put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> lis
             if contents is not None and not _same(value, contents):
                 changed.append(name)
                 value.clear()
-                value.extend(contents) if isinstance(value, list) else value.update(contents)
+                value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
     return changed
 
 

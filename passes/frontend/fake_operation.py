@@ -73,7 +73,7 @@ def run_fake(
         fakes = [_stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
-        with _Tracker(arguments) as tracker:
+        with _Tracker(arguments, target) as tracker:
             out = target(*args, **kwargs)
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         results = [
@@ -133,9 +133,9 @@ class _Tracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, arguments: Sequence[torch.Tensor]) -> None:
+    def __init__(self, arguments: Sequence[torch.Tensor], target: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.live = LiveStorages(arguments)
+        self.live, self.target = LiveStorages(arguments), target
         self.flops = 0
 
     def __torch_dispatch__(
@@ -156,8 +156,8 @@ class _Tracker(TorchDispatchMode):
                 return twice
         if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
             return self._recurrence(func, args)
-        if func is aten.equal.default:  # istft asks whether its window is too small
-            return False
+        if func is aten.equal.default and self.target is aten.istft.default:
+            return False  # it asks whether its window is too small
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
@@ -195,7 +195,8 @@ class _Tracker(TorchDispatchMode):
 
 def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
     """The bytes that a recurrence takes beyond its arguments, and its FLOP."""
-    with _Tracker([leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]) as tracker:
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    with _Tracker(tensors, operation) as tracker:
         run_in_torch(operation, args)
     return tracker.live.peak, tracker.flops
 

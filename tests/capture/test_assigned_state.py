@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -166,6 +167,32 @@ class Appends(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.hidden.append(self.linear(x))
         return torch.stack(self.hidden).sum(0)
+
+
+class Once(nn.Module):
+    """Adds something at its first call only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.hidden is not None:
+            h, self.hidden = h + self.hidden, None
+        return h
+
+
+class Recent(nn.Module):
+    """Adds up its last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(8, 8), deque[torch.Tensor](maxlen=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden.append(self.linear(x))
+        return torch.stack(list(self.hidden)).sum(0)
 
 
 class Shows(nn.Module):
@@ -333,7 +360,7 @@ def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("model", [Remembers, Begins, Pair, Appends])
+@pytest.mark.parametrize("model", [Remembers, Begins, Pair, Appends, Once, Recent])
 @torch.no_grad()
 def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.Module], inside: bool) -> None:
     made = nn.Sequential(nn.Linear(8, 8), model()) if inside else model()
