@@ -99,7 +99,7 @@ class PlacedView:
         if self._state.untraced is not None:
             raise PlanError(f"there is no generated code, {self._state.untraced}")
         if not self._state.programs:
-            raise PlanError("nothing is planned yet: run the model once, or give partition example inputs")
+            raise PlanError("nothing is planned yet: run the model once, or give partition args= or kwargs=")
         return self._state.programs[0]
 
 
