@@ -44,7 +44,10 @@ def included(page: Path) -> set[str]:
 
 
 # pages that train, generate or plan for many devices, each some 10 seconds: under -m slow
-LONG = {"from-accelerate", "generate", "laptop-for-cluster", "several-machines", "train"}
+LONG = {
+    "from-accelerate", "generate", "laptop-for-cluster", "look-at-a-plan", "methods-and-submodules",
+    "several-machines", "train",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -308,12 +308,14 @@ def test_a_faster_link_helps_what_is_streamed() -> None:
     assert found.gain > 0.4 * plan.makespan
 
 
+@pytest.mark.slow
 def test_equal_devices_are_tried_once() -> None:
     plan = planned(chain(6), {0: 12 * KIB, 1: 12 * KIB, "cpu": 1 << 20})
     memory = {g.devices: g.like for g in plan.bottleneck(progress=False).growths if g.what == "memory"}
     assert memory == {(0,): (1,), ("cpu",): ()}
 
 
+@pytest.mark.slow
 def test_several_calls_have_one_bottleneck() -> None:
     weights = [Weight(f"w{i}", 8 * KIB, (f"w{i}",)) for i in range(3)]
     values = [Value("x", 512, 512), *(Value(f"v{i}", 512, 512) for i in range(3))]

@@ -28,7 +28,7 @@ SAMPLE = (
 LIKE_OTHERS = {
     "GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT", "GPT2",
     "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2", "T5", "CLIP", "Gemma3", "ModernBert",
-    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral", "Wav2Vec2",
+    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral", "Wav2Vec2", "Bert",
 }  # fmt: skip
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 

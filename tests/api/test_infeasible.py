@@ -93,6 +93,7 @@ def test_a_time_limit_is_no_reason_to_find_nothing(make: Any, budgets: dict[Any,
 
 
 @pytest.mark.full_search
+@pytest.mark.slow
 def test_budgets_beside_a_disk_that_would_do() -> None:
     budgets = {0: 10240, "cpu": 6144, "disk": 1 << 20}
     with graphplan.simulate({0: "1MiB"}):

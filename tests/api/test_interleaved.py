@@ -85,6 +85,7 @@ def test_unlike_machines(machines: list[Any]) -> None:
     check(planned(machines), machines)
 
 
+@pytest.mark.slow
 def test_training_counts_what_microbatches_in_flight_save() -> None:
     machines = [{"cpu": "1GiB"}] * 2
     plan = planned(machines, train=True, optimizer=torch.optim.AdamW)

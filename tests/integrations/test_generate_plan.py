@@ -136,7 +136,8 @@ def bytes_of_one_layer(cache: Any) -> int:
     return min(int(layer.keys.numel()) * layer.keys.element_size() for layer in cache.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_caches_stay_with_their_layers_and_their_bytes_are_counted(family: str) -> None:
     with on_two_devices(family) as (_model, machine, placed):
         inputs = inputs_of(family, 2, 60)
@@ -260,6 +261,7 @@ class TestOnePlacedLlama:
         assert placed.cpu() is placed
         placed(**inputs_of("llama"))
 
+    @pytest.mark.slow
     def test_streamers_are_given_every_token(self, llama: tuple[Any, Any, Any]) -> None:
         _, _, placed = llama
         words = Words()
@@ -267,6 +269,7 @@ class TestOnePlacedLlama:
         assert words.tokens == found.flatten().tolist()
         assert words.ended
 
+    @pytest.mark.slow
     def test_embeddings_are_called_by_themselves(self, llama: tuple[Any, Any, Any]) -> None:
         model, _, placed = llama
         ids, options = inputs_of("llama")["input_ids"], {"max_new_tokens": 4, "do_sample": False}

@@ -60,9 +60,6 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
         "architectures",
         *FIRST,
         "--",
-        "generation",
-        *GENERATE,
-        "--",
         "weights",
         "--",
         *(["tied", "--", "closed", "--", "steps", str(checkpoint), "3", "--"] if TRAINS else []),
@@ -127,13 +124,10 @@ def check_generation(outputs: Sequence[str], stems: Sequence[str]) -> None:
             assert "logits" not in sent
 
 
-def test_generation_on_two_ranks(two: list[dict[str, str]]) -> None:
-    check_generation([cases["generation"] for cases in two], GENERATE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "stems"), [(3, GENERATE), *((ranks, stems) for ranks in (2, 3) for stems in MORE_GENERATE)]
+    ("ranks", "stems"),
+    [(2, GENERATE), (3, GENERATE), *((ranks, stems) for ranks in (2, 3) for stems in MORE_GENERATE)],
 )
 def test_generation_of_more_families(ranks: int, stems: Sequence[str]) -> None:
     check_generation(outputs_of(ranks, "generation", *stems), stems)

@@ -75,7 +75,7 @@ def streamed_placements(arrays: Arrays, draw: random.Random, tries: int) -> Iter
 WITH_CPU = {"one card and the CPU": 2.0, "equal cards and the CPU": 1.0, "mixed cards and the CPU": 1.0}
 
 
-SIZES = {"tiny": (TINY, 60, 150), "medium": (MEDIUM, 12, 40)}
+SIZES = {"tiny": (TINY, 60, 150), "medium": (MEDIUM, 6, 40)}
 
 
 @pytest.mark.parametrize("size", [pytest.param("tiny", marks=pytest.mark.slow), "medium"])
