@@ -87,7 +87,7 @@ class AssignedState:
         new = dict[str, torch.Tensor]()
         for name, value in table.items():
             buffer, known = before.get(name), self._written.get((id(table), name))
-            if value is buffer or (known is not None and known[0] is value and known[1] == value._version):
+            if value is buffer or (known is not None and known[0] is value and known[1] == _version(value)):
                 continue
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 self._made[id(table), name] = _Change(table, label, name, buffer, [], value)
@@ -99,11 +99,9 @@ class AssignedState:
             if _storage(value) in storages:  # which is about to be written to
                 table[name] = value.clone()
         for name in new:
-            before[name].copy_(
-                table[name].detach()
-            )  # what follows reads what was assigned, with its gradient
+            before[name].copy_(table[name].detach())  # what follows reads what was assigned
         for name in new:
-            self._written[id(table), name] = table[name], table[name]._version
+            self._written[id(table), name] = table[name], _version(table[name])
 
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})
@@ -208,6 +206,11 @@ def _matters(node: fx.Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return False
+
+
+def _version(value: torch.Tensor) -> int:
+    """How often it was written to; in inference mode nobody counts."""
+    return -1 if value.is_inference() else value._version
 
 
 def _storage(value: torch.Tensor | None) -> int | None:

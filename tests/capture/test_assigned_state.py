@@ -425,3 +425,13 @@ def test_a_trial_by_modules_leaves_the_statistics_of_a_batch_norm() -> None:
     same(placed, eager)
     assert torch.allclose(placed(X), eager(X), atol=1e-5)
     same(placed, eager)
+
+
+def test_buffers_that_are_assigned_in_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Running())
+    eager = copy.deepcopy(model)
+    with torch.inference_mode():
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+        for _ in range(2):
+            assert torch.allclose(placed(X), eager(X), atol=1e-5)
+        same(placed, eager)
