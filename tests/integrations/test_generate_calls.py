@@ -62,11 +62,11 @@ def test_where_the_first_placement_has_no_room_there_are_others(
     model, budgets, limits = build("llama"), TIGHT, SHORT
     plan, asked = Compiler.plan, list[Any]()
 
-    def lack_room_once(self: Compiler, call: Any, entry: str = "") -> Any:
+    def lack_room_once(self: Compiler, call: Any, entry: str = "", aheads: Any = None) -> Any:
         asked.append(call)
         if len(asked) == 2:  # the first call of generate()
             raise graphplan.InfeasibleError("no room where the example's weights are")
-        return plan(self, call, entry)
+        return plan(self, call, entry, aheads)
 
     monkeypatch.setattr(Compiler, "plan", lack_room_once)
     if together:
