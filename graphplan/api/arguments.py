@@ -33,11 +33,6 @@ from graphplan.ir.constraints import Constraints
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.warnings import warn
 
-_HISTORY = (
-    "{!r} was computed with gradients: the placed model begins with its value, through which none flow. If "
-    "forward reads it before it computes it anew, make it a buffer or a parametrization"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -81,9 +76,6 @@ def read_request(
     training = read_training(asked, model_copy, {"grad": own.grad, **(unsupported or {})})
     if training is not None and topology is not None:
         model_copy.step = training.differentiation(topology.computing_types)
-    for name, tensor in model_copy.weights.plain.items() if own.grad or training is not None else ():
-        if not tensor.is_leaf:
-            warn(_HISTORY.format(name))
     options = replace(
         own,
         dynamic_shapes=asked.dynamic_shapes,

@@ -23,12 +23,12 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_methods import TORCHS
 from graphplan.capture.structure import Seen, flatten, unflatten
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
 
-_TORCHS = frozenset(vars(nn.Module()))  # attributes that each module has
 _HOLD_TENSORS = (torch.Tensor, list, tuple, dict, deque)
 
 
@@ -74,7 +74,7 @@ class AssignedState:
         if is_root:
             for _, own in _modules(module):
                 self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
-                self._attributes[id(own)] = {n: (v, _tensors(v)) for n, v in own.items() if n not in _TORCHS}
+                self._attributes[id(own)] = {n: (v, _tensors(v)) for n, v in own.items() if n not in TORCHS}
         result = forward(*args, **kwargs)
         for label, own in _modules(module):
             self._write_buffers(label, own["_buffers"])
@@ -85,7 +85,8 @@ class AssignedState:
     def _write_buffers(self, label: str, table: dict[str, Any]) -> None:
         before = self._buffers.get(id(table), table)  # a part of a Sequential is a module of its own
         new = dict[str, torch.Tensor]()
-        for name, value in table.items():
+        for name in {**before, **table}:
+            value = table.get(name)
             buffer, known = before.get(name), self._written.get((id(table), name))
             if value is buffer or (known is not None and known[0] is value and known[1] == _version(value)):
                 continue
@@ -105,7 +106,7 @@ class AssignedState:
 
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})
-        for name in [name for name in {**known, **own} if name not in _TORCHS]:
+        for name in [name for name in {**known, **own} if name not in TORCHS]:
             (before, tensors), after = known.get(name, (None, [])), own.get(name)
             if before is not after or list(map(id, tensors)) != list(map(id, _tensors(after))):
                 self._changes.append(_Change(own, label, name, before, tensors, after))
@@ -122,9 +123,9 @@ class AssignedState:
         grown = [one for one in self._changes if len(one.tensors) != len(_tensors(one.after))]
         new = [*self._changes, *self._made.values()] if carried or grown or self._made else []
         had = [(one, one.name in one.owner, one.owner.get(one.name)) for one in new]
-        for one in new:
-            leaves, spec = flatten(one.after, Seen())
-            one.owner[one.name] = unflatten(list(map(_without_trace, leaves)), spec)
+        values = [_without_trace(one.after) for one in new]
+        for one, value in zip(new, values, strict=True):
+            one.owner[one.name] = value
         try:
             yield bool(new)
         finally:
@@ -137,7 +138,8 @@ class AssignedState:
     def refuse_carried(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
         """Raise NoGraphError where the next call, ``again``, goes by what this has left, and leaves other."""
         for key, one in self._made.items():
-            if key in again._made or key in again._written:
+            once = one.before is not None and one.after is None
+            if once or key in again._made or key in again._written:
                 raise NoGraphError(
                     f"{one.label}.{one.name} is {_said(one.before)} and is assigned {_said(one.after)}: in a "
                     "graph, a buffer keeps its shape and type"
@@ -239,10 +241,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _without_trace(leaf: Any) -> Any:
-    """A leaf of what a trace has left: a tensor with data, a number in the place of a symbol."""
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return leaf.node.hint
-    if not isinstance(leaf, torch.Tensor):
+def _without_trace(tree: Any) -> Any:
+    """What a trace has left, of tensors with data, and with numbers in the place of symbols."""
+    leaves, spec = flatten(tree, Seen())
+    return unflatten([_zeros(one) if isinstance(one, torch.Tensor) else _number(one) for one in leaves], spec)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(list(map(_number, tensor.shape)), dtype=tensor.dtype)
+
+
+def _number(leaf: Any) -> Any:
+    """Of a size that the data decides, 1."""
+    if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         return leaf
-    return torch.zeros([int(size) for size in leaf.shape], dtype=leaf.dtype)
+    return leaf.node.hint if leaf.node.has_hint() else leaf.node.pytype(1)

@@ -84,14 +84,15 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
     return run
 
 
-_TORCHS = {*vars(nn.Module()), "forward"}
+TORCHS = {*vars(nn.Module()), "forward"}
+"""Attributes of modules that are torch's, and ``forward``, which a trace replaces."""
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
     """For each module, name -> attribute, and what is in it if it is a container."""
     found = []
     for part in module.modules():
-        own = {name: value for name, value in vars(part).items() if name not in _TORCHS}
+        own = {name: value for name, value in vars(part).items() if name not in TORCHS}
         found.append({name: (value, _contents(value)) for name, value in own.items()})
     return found
 
@@ -105,7 +106,7 @@ def put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> lis
     changed = []
     for part, known in zip(module.modules(), before, strict=True):
         table = vars(part)
-        for name in [name for name in table if name not in known and name not in _TORCHS]:
+        for name in [name for name in table if name not in known and name not in TORCHS]:
             changed.append(name)
             del table[name]
         for name, (value, contents) in known.items():

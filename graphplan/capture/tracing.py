@@ -109,8 +109,20 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
     """The capture, with the casts of autocast, and what a backward pass reads."""
     if keep_grad:
         keep_what_is_read(found)
+        _tell_of_history(found, model_copy)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
     return _named_apart(found)
+
+
+def _tell_of_history(found: Capture, model_copy: ModelCopy) -> None:
+    """Warn of attributes that were computed with gradients: a graph reads their values alone."""
+    plain = model_copy.weights.plain
+    for name in map(model_copy.full_name, found.constants):
+        if name in plain and not plain[name].is_leaf:
+            model_copy.warn_once(
+                f"{name!r} was computed with gradients, and forward reads it: the placed model has its "
+                "value, through which none flow. Make it a buffer or a parametrization"
+            )
 
 
 def _named_apart(found: Capture) -> Capture:
