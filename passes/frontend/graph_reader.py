@@ -218,7 +218,8 @@ class GraphReader:
         weights = [weight for name in self.model.tensors for weight in self._weights(name)]
         for name, tensor in self.capture.constants.items():
             weights.append(constant_weight(name, tensor, name in self.written))
-        weights += [cache_weight(name, described, name in self.written) for name, described in self.states]
+        for (name, described), nbytes in zip(self.states, self._bytes_of_states(), strict=True):
+            weights.append(cache_weight(name, described, nbytes, name in self.written))
         outputs = []
         for position, node in enumerate(self.capture.outputs):
             returned = self.name_of.get(node) if isinstance(node, fx.Node) else None
@@ -229,6 +230,20 @@ class GraphReader:
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
         return Graph(*parts, find_together(Graph(*parts)))
+
+    def _bytes_of_states(self) -> list[int]:
+        """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of."""
+        own = [described.copy_bytes for _, described in self.states]
+        count = self.capture.out_spec.children()[1].num_leaves if self.capture.caches else 0
+        last = self.capture.outputs[-count:] if count else ()
+        nodes = [n for n in last if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]
+        beside = [self._bytes_beside(self.name_of[node]) for node in nodes]
+        return list(map(operator.add, own, beside)) if len(beside) == len(own) else own
+
+    def _bytes_beside(self, name: str) -> int:
+        """Bytes of the storage of a result that are not its own: a broadcast one has none."""
+        storage = self.values.get(self._storage_of(name))
+        return 0 if storage is None else max(storage.nbytes - self.values[name].copy_bytes, 0)
 
     def _storage_of(self, name: str) -> str:
         """The weight or value whose storage a name is a view of."""

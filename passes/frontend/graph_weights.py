@@ -57,9 +57,9 @@ def constant_weight(name: str, tensor: torch.Tensor, written: bool) -> Weight:
     return Weight(name, tensor_bytes(tensor), (name,), "constant", False, written, True, shape, dtype)
 
 
-def cache_weight(name: str, described: TensorMeta, written: bool) -> Weight:
+def cache_weight(name: str, described: TensorMeta, nbytes: int, written: bool) -> Weight:
     """A tensor of a cache: what reads it runs where it is."""
-    nbytes, dtype = described.copy_bytes, dtype_name(described.dtype)
+    dtype = dtype_name(described.dtype)
     return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)
 
 

@@ -51,6 +51,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
     _fold(graph, folds)
     _let_views_copy(graph)
+    _copy_windows(capture)
     _name_states(graph)
     _eliminate_dead_code(graph)
     graph.lint()
@@ -163,6 +164,20 @@ def _let_views_copy(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is aten.view.default:
             node.target = aten.reshape.default
+
+
+def _copy_windows(capture: Capture) -> None:
+    """Copy the windows of caches that are returned, where these would keep a whole prompt in memory."""
+    for window in [capture.outputs[position] for position in capture.kept]:
+        if not isinstance(window, fx.Node) or window.target is not aten.slice.Tensor:
+            continue
+        value = _val(window)
+        whole, part = value.untyped_storage().nbytes(), value.numel() * value.element_size()
+        if not statically_known_true(whole <= 2 * part):  # as a token more than the window is
+            with capture.graph.inserting_after(window), value.fake_mode:
+                copied = capture.graph.call_function(aten.clone.default, (window,))
+                copied.meta = {**window.meta, "val": value.clone()}
+            capture.graph.output_node().replace_input_with(window, copied)
 
 
 def is_mutable(node: fx.Node) -> bool:
