@@ -36,6 +36,7 @@ from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.saved.description import Description
 from graphplan.capture.saved.plain_capture import made_capture, plain_capture
 from graphplan.capture.saved.plain_values import NotSavedError
+from graphplan.capture.saved.source_files import changed_file, loaded_files
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.errors import InputError, PlanError, first_line
 from graphplan.passes import frontend, training
@@ -93,6 +94,10 @@ class SavedCaptures:
             plain = _FORMAT.parse(text.decode())
             if plain["key"] != origin.key:
                 raise PlanError("it is of another trace")
+            changed = changed_file(plain["files"])
+            if changed is not None:
+                logger.info("%s has changed, so that the model is traced anew", changed)
+                return None
             constants = safetensors.torch.load(tensors)
             found = made_capture(plain["capture"], constants, call)
         except (*_DAMAGED, UnicodeDecodeError) as error:
@@ -118,8 +123,10 @@ class SavedCaptures:
             again, _ = plain_capture(made_capture(json.loads(text), constants, call))
             if json.dumps(again) != text:
                 raise NotSavedError("what would be read of it is not what was traced")
-            notes = {"key": origin.key, "capture": plain, "warnings": list(warnings), "fixed": fixed}
-            self._write(self._path(origin), json.dumps({**_FORMAT.head(), **notes}), constants)
+            notes = {"key": origin.key, "files": loaded_files(), "warnings": list(warnings), "fixed": fixed}
+            self._write(
+                self._path(origin), json.dumps({**_FORMAT.head(), **notes, "capture": plain}), constants
+            )
         except (NotSavedError, OSError) as error:
             warn(f"the trace is not saved in capture_cache: {error}")
 

@@ -299,6 +299,58 @@ def test_a_change_deep_in_a_package_is_traced_anew(
     assert exports.during(lambda: runs_as_eager(block().eval(), tmp_path))[0] == 0
 
 
+SAVED = "__import__('deep.of.saved').of.saved"
+DEEP = {  # what is imported, computed, and an attribute of the model
+    "submodule": ("import deep.of.saved as _\nimport deep", "deep.of.saved.f(x)", "None"),
+    "imported by forward": ("", f"{SAVED}.f(x)", "None"),
+    "module in a dict": ("import deep.of.saved as m\nOPS = {'a': m}", "OPS['a'].f(x)", "None"),
+    "enum": ("", "x * self.kind.factor()", f"{SAVED}.Kind.A"),
+    "dict with methods": ("", "x * self.kind.factor()", f"{SAVED}.Config()"),
+    "class around a function": (
+        "",
+        "x * self.kind()",
+        f"(lambda kind: lambda: kind.A.factor())({SAVED}.Kind)",
+    ),
+}
+DEEP_MODEL = """
+from torch import nn
+{imports}
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kind = {kind}
+    def forward(self, x):
+        return {{"y": {computes}, "rows": x.shape[0]}}
+"""
+DEEP_CODE = """
+import enum
+def f(x): return x * {factor}
+class Kind(enum.Enum):
+    A = 1
+    def factor(self): return {factor}
+class Config(dict):
+    def factor(self): return {factor}
+"""
+
+
+@pytest.mark.parametrize("how", DEEP)
+def test_a_change_deep_in_code_of_the_user_is_traced_anew(
+    how: str, tmp_path: Path, exports: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    imports, computes, kind = DEEP[how]
+    (tmp_path / "deep" / "of").mkdir(parents=True)
+    (tmp_path / "deep_model.py").write_text(DEEP_MODEL.format(imports=imports, computes=computes, kind=kind))
+    for factor, count in ((2.0, 1), (2.0, 0), (3.0, 1), (3.0, 0)):
+        (tmp_path / "deep" / "of" / "saved.py").write_text(DEEP_CODE.format(factor=factor))
+        importlib.invalidate_caches()
+        for name in [name for name in sys.modules if name.split(".")[0] in ("deep", "deep_model")]:
+            monkeypatch.delitem(sys.modules, name)
+        model = importlib.import_module("deep_model").Block().eval()
+        assert exports.during(lambda made=model: runs_as_eager(made, tmp_path))[0] == count
+
+
 def test_a_llama_of_plain_attention_is_saved(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import sys
 import sysconfig
 import types
@@ -57,16 +56,6 @@ def package_of(file: str) -> str:
     """The folder, or the file, of the installed package that a file is of."""
     around, folder, within = next(file.rpartition(one) for one in _INSTALLED if one in file)
     return around + folder + within.partition("/")[0]
-
-
-def package_files(package: str) -> list[tuple[str, int, int]]:
-    """The path, the size and the time of each file of Python code in a package."""
-    files = [package]
-    for folder, _, names in os.walk(package):
-        files += [f"{folder}/{name}" for name in names if name.endswith(".py")]
-    # code may come from an archive, or from a file that is gone
-    states = {file: os.stat(file) for file in files if os.path.isfile(file)}
-    return sorted((file.removeprefix(package), one.st_size, one.st_mtime_ns) for file, one in states.items())
 
 
 def code_parts(code: types.CodeType) -> Iterator[object]:

@@ -20,7 +20,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from graphplan.capture.saved.code_objects import (
     globals_of,
     is_installed,
     is_of_versions,
-    package_files,
     package_of,
 )
 from graphplan.capture.saved.plain_values import NotSavedError
@@ -192,7 +191,7 @@ class Description:
             if is_of_versions(file):
                 self._replaced(one)
                 continue
-            self._file(file)
+            self._package(file)
             for name, value in vars(one).items():
                 function = function_of(value)
                 if function is not None:
@@ -250,7 +249,7 @@ class Description:
         if is_of_versions(code.co_filename):
             return
         self.note(*code_parts(code))
-        self._file(code.co_filename)
+        self._package(code.co_filename)
         if not is_installed(code.co_filename):
             self.add((function.__defaults__, function.__kwdefaults__), f"the defaults of {where}")
             for name, value in globals_of(function):
@@ -296,24 +295,18 @@ class Description:
         else:
             self.note(_name(type(value)))
 
-    def _file(self, file: str) -> None:
-        if file and ("file", file) not in self._seen:
-            self._seen["file", file] = 0
-            path = Path(file)
-            self.note("file", path.read_bytes() if path.is_file() else "")
-            if is_installed(file):
-                self._package(package_of(file))
-
-    def _package(self, package: str) -> None:
-        """Hash which files an installed package has, and what the user has put into its modules."""
+    def _package(self, file: str) -> None:
+        """Hash what the user has put into the modules of the installed package that a file is of."""
+        package = package_of(file) if is_installed(file) else ""
         if ("package", package) in self._seen:
             return
         self._seen["package", package] = 0
-        self.note("package", *package_files(package))
-        for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
+        for _, module in (
+            sorted(sys.modules.copy().items()) if package else ()
+        ):  # other threads import meanwhile
             # built-in modules have no file, and what blocks an import is no module
-            file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
-            if file and (file == package or file.startswith(f"{package}/")):
+            other = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+            if other and (other == package or other.startswith(f"{package}/")):
                 self._replaced(module, _is_not_the_users)
 
 
