@@ -118,7 +118,7 @@ class ModuleState:
     ``codes`` are bound to one module's weights, so a copy of the module makes its own. ``start`` places the
     module at its next call: where there were no inputs to plan with, and where pickling has dropped the
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
-    ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
+    ``turns`` is held by each run: a plan has room for one.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all
     structures. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
     training step differentiates, where steps are planned. ``move`` is None where weights are to stay.

@@ -4,9 +4,9 @@ A placed module is of a class made from the model's own, with the same name, so 
 everything that the model did; only ``forward`` is new. It looks for the program whose input structure
 fits the call, has one made if there is none, and runs it.
 
-Several threads may call one module. Calls of known structures take no lock to find their program, and run at
-the same time, but for those that stream weights, which share the slots: they take turns. A new structure is
-captured under the capture lock, for which no other call waits.
+Several threads may call one module. Calls of known structures take no lock to find their program, and run one
+after the other, since a plan has room for one. A new structure is captured under the capture lock, for which
+no other call waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -155,11 +154,11 @@ def _run(
     record: Record | None,
     step: Differentiation | None,
 ) -> Any:
-    if isinstance(served, ServedByModules):
-        with state.turns, torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
-            return _run_modulewise(module, served, record)
-    program = state.programs[served.index]
-    with state.turns if program.streams else nullcontext():
+    with state.turns:
+        if isinstance(served, ServedByModules):
+            with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
+                return _run_modulewise(module, served, record)
+        program = state.programs[served.index]
         code = code_of(module, state, served.index)
         if record is not None:
             code = record(program, code)

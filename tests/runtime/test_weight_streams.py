@@ -326,9 +326,10 @@ def test_a_further_structure_keeps_the_budgets_of_the_first() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
 
 
-def test_threads_take_turns() -> None:
+@pytest.mark.parametrize("pin", [PIN, {}])
+def test_threads_take_turns(pin: dict[str, Any]) -> None:
     calls, count = 4, 3
-    with streamed() as (placed, model, machine):
+    with streamed(pin=pin) as (placed, model, machine):
         inputs = [X + i for i in range(count)]
         expected = [model(x) for x in inputs]
         wrong: list[int] = []
@@ -343,6 +344,8 @@ def test_threads_take_turns() -> None:
                 results = [placed(inputs[index]) for _ in range(calls)]
             wrong.extend(index for result in results if largest_difference(result, expected[index]) > 1e-5)
 
+        gc.collect()
+        machine.reset_peaks()
         machine.watch = watch
         contexts = [contextvars.copy_context() for _ in range(count)]
         threads = [threading.Thread(target=c.run, args=(work, i)) for i, c in enumerate(contexts)]
@@ -355,6 +358,7 @@ def test_threads_take_turns() -> None:
         assert len(set(seen)) == count
         turns = sum(1 for _ in itertools.groupby(seen))
         assert turns <= calls * count  # nobody was let in within a call
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
 @pytest.mark.parametrize("seed", range(4))
