@@ -1,7 +1,8 @@
 """Python numbers that ``torch.export`` traces as symbols. Tested with torch 2.13.
 
 Of itself it makes symbols of ints that are not negative, and never of floats. What it makes of an int is no
-``int`` to a model that asks for its type; what is made here is.
+``int`` to a model that asks for its type; what is made here is. And what it makes of ``n > 4`` is neither
+``True`` nor equal to 1: a model's own code gets a bool.
 """
 
 from __future__ import annotations
@@ -20,13 +21,46 @@ from graphplan._compat import Replacement, private
 
 _TESTED = "2.13"
 
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
+def plain_bools() -> list[Replacement]:
+    """What to replace for comparisons of sizes, and flags that are read from tensors, to be bools.
+
+    What a comparison of sizes says is a condition of the trace; what data decides is an error, as in ``if``.
+    """
+    owners: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
+    compared = [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
+    return [*compared, (torch.Tensor, "item", _read_flag)]
+
+
+def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def compare(a: Any, b: Any) -> Any:
+        found = own(a, b)
+        plain = isinstance(found, torch.SymBool) and found.node.has_hint()  # others may be for torch._check
+        return bool(found) if plain and not _is_torchs(sys._getframe(1)) else found
+
+    return compare
+
+
+def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def item(tensor: Any) -> Any:
+        found = own(tensor)
+        return bool(found) if isinstance(found, torch.SymBool) else found
+
+    return item
+
+
+def _is_torchs(frame: Any) -> bool:
+    """Whether code is torch's or ours, not a model's."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "graphplan")
+
 
 def _class_for_models(plain: type, symbolic: type) -> Any:
     """A ``__class__`` that is the plain number's to all code but torch's own."""
 
     def read(_number: Any) -> type:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        return symbolic if asking.partition(".")[0] in ("torch", "graphplan") else plain
+        return symbolic if _is_torchs(sys._getframe(1)) else plain
 
     return property(read)
 

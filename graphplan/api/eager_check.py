@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.eager_run import undrawn
+from graphplan.capture.eager_run import undrawn, unwritten
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 
 
 def _eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the model itself, or an entry of it, returns; buffers that it writes to are copies, inputs too."""
+    """What the model itself, or an entry of it, returns; what it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -32,7 +32,7 @@ def _eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Map
         return leaf.detach().clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     args, kwargs = map_leaves(here, (args, kwargs))
-    with torch.no_grad():
+    with torch.no_grad(), unwritten(model):
         return method_of(runs, entry)(*args, **kwargs)
 
 

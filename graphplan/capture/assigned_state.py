@@ -7,8 +7,9 @@ Before and after, in what is traced of a module's call::
 
 Torch does so for the buffers of the model itself, and not for those of its submodules. Of other attributes a
 trace knows the tensor that was there before: a model that goes by what its last call has left is no graph. A
-table that is made at the first call, and then read, is: each call of the graph makes it. Which of these it is
-shows in a trace of the call that comes next.
+table that is made at the first call, and then read, is: each call of the graph makes it. A flag by which the
+first call differs from the next, such as one that says that weights are scaled already, makes no graph. Which
+of these it is shows in a trace of the call that comes next.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
 
-_HOLD_TENSORS = (torch.Tensor, list, tuple, dict, deque)
+_CONTAINERS = (list, tuple, dict, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_ABSENT = object()
 
 
 @contextmanager
@@ -47,7 +50,7 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """What a call has put under a name, among a module's attributes or buffers."""
+    """What a call has put under a name, among a module's attributes or buffers; or that it took it away."""
 
     owner: dict[str, Any]
     label: str
@@ -55,6 +58,7 @@ class _Change:
     before: Any
     tensors: list[torch.Tensor]  # that were there before
     after: Any
+    is_plain: bool  # whether numbers, texts or flags are others
 
 
 class AssignedState:
@@ -62,11 +66,13 @@ class AssignedState:
 
     def __init__(self) -> None:
         self._buffers: dict[int, dict[str, Any]] = {}
-        self._attributes: dict[int, dict[str, tuple[Any, list[torch.Tensor]]]] = {}
+        self._attributes: dict[int, dict[str, tuple[Any, list[torch.Tensor], Any]]] = {}
         self._written: dict[tuple[int, str], tuple[Any, int]] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
         self._read: list[torch.Tensor] = []
+        self._program: Any = None
+        self.makes_tensors = False
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a module's call, after which buffers are written."""
@@ -74,7 +80,8 @@ class AssignedState:
         if is_root:
             for _, own in _modules(module):
                 self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
-                self._attributes[id(own)] = {n: (v, _tensors(v)) for n, v in own.items() if n not in TORCHS}
+                known = {name: value for name, value in own.items() if name not in TORCHS}
+                self._attributes[id(own)] = {n: (v, _tensors(v), _plain(v)) for n, v in known.items()}
         result = forward(*args, **kwargs)
         for label, own in _modules(module):
             self._write_buffers(label, own["_buffers"])
@@ -91,7 +98,7 @@ class AssignedState:
             if value is buffer or (known is not None and known[0] is value and known[1] == _version(value)):
                 continue
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                self._made[id(table), name] = _Change(table, label, name, buffer, [], value)
+                self._made[id(table), name] = _Change(table, label, name, buffer, [], value, False)
             else:
                 new[name] = value
         tables = self._buffers.values() if new else ()
@@ -107,9 +114,11 @@ class AssignedState:
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})
         for name in [name for name in {**known, **own} if name not in TORCHS]:
-            (before, tensors), after = known.get(name, (None, [])), own.get(name)
-            if before is not after or list(map(id, tensors)) != list(map(id, _tensors(after))):
-                self._changes.append(_Change(own, label, name, before, tensors, after))
+            before, tensors, plain = known.get(name, (_ABSENT, [], _plain(_ABSENT)))
+            after = own.get(name, _ABSENT)
+            is_plain = plain != _plain(after)
+            if before is not after or is_plain or list(map(id, tensors)) != list(map(id, _tensors(after))):
+                self._changes.append(_Change(own, label, name, before, tensors, after, is_plain))
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
         """Attributes that have other tensors after the traced call than those that it read."""
@@ -118,25 +127,24 @@ class AssignedState:
     @contextmanager
     def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
         """A block in which modules have what the traced call has left; whether the next call may go by it."""
-        self._read = _read(program)
+        self._program, self._read = program, _read(program)
         carried = self._carried(self._read)
         grown = [one for one in self._changes if len(one.tensors) != len(_tensors(one.after))]
-        new = [*self._changes, *self._made.values()] if carried or grown or self._made else []
-        had = [(one, one.name in one.owner, one.owner.get(one.name)) for one in new]
+        self.makes_tensors = bool(carried or grown or self._made)
+        plain = any(one.is_plain for one in self._changes)
+        new = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
+        had = [(one, one.owner.get(one.name, _ABSENT)) for one in new]
         values = [_without_trace(one.after) for one in new]
         for one, value in zip(new, values, strict=True):
-            one.owner[one.name] = value
+            _put(one, value)
         try:
             yield bool(new)
         finally:
-            for one, there, value in had:
-                if there:
-                    one.owner[one.name] = value
-                else:
-                    del one.owner[one.name]
+            for one, value in had:
+                _put(one, value)
 
-    def refuse_carried(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
-        """Raise NoGraphError where the next call, ``again``, goes by what this has left, and leaves other."""
+    def refuse_other(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
+        """Raise NoGraphError where the next call, ``again``, is another by what this one has left."""
         for key, one in self._made.items():
             once = one.before is not None and one.after is None
             if once or key in again._made or key in again._written:
@@ -152,6 +160,17 @@ class AssignedState:
                     f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
                     f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
                 )
+        for one in self._changes:
+            if one.is_plain and not self._is_repeated(program):
+                raise NoGraphError(
+                    f"a call changes {one.label}.{one.name}, and the next call computes something else: a "
+                    "graph does not. If only the first differs, call the model before you place it"
+                )
+
+    def _is_repeated(self, program: torch.export.ExportedProgram) -> bool:
+        """Whether the next call does the same; what it reads of new tensors, the first has made."""
+        described = _writes_to_state if self.makes_tensors else _operations
+        return described(self._program) == described(program)
 
 
 def keep_what_is_read(capture: Capture) -> None:
@@ -191,6 +210,36 @@ def _read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     constant = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is constant]
     return [program.constants[str(spec.target)] for spec in specs if _matters(nodes[spec.arg.name])]
+
+
+def _writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
+    """The operations that write to weights and buffers, and to which."""
+    signature, nodes = program.graph_signature, program.graph.nodes
+    state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+    storages = {_storage(node.meta["val"]): node.name for node in nodes if node.name in state}
+    written = (
+        (node.target, _storage(node.all_input_nodes[0].meta["val"])) for node in nodes if _writes(node)
+    )
+    return [(str(target), storages[storage]) for target, storage in written if storage in storages]
+
+
+def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[Any]]:
+    """What is computed, whatever its results are called; and the tensors that the code has as they are."""
+    texts = []
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            place = {node: index for index, node in enumerate(module.graph.nodes)}
+            for node in place:
+                arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
+                texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
+    return texts, [tensor.tolist() for tensor in _read(program)]
+
+
+def _put(change: _Change, value: Any) -> None:
+    if value is _ABSENT:
+        change.owner.pop(change.name, None)
+    else:
+        change.owner[change.name] = value
 
 
 def _any_of(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -237,8 +286,16 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that an attribute holds, by itself or in containers."""
-    leaves = flatten(value, Seen())[0] if isinstance(value, _HOLD_TENSORS) else ()
+    leaves = flatten(value, Seen())[0] if isinstance(value, _CONTAINERS) else [value]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(value: Any) -> Any:
+    """What numbers, texts and flags an attribute has, by itself or in containers, to be compared."""
+    if isinstance(value, set | frozenset):
+        return frozenset(value)
+    leaves, spec = flatten(value, Seen()) if isinstance(value, _CONTAINERS) else ([value], None)
+    return spec, [(type(leaf), leaf) if isinstance(leaf, _PLAIN) else None for leaf in leaves]
 
 
 def _without_trace(tree: Any) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.structure import unflatten
+from graphplan.capture.structure import leaves_of, unflatten
 from graphplan.devices.machine import suspended
 from graphplan.errors import GraphplanError
 
@@ -53,6 +54,51 @@ def undrawn(*models: nn.Module) -> Iterator[None]:
         finally:
             for one, state in zip(own, states, strict=True):
                 one.set_state(state)
+
+
+@contextmanager
+def untouched(*models: nn.Module) -> Iterator[None]:
+    """A block after which parameters, and random numbers, are as before: a trial is no call of the model."""
+    with undrawn(*models), unwritten(*models):
+        yield
+
+
+@contextmanager
+def unwritten(*models: nn.Module) -> Iterator[None]:
+    """A block after which parameters have the values that they had; those that are written to are copied."""
+    written = _BeforeWrites(models)
+    try:
+        with written:
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in written.kept.values():
+                parameter.copy_(before)
+
+
+class _BeforeWrites(TorchDispatchMode):
+    """Keeps what parameters held before an operation writes to them, or to a view of them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for tensor in leaves_of((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._keep(tensor if tensor._base is None else tensor._base)
+        return func(*args, **kwargs)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._parameters and id(tensor) not in self.kept:
+            self.kept[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
 
 
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from graphplan._compat.export_work import less_work
+from graphplan._compat.symbolic_numbers import plain_bools
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
 from graphplan.capture.assigned_state import AssignedState, restored_buffers
+from graphplan.capture.model_methods import attributes_of, put_back
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -37,36 +39,51 @@ def export(
         NoGraphError: the model reads what its last call has left.
         Exception: whatever the model's own code or the tracer raises.
     """
-    repeated, state = RepeatedModules(), AssignedState()
+    given, before = (keep_grad, module, args, kwargs), attributes_of(module)
+    repeated = RepeatedModules()
     try:
-        with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated):
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        if not repeated.used:
-            raise
-        logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-        state = AssignedState()
-        with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    with state.left(program) as differs:
-        if differs:
-            state.refuse_carried(*_traced_again(keep_grad, module, args, kwargs))
-    return program
+        try:
+            state, program = _export(*given, dynamic_shapes, repeated)
+        except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            if not repeated.used:
+                raise
+            logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+            put_back(before)
+            state, program = _export(*given, dynamic_shapes)
+        with state.left(program) as differs:
+            if differs:
+                shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
+                state.refuse_other(*_export_again(*given, shapes))
+        return program
+    finally:
+        put_back(before)
 
 
-def _traced_again(
-    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _export(
+    keep_grad: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    repeated: RepeatedModules | None = None,
+) -> tuple[AssignedState, torch.export.ExportedProgram]:
+    state = AssignedState()
+    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated):
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    return state, program
+
+
+def _export_again(
+    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     """The call that comes after the first, of a model that has what that has left."""
-    state = AssignedState()
-    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state):
-        try:
-            return state, torch.export.export(module, args, kwargs, strict=False)
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            raise NoGraphError(
-                f"after its first call {type(module).__name__} has tensors as attributes with which it "
-                f"cannot be traced: {first_line(error)}"
-            ) from error
+    try:
+        return _export(keep_grad, module, args, kwargs, dynamic_shapes)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        raise NoGraphError(
+            f"after its first call {type(module).__name__} has attributes with which it cannot be traced: "
+            f"{first_line(error)}"
+        ) from error
 
 
 @contextmanager
@@ -87,7 +104,7 @@ def exporting(
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", _with_calling_line),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
-            *(Patch.of(*replacement) for replacement in less_work(keep_grad=keep_grad)),
+            *(Patch.of(*replacement) for replacement in [*plain_bools(), *less_work(keep_grad=keep_grad)]),
         ),
     ):
         yield

@@ -76,7 +76,7 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
             result = method(*args, **kwargs)
         finally:
             running.clear()
-            changed = put_back(module, before)
+            changed = put_back(before)
         if changed:
             raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
         return result
@@ -88,12 +88,15 @@ TORCHS = {*vars(nn.Module()), "forward"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces."""
 
 
-def attributes_of(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
+Attributes = list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]
+
+
+def attributes_of(module: nn.Module) -> Attributes:
     """For each module, name -> attribute, and what is in it if it is a container."""
     found = []
     for part in module.modules():
         own = {name: value for name, value in vars(part).items() if name not in TORCHS}
-        found.append({name: (value, _contents(value)) for name, value in own.items()})
+        found.append((part, {name: (value, _contents(value)) for name, value in own.items()}))
     return found
 
 
@@ -101,10 +104,10 @@ def _contents(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set, deque) else None
 
 
-def put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> list[str]:
+def put_back(before: Attributes) -> list[str]:
     """Undo changes of attributes; their names."""
     changed = []
-    for part, known in zip(module.modules(), before, strict=True):
+    for part, known in before:
         table = vars(part)
         for name in [name for name in table if name not in known and name not in TORCHS]:
             changed.append(name)

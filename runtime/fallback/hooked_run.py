@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
-from graphplan.capture.eager_run import undrawn
+from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import attributes_of, method_of, put_back
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
@@ -90,23 +90,25 @@ class HookedRun:
 class _Swapped:
     """Tensors of one module that are on another device while it runs."""
 
-    kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
 
     def bring(self, module: nn.Module, device: torch.device) -> None:
         """Have copies on the device in place of what is elsewhere."""
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != device:
-                    here = moved(tensor, device)
-                    self.kept.append((table, name, tensor, here))
+                    with torch.inference_mode(False):  # where nobody counts what is written
+                        here = moved(tensor, device)
+                    self.kept.append((table, name, tensor, here, here._version))
                     table[name] = here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(module)
 
     def put_back(self, module: nn.Module) -> None:
-        """Have the tensors again, buffers with what was written to their copies."""
-        for table, name, tensor, here in self.kept:
+        """Have the tensors again, with what was written to their copies."""
+        for table, name, tensor, here, version in self.kept:
             found = table[name]
-            if found is here and table is module._buffers:
+            # kernels of BatchNorm write to buffers without a change of version
+            if found is here and (table is module._buffers or here._version != version):
                 with torch.no_grad():
                     tensor.copy_(here)
             anew = found is not None and found is not here  # the model has made another
@@ -180,15 +182,15 @@ def sent(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def undone(tree: nn.Module) -> Iterator[None]:
-    """A trial, after which buffers, attributes, and the state of what is drawn at random, are as before."""
+    """A trial, after which weights, attributes, and the state of what is drawn at random, are as before."""
     attributes = attributes_of(tree)
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
     values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
-    with undrawn(tree):
+    with untouched(tree):
         try:
             yield
         finally:
-            put_back(tree, attributes)
+            put_back(attributes)
             for part, buffers in kept:
                 part._buffers.update(buffers)
             with torch.no_grad():

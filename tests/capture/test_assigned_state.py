@@ -427,9 +427,7 @@ class Asks(nn.Module):
 def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
     made = Asks()
     eager = copy.deepcopy(made)
-    with pytest.warns(
-        graphplan.GraphplanWarning, match="after its first call Asks has tensors as attributes"
-    ):
+    with pytest.warns(graphplan.GraphplanWarning, match="after its first call Asks has attributes"):
         placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,))
     for scale in (1.0, -0.5, 2.0):
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
@@ -463,3 +461,73 @@ def test_buffers_that_are_assigned_in_inference_mode() -> None:
         for _ in range(2):
             assert torch.allclose(placed(X), eager(X), atol=1e-5)
         same(placed, eager)
+
+
+class AtFirst(nn.Module):
+    """Scales its weights once; ``kind`` says how it knows that it has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.kind, self.done = kind, False
+        self.flags, self.seen = {"done": False}, set[int]()
+        if kind == "deleted":
+            self.todo = 1
+
+    def is_first(self) -> bool:
+        return {
+            "flag": lambda: not self.done,
+            "entry": lambda: not self.flags["done"],
+            "set": lambda: not self.seen,
+            "attribute": lambda: not hasattr(self, "later"),
+            "deleted": lambda: hasattr(self, "todo"),
+        }[self.kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.is_first():
+            with torch.no_grad():
+                self.scale[0].copy_(5 * h.detach().std())
+                self.scale[1:].mul_(2)
+            self.done = self.flags["done"] = self.later = True
+            self.seen.add(1)
+            vars(self).pop("todo", None)
+        return h * self.scale
+
+
+@pytest.mark.parametrize("kind", ["flag", "entry", "set", "attribute", "deleted"])
+@torch.no_grad()
+def test_what_only_the_first_call_does_is_run_by_modules(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), AtFirst(kind))
+    eager, states = copy.deepcopy(model), copy.deepcopy(vars(model[1]))
+    with graphplan.simulate({0: "2KiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="and the next call computes something else"):
+            placed = graphplan.partition(model, {**machine.max_memory, "cpu": "1MiB"}, (X,), check=True)
+        assert (model[1].flags, model[1].seen) == (states["flags"], states["seen"])
+        same(placed, eager)  # placing is no call
+        for scale in (1.0, 0.5, 2.0):
+            assert torch.allclose(placed(scale * X).cpu(), eager(scale * X), atol=1e-5)
+            assert torch.allclose(placed[1].scale.cpu(), eager[1].scale, atol=1e-5)
+
+
+class Tallies(nn.Module):
+    """Counts its calls, and does the same at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.sizes = nn.Linear(8, 8), 0, list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(8)
+        return self.linear(x)
+
+
+@torch.no_grad()
+def test_counts_that_nothing_depends_on_are_traced() -> None:
+    model = Tallies()
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    assert (model.calls, model.sizes) == (0, [])
+    for rows in (X, X[:2]):
+        assert torch.allclose(placed(rows), model(rows), atol=1e-6)
+    assert len(placed.plans) == 1

@@ -169,6 +169,42 @@ def test_ints_that_count_steps_or_choose_are_of_the_structure(traces: list[int])
     assert len(traces) == 3
 
 
+COMPARED = {  # as code compares what it knows to be a bool
+    "equal to 1": lambda flag: flag == 1,
+    "other than 0": lambda flag: flag != 0,
+    "is True": lambda flag: flag is True,
+    "is False": lambda flag: flag is False,
+    "a bool": lambda flag: isinstance(flag, bool) and flag,
+}
+
+
+@pytest.mark.parametrize("how", COMPARED)
+def test_comparisons_of_sizes_and_numbers_are_bools(how: str) -> None:
+    decide = COMPARED[how]
+
+    def function(y: torch.Tensor, number: float) -> torch.Tensor:
+        return y * (2 if decide(y.shape[0] > 4) else 3) * (5 if decide(number < 1) else 7)
+
+    batches = [6, 3, 8, 2, 1]
+    check(Function(function), [(torch.ones(n, 8), number) for n in batches for number in (0.5, 2.5)])
+
+
+@pytest.mark.parametrize("how", COMPARED)
+def test_flags_that_are_read_from_tensors_decide(how: str) -> None:
+    decide = COMPARED[how]
+
+    def function(y: torch.Tensor, _: float) -> torch.Tensor:
+        return y * (2 if decide((y > 0).all().item()) else 3)
+
+    model = Function(function)
+    with pytest.warns(graphplan.GraphplanWarning, match="data-dependent"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (torch.ones(2, 8), 0.5))
+    nn.init.eye_(placed.layer.weight)
+    nn.init.zeros_(placed.layer.bias)
+    for x in (torch.ones(2, 8), -torch.ones(2, 8)):
+        assert largest_difference(placed(x, 0.5), graphplan.unplace(placed)(x, 0.5)) < 1e-5
+
+
 def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
     check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.eager_run import is_same, undrawn
+from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run
@@ -211,7 +211,7 @@ class _Fallback:
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copy.deepcopy(self._arguments))
-            with undrawn(module):
+            with untouched(module):
                 return profile_call(module, method_of(module, self.asked.entry), args, kwargs), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
