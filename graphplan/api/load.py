@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from graphplan.api.partition import partition
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.devices.max_memory import MaxMemory
-from graphplan.errors import CheckpointError
+from graphplan.errors import CheckpointError, InputError
 from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names
 from graphplan.runtime.checkpoint.checkpoint_files import file_entries
 from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoint
@@ -62,8 +63,12 @@ def load(
     Raises:
         CheckpointError: no such folder, no safetensors in it, or weights that are missing or of other
             shapes.
+        InputError: ``model_class`` is not a class of a model, such as ``AutoModel``.
         GraphplanError: as in :func:`graphplan.partition`.
     """
+    unknown = options.keys() - inspect.signature(partition).parameters
+    if unknown:
+        raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
     model, source = open_pretrained(
         path,
         dtype=dtype,
@@ -87,6 +92,8 @@ def open_pretrained(
     config = _read_config(folder, trust_remote_code)
     tensors = _tensors_of(folder, config)
     cls = model_class or _class_of(folder, config, trust_remote_code)
+    if not issubclass(cls, nn.Module):
+        raise InputError(f"model_class: {cls.__name__} is no class of a model, as LlamaForCausalLM is")
     chosen = _settle_dtype(config, dtype, tensors)
     model = _built_on_meta(cls, config, chosen)
     _keep_wide(model, chosen)

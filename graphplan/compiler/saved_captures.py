@@ -75,10 +75,10 @@ class SavedCaptures:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
         try:
+            self.folder = Path(folder).expanduser()
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, TypeError) as error:
             raise InputError(
                 f"capture_cache must be a folder, and {str(folder)!r} is none: {error}"
             ) from error

@@ -535,11 +535,15 @@ def test_equal_values_alone_have_one_description(
     assert digest(make()) == digest(make()) != digest(other())
 
 
-def test_the_folder_must_be_one(tmp_path: Path) -> None:
+def test_the_folder_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(graphplan.InputError, match="capture_cache must be a folder"):
-        graphplan.plan(nn.Linear(8, 8), BUDGETS, (X,), capture_cache=file)
+    for no_folder in (file, True):
+        with pytest.raises(graphplan.InputError, match="capture_cache must be a folder"):
+            graphplan.plan(nn.Linear(8, 8), BUDGETS, (X,), capture_cache=no_folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    graphplan.plan(nn.Linear(8, 8), BUDGETS, (X,), capture_cache="~/captures")
+    assert len(list((tmp_path / "captures").iterdir())) == 1
 
 
 def test_a_training_step_is_read(tmp_path: Path, exports: Counter) -> None:

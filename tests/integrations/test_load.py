@@ -15,7 +15,7 @@ from builders import bytes_of, largest_difference
 from language_models import build, inputs_of
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_module_utils
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_module_utils
 
 import graphplan
 from graphplan.api.load import open_pretrained
@@ -256,6 +256,14 @@ def test_configs_that_say_too_little(change: dict[str, Any], message: str, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(graphplan.CheckpointError, match=message):
         open_pretrained(tmp_path)
+
+
+def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
+    small_llama().save_pretrained(tmp_path)
+    with pytest.raises(graphplan.InputError, match="AutoModel is no class of a model"):
+        open_pretrained(tmp_path, model_class=AutoModel)
+    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'torch_dtype'"):
+        graphplan.load(tmp_path, {"cpu": "1GiB"}, torch_dtype=torch.float16)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
