@@ -8,6 +8,7 @@ import pytest
 import torch
 from language_models import build
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace as export_trace
 from torch.nn.modules import module
 
@@ -106,6 +107,28 @@ def test_an_operation_of_sizes_is_computed_once_and_its_results_are_their_own(
     assert len(computed) == 1
     assert first is not second
     assert (first.expr, first.hint, first.pytype) == (second.expr, 25, int)
+
+
+def test_a_fake_result_is_made_again_once_for_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    own = FakeTensorMode._output_from_cache_entry
+    monkeypatch.setattr(
+        FakeTensorMode, "_output_from_cache_entry", lambda *args: made.append(args) or own(*args)
+    )
+    note = export_work._tried_once(FakeTensorMode._get_output_info_for_cache_entry)
+    monkeypatch.setattr(FakeTensorMode, "_get_output_info_for_cache_entry", note)
+    FakeTensorMode.cache_clear()
+    with FakeTensorMode() as mode:
+        x = torch.ones(3, 5)
+        assert len(made) == 1
+        assert ((x + 1).shape, x.t().stride(), (x * x).dtype) == ((3, 5), (1, 5), torch.float32)
+        assert len(made) == 1
+        assert ((x + 1).shape, x.t().stride(), (x * x).dtype) == ((3, 5), (1, 5), torch.float32)
+        assert len(made) == 4  # from the cache
+        for _ in range(2):  # a note would make a tensor with memory
+            assert (torch._efficientzerotensor(3) * torch.ones(3))._is_zerotensor()
+        assert FakeTensorMode.cache_bypasses["dispatch_key_set mismatch"] > 0
+    assert "_output_from_cache_entry" not in vars(mode)
 
 
 def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> None:
