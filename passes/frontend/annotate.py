@@ -12,6 +12,7 @@ from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.graph_reader import GraphReader
 from graphplan.passes.frontend.two_readings import with_least_costs
+from graphplan.warnings import silenced
 
 
 def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
@@ -70,7 +71,8 @@ class Annotator:
 
     def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
         reader = GraphReader(self.capture, self.weights, kinds)
-        reader.read(self.interpreter, schedule, usual)
+        with silenced("torch._subclasses.fake_tensor"):
+            reader.read(self.interpreter, schedule, usual)
         graph = reader.graph()
         graph.verify()
         return graph

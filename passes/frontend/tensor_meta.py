@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,8 +36,12 @@ class TensorMeta:
 
     def copied(self) -> TensorMeta:
         """What ``.to()`` another device makes of it: dense, its dimensions in the same order."""
-        source = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return TensorMeta(self.shape, source.to("meta", copy=True).stride(), self.dtype)
+        return TensorMeta(self.shape, _strides_of_copy(self.shape, self.stride), self.dtype)
+
+
+@lru_cache(maxsize=4096)  # asked for each argument of each operation
+def _strides_of_copy(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty_strided(shape, stride, device="meta").to("meta", copy=True).stride()
 
 
 def is_tensor_meta(value: Any) -> bool:
