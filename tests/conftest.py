@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(50_000, 20, 50)  # a trace makes many objects, few of them in cycles
     gc.enable()
     _collect()
 

@@ -127,16 +127,19 @@ def _number(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
     return maybe_as_int
 
 
+_ALIKE: set[str] = set()
+"""The keys of fake results of which such notes have made the like."""
+
+
 def _tried_once(own: Callable[..., Any]) -> Callable[..., Any]:
     """What the cache of fake results notes of one, which makes another tensor of the note and compares keys.
 
     That is a fifth of a Llama's trace, and tells the same of all tensors that have these keys.
     """
-    alike: set[str] = set()
 
     def info(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
         keys = str(torch._C._dispatch_key_set(output)) if isinstance(output, torch.Tensor) else ""
-        known = keys in alike and not has_free_unbacked_symbols(output)
+        known = keys in _ALIKE and not has_free_unbacked_symbols(output)
         if known:
             mode._output_from_cache_entry = lambda *_: output  # in the place of the class's
         try:
@@ -145,7 +148,7 @@ def _tried_once(own: Callable[..., Any]) -> Callable[..., Any]:
             if known:
                 del mode._output_from_cache_entry
         if found.metadata is not None:  # not what is returned as it was given, which is not tried
-            alike.add(keys)
+            _ALIKE.add(keys)
         return found
 
     return info
