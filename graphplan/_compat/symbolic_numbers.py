@@ -46,7 +46,8 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def item(tensor: Any) -> Any:
         found = own(tensor)
-        return bool(found) if isinstance(found, torch.SymBool) else found
+        is_models = isinstance(found, torch.SymBool) and not _is_torchs(sys._getframe(1))
+        return bool(found) if is_models else found  # torch._check_tensor_all leaves a check in the graph
 
     return item
 

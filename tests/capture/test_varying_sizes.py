@@ -205,6 +205,15 @@ def test_flags_that_are_read_from_tensors_decide(how: str) -> None:
         assert largest_difference(placed(x, 0.5), graphplan.unplace(placed)(x, 0.5)) < 1e-5
 
 
+def test_a_check_of_values_is_no_branch() -> None:
+    def function(y: torch.Tensor, _: float) -> torch.Tensor:
+        torch._check_tensor_all(y < 1e9, lambda: "too large")
+        torch._check(y.shape[0] < 64)
+        return y * 2
+
+    check(Function(function), [(torch.ones(n, 8), 0.5) for n in (4, 2)], strict=True)
+
+
 def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
     check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)
