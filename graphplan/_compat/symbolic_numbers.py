@@ -2,7 +2,8 @@
 
 Of itself it makes symbols of ints that are not negative, and never of floats. What it makes of an int is no
 ``int`` to a model that asks for its type; what is made here is. And what it makes of ``n > 4`` is neither
-``True`` nor equal to 1: a model's own code gets a bool.
+``True`` nor equal to 1: a model's own code gets a bool. Not so where users say which sizes vary, and in what
+bounds: what is taken for granted of a size could pass these.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ _TESTED = "2.13"
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
-def plain_bools() -> list[Replacement]:
-    """What to replace for comparisons of sizes, and flags that are read from tensors, to be bools.
-
-    What a comparison of sizes says is a condition of the trace; what data decides is an error, as in ``if``.
-    """
+def plain_comparisons() -> list[Replacement]:
+    """What to replace for comparisons of sizes to be bools, whose answers become conditions of the trace."""
     owners: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
-    compared = [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
-    return [*compared, (torch.Tensor, "item", _read_flag)]
+    return [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
+
+
+def plain_flags() -> list[Replacement]:
+    """What to replace for a flag that is read from a tensor to be an error, as ``if flag:`` is."""
+    return [(torch.Tensor, "item", _read_flag)]
 
 
 def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -14,7 +14,6 @@ of these it is shows in a trace of the call that comes next.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,15 +22,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphplan.capture.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_methods import TORCHS
 from graphplan.capture.structure import Seen, flatten, unflatten
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
 
-_CONTAINERS = (list, tuple, dict, deque)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ABSENT = object()
 
 
@@ -66,7 +63,7 @@ class AssignedState:
 
     def __init__(self) -> None:
         self._buffers: dict[int, dict[str, Any]] = {}
-        self._attributes: dict[int, dict[str, tuple[Any, list[torch.Tensor], Any]]] = {}
+        self._attributes: dict[int, dict[str, Snapshot]] = {}
         self._written: dict[tuple[int, str], tuple[Any, int]] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
@@ -80,8 +77,8 @@ class AssignedState:
         if is_root:
             for _, own in _modules(module):
                 self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
-                known = {name: value for name, value in own.items() if name not in TORCHS}
-                self._attributes[id(own)] = {n: (v, _tensors(v), _plain(v)) for n, v in known.items()}
+                known = {name: snapshot(value) for name, value in own.items() if name not in TORCHS}
+                self._attributes[id(own)] = known
         result = forward(*args, **kwargs)
         for label, own in _modules(module):
             self._write_buffers(label, own["_buffers"])
@@ -114,11 +111,12 @@ class AssignedState:
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})
         for name in [name for name in {**known, **own} if name not in TORCHS]:
-            before, tensors, plain = known.get(name, (_ABSENT, [], _plain(_ABSENT)))
-            after = own.get(name, _ABSENT)
-            is_plain = plain != _plain(after)
-            if before is not after or is_plain or list(map(id, tensors)) != list(map(id, _tensors(after))):
-                self._changes.append(_Change(own, label, name, before, tensors, after, is_plain))
+            before, after = known.get(name, Snapshot(_ABSENT)), own.get(name, _ABSENT)
+            if not before.is_of(after):
+                is_plain = before.plain() != snapshot(after).plain()
+                self._changes.append(
+                    _Change(own, label, name, before.value, _tensors(before), after, is_plain)
+                )
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
         """Attributes that have other tensors after the traced call than those that it read."""
@@ -129,7 +127,7 @@ class AssignedState:
         """A block in which modules have what the traced call has left; whether the next call may go by it."""
         self._program, self._read = program, _read(program)
         carried = self._carried(self._read)
-        grown = [one for one in self._changes if len(one.tensors) != len(_tensors(one.after))]
+        grown = [one for one in self._changes if len(one.tensors) != len(_tensors(snapshot(one.after)))]
         self.makes_tensors = bool(carried or grown or self._made)
         plain = any(one.is_plain for one in self._changes)
         new = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
@@ -154,18 +152,20 @@ class AssignedState:
                 )
         read, changed = _read(program), {(id(one.owner), one.name) for one in again._changes}
         for one in again._carried(read) + self._carried(self._read):
-            kept = (id(one.owner), one.name) not in changed and _any_of(_tensors(one.owner[one.name]), read)
+            kept = (id(one.owner), one.name) not in changed and _any_of(
+                _tensors(snapshot(one.owner[one.name])), read
+            )
             if not kept:  # as it is where a tensor is converted once
                 raise NoGraphError(
                     f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
                     f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
                 )
-        for one in self._changes:
-            if one.is_plain and not self._is_repeated(program):
-                raise NoGraphError(
-                    f"a call changes {one.label}.{one.name}, and the next call computes something else: a "
-                    "graph does not. If only the first differs, call the model before you place it"
-                )
+        plain = [one for one in self._changes if one.is_plain]
+        if plain and not self._is_repeated(program):
+            raise NoGraphError(
+                f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
+                "graph does not. If only the first differs, call the model before you place it"
+            )
 
     def _is_repeated(self, program: torch.export.ExportedProgram) -> bool:
         """Whether the next call does the same; what it reads of new tensors, the first has made."""
@@ -232,7 +232,7 @@ def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[
             for node in place:
                 arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
-    return texts, [tensor.tolist() for tensor in _read(program)]
+    return texts, [(str(tensor.dtype), tensor.tolist()) for tensor in _read(program)]
 
 
 def _put(change: _Change, value: Any) -> None:
@@ -284,18 +284,9 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield type(part).__name__, own
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(kept: Snapshot) -> list[torch.Tensor]:
     """The tensors that an attribute holds, by itself or in containers."""
-    leaves = flatten(value, Seen())[0] if isinstance(value, _CONTAINERS) else [value]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _plain(value: Any) -> Any:
-    """What numbers, texts and flags an attribute has, by itself or in containers, to be compared."""
-    if isinstance(value, set | frozenset):
-        return frozenset(value)
-    leaves, spec = flatten(value, Seen()) if isinstance(value, _CONTAINERS) else ([value], None)
-    return spec, [(type(leaf), leaf) if isinstance(leaf, _PLAIN) else None for leaf in leaves]
+    return [leaf for leaf in kept.leaves() if isinstance(leaf, torch.Tensor)]
 
 
 def _without_trace(tree: Any) -> Any:

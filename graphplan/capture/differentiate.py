@@ -33,8 +33,8 @@ from graphplan._compat.torch import mark_backward_nodes
 from graphplan.capture.captured_graph import Capture, TrainingStep
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
-from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError, first_line
 
 aten = torch.ops.aten

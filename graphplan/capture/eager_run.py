@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.quiet import quiet
+from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import leaves_of, unflatten
+from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
 from graphplan.errors import GraphplanError
 
@@ -77,14 +78,15 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
 
 
 class _BeforeWrites(TorchDispatchMode):
-    """Keeps what parameters held before an operation writes to them, or to a view of them."""
+    """Keeps what parameters held before an operation writes to their memory."""
 
     supports_higher_order_operators = True
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._parameters = {memory_of(parameter): parameter for parameter in parameters}
+        self.kept: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -93,12 +95,13 @@ class _BeforeWrites(TorchDispatchMode):
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for tensor in leaves_of((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    self._keep(tensor if tensor._base is None else tensor._base)
+                    self._keep(memory_of(tensor))
         return func(*args, **kwargs)
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        if id(tensor) in self._parameters and id(tensor) not in self.kept:
-            self.kept[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
+    def _keep(self, memory: Any) -> None:
+        if memory is not None and memory in self._parameters and memory not in self.kept:
+            parameter = self._parameters[memory]
+            self.kept[memory] = parameter, parameter.detach().to("cpu", copy=True)
 
 
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from graphplan._compat.export_work import less_work
-from graphplan._compat.symbolic_numbers import plain_bools
+from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
 from graphplan.capture.assigned_state import AssignedState, restored_buffers
-from graphplan.capture.model_methods import attributes_of, put_back
+from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -104,7 +104,7 @@ def exporting(
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", _with_calling_line),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
-            *(Patch.of(*replacement) for replacement in [*plain_bools(), *less_work(keep_grad=keep_grad)]),
+            *(Patch.of(*replacement) for replacement in [*plain_flags(), *less_work(keep_grad=keep_grad)]),
         ),
     ):
         yield

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.errors import InputError, NoGraphError
 
 
@@ -82,49 +82,3 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
         return result
 
     return run
-
-
-TORCHS = {*vars(nn.Module()), "forward"}
-"""Attributes of modules that are torch's, and ``forward``, which a trace replaces."""
-
-
-Attributes = list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]
-
-
-def attributes_of(module: nn.Module) -> Attributes:
-    """For each module, name -> attribute, and what is in it if it is a container."""
-    found = []
-    for part in module.modules():
-        own = {name: value for name, value in vars(part).items() if name not in TORCHS}
-        found.append((part, {name: (value, _contents(value)) for name, value in own.items()}))
-    return found
-
-
-def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set, deque) else None
-
-
-def put_back(before: Attributes) -> list[str]:
-    """Undo changes of attributes; their names."""
-    changed = []
-    for part, known in before:
-        table = vars(part)
-        for name in [name for name in table if name not in known and name not in TORCHS]:
-            changed.append(name)
-            del table[name]
-        for name, (value, contents) in known.items():
-            if table.get(name) is not value:
-                changed.append(name)
-                table[name] = value
-            if contents is not None and not _same(value, contents):
-                changed.append(name)
-                value.clear()
-                value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
-    return changed
-
-
-def _same(value: Any, contents: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
-    if isinstance(value, dict):
-        value, contents = [*value, *value.values()], [*contents, *contents.values()]
-    return len(value) == len(contents) and set(map(id, value)) == set(map(id, contents))

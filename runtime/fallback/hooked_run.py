@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
+from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
-from graphplan.capture.model_methods import attributes_of, method_of, put_back
+from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
@@ -97,7 +98,7 @@ class _Swapped:
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != device:
-                    with torch.inference_mode(False):  # where nobody counts what is written
+                    with torch.inference_mode(False):  # tensors that are made in it have no version
                         here = moved(tensor, device)
                     self.kept.append((table, name, tensor, here, here._version))
                     table[name] = here  # type: ignore[assignment]  # read while it runs
@@ -184,15 +185,19 @@ def sent(value: Any, device: torch.device) -> Any:
 def undone(tree: nn.Module) -> Iterator[None]:
     """A trial, after which weights, attributes, and the state of what is drawn at random, are as before."""
     attributes = attributes_of(tree)
-    kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
+    parts = list(tree.modules())
+    tables: list[Any] = [table for p in parts for table in (p._parameters, p._buffers, p._modules)]
+    kept = [(table, dict(table)) for table in tables if table]
     values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     with untouched(tree):
         try:
             yield
         finally:
             put_back(attributes)
-            for part, buffers in kept:
-                part._buffers.update(buffers)
+            for table, entries in kept:
+                if list(map(id, table.values())) != list(map(id, entries.values())):
+                    table.clear()
+                    table.update(entries)
             with torch.no_grad():
                 for tensor, before in values:
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version

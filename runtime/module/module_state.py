@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,21 @@ class RunningCalls:
         here = get_ident()
         with self._ended:
             self._ended.wait_for(lambda: all(thread == here for thread in self._threads))
+
+
+class Turns:
+    """A lock that one thread may take several times; in a child made by fork, nobody has it."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            self._lock, self._process = threading.RLock(), os.getpid()
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
 
 
 Refused = Callable[[NoGraphError], None]
@@ -146,7 +162,7 @@ class ModuleState:
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict)
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
-    turns: threading.RLock = field(default_factory=threading.RLock)
+    turns: Turns = field(default_factory=Turns)
     step: Differentiation | None = None
     move: MoveWeights | None = None
     running: RunningCalls = field(default_factory=RunningCalls)
@@ -182,7 +198,7 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = Modulewise(list(self.modulewise.forms))
-        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, threading.RLock()
+        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, Turns()
         copied.running = RunningCalls()
         return copied
 

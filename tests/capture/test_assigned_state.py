@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -501,13 +503,90 @@ def test_what_only_the_first_call_does_is_run_by_modules(kind: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), AtFirst(kind))
     eager, states = copy.deepcopy(model), copy.deepcopy(vars(model[1]))
     with graphplan.simulate({0: "2KiB"}) as machine:
-        with pytest.warns(graphplan.GraphplanWarning, match="and the next call computes something else"):
+        with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
             placed = graphplan.partition(model, {**machine.max_memory, "cpu": "1MiB"}, (X,), check=True)
         assert (model[1].flags, model[1].seen) == (states["flags"], states["seen"])
         same(placed, eager)  # placing is no call
         for scale in (1.0, 0.5, 2.0):
             assert torch.allclose(placed(scale * X).cpu(), eager(scale * X), atol=1e-5)
             assert torch.allclose(placed[1].scale.cpu(), eager[1].scale, atol=1e-5)
+
+
+class Changes(nn.Module):
+    """Goes by what containers hold, which each call changes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+        self.nested = {"calls": [{"n": 0}]}
+        self.turning = [1, 2, 3]
+        self.exchanged = {"one": 1, "other": 2}
+        self.missing = defaultdict[str, int](int)
+        self.counted, self.row = Counter[str](), np.zeros(2)
+
+    def number(self) -> float:
+        if self.kind == "nested":
+            self.nested["calls"][0]["n"] += 1
+            return self.nested["calls"][0]["n"]
+        if self.kind == "turning":
+            self.turning.append(self.turning.pop(0))
+            return self.turning[0]
+        if self.kind == "exchanged":
+            one, other = self.exchanged.values()
+            self.exchanged.update(one=other, other=one)
+            return self.exchanged["one"]
+        if self.kind == "array":
+            self.row += 1
+            return float(self.row[0])
+        counts: dict[str, int] = self.missing if self.kind == "missing" else self.counted
+        counts["calls"] += 1
+        return counts["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.number()
+
+
+@pytest.mark.parametrize("kind", ["nested", "turning", "exchanged", "missing", "counted", "array"])
+@torch.no_grad()
+def test_what_containers_hold_is_as_before_a_trial(kind: str) -> None:
+    model = Changes(kind)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, 0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+
+
+WRITES: dict[str, Callable[[nn.Linear], Any]] = {
+    "data": lambda layer: layer.weight.data.mul_(0.5),
+    "detached": lambda layer: layer.weight.detach()[0].mul_(0.5),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight, layer.bias], 0.5),
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 0.5)),
+}
+
+
+class Writes(nn.Module):
+    """Writes to its weights at each call; the data decides what else."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WRITES[self.kind](self.linear)
+        return self.linear(x) if bool(x.sum() > 1e6) else self.linear(x) * 2
+
+
+@pytest.mark.parametrize("kind", WRITES)
+@torch.no_grad()
+def test_weights_are_as_before_a_trial(kind: str) -> None:
+    model = Writes(kind)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match="data-dependent"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert torch.equal(placed.linear.weight, eager.linear.weight)
+    for scale in (1.0, 0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
 
 
 class Tallies(nn.Module):

@@ -214,6 +214,20 @@ def test_a_check_of_values_is_no_branch() -> None:
     check(Function(function), [(torch.ones(n, 8), 0.5) for n in (4, 2)], strict=True)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, _: y * (y.shape[0] > 4),
+        lambda y, _: torch.cond(y.shape[0] > 4, lambda t: t * 2, lambda t: t * 3, (y,)),
+    ],
+)
+def test_comparisons_do_not_narrow_what_the_caller_lets_vary(traces: list[int], function: Any) -> None:
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}, "number": None}
+    batches = [(torch.ones(n, 8), 0.5) for n in (6, 3, 8)]
+    check(Function(function), batches, dynamic_shapes=shapes, strict=True)
+    assert len(traces) == 1
+
+
 def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
     check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)

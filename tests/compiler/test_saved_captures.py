@@ -351,6 +351,18 @@ def test_a_change_deep_in_code_of_the_user_is_traced_anew(
         assert exports.during(lambda made=model: runs_as_eager(made, tmp_path))[0] == count
 
 
+def test_a_change_in_a_file_that_is_no_module_is_traced_anew(tmp_path: Path, exports: Counter) -> None:
+    for factor, count in ((2.0, 1), (2.0, 0), (3.0, 1)):
+        file = tmp_path / "loaded.py"
+        file.write_text(DEEP_MODEL.format(imports=f"F = {factor}", computes="scaled(x)", kind="None"))
+        with file.open("a") as opened:
+            opened.write(f"\ndef scaled(x): return x * {factor}\n")
+        code, made = compile(file.read_text(), str(file), "exec"), ModuleType("loaded")  # not in sys.modules
+        exec(code, vars(made))
+        model = made.Block().eval()
+        assert exports.during(lambda model=model: runs_as_eager(model, tmp_path))[0] == count
+
+
 def test_a_llama_of_plain_attention_is_saved(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -6,8 +6,10 @@ import contextvars
 import copy
 import gc
 import itertools
+import os
 import pickle
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from races import DelayedQueues
 from torch import nn
 
 import graphplan
+from graphplan.runtime.module.module_state import Turns
 from graphplan.runtime.simulate.simulated_backend import SimulationMode
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.runtime.weights.weight_streams import ModuleStreams
@@ -359,6 +362,29 @@ def test_threads_take_turns(pin: dict[str, Any]) -> None:
         turns = sum(1 for _ in itertools.groupby(seen))
         assert turns <= calls * count  # nobody was let in within a call
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
+    turns = Turns()
+    begun, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns:
+            begun.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        with turns, turns:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    end.set()
+    thread.join()
+    assert status == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

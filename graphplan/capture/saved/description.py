@@ -2,10 +2,10 @@
 
 Two processes in which it is the same trace the same graph. Attributes are described by value, all the way
 down. Code of the user is described by its bytecode, its file, and what it refers to, wherever that is
-defined. Code of installed packages is described by bytecode, by the sizes and times of all files of the
-package, and by what the user has put into its modules; of the classes of the model itself, what their methods
-refer to is looked at too, so that a function that another package has replaced is noticed. Torch and Python
-are described by their versions, and by what is replaced in torch.
+defined. Code of installed packages is described by bytecode, and by what the user has put into the modules of
+the package; of the classes of the model itself, what their methods refer to is looked at too, so that a
+function that another package has replaced is noticed. Torch and Python are described by their versions, and
+by what is replaced in torch. Code that is deeper is left to :mod:`graphplan.capture.saved.source_files`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from graphplan.capture.saved.code_objects import (
     package_of,
 )
 from graphplan.capture.saved.plain_values import NotSavedError
+from graphplan.capture.saved.source_files import state_of
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
@@ -191,7 +192,7 @@ class Description:
             if is_of_versions(file):
                 self._replaced(one)
                 continue
-            self._package(file)
+            self._file(file)
             for name, value in vars(one).items():
                 function = function_of(value)
                 if function is not None:
@@ -249,7 +250,7 @@ class Description:
         if is_of_versions(code.co_filename):
             return
         self.note(*code_parts(code))
-        self._package(code.co_filename)
+        self._file(code.co_filename)
         if not is_installed(code.co_filename):
             self.add((function.__defaults__, function.__kwdefaults__), f"the defaults of {where}")
             for name, value in globals_of(function):
@@ -295,15 +296,16 @@ class Description:
         else:
             self.note(_name(type(value)))
 
-    def _package(self, file: str) -> None:
-        """Hash what the user has put into the modules of the installed package that a file is of."""
+    def _file(self, file: str) -> None:
+        """Hash a file of the user; of an installed package, what the user has put into its modules."""
         package = package_of(file) if is_installed(file) else ""
-        if ("package", package) in self._seen:
+        if ("file", package or file) in self._seen:
             return
-        self._seen["package", package] = 0
-        for _, module in (
-            sorted(sys.modules.copy().items()) if package else ()
-        ):  # other threads import meanwhile
+        self._seen["file", package or file] = 0
+        if not package:
+            self.note("file", state_of(file))
+            return
+        for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
             # built-in modules have no file, and what blocks an import is no module
             other = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
             if other and (other == package or other.startswith(f"{package}/")):

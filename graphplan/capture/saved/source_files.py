@@ -26,7 +26,7 @@ def loaded_files() -> dict[str, tuple[str, str]]:
     for name, module in sys.modules.copy().items():  # other threads import meanwhile
         file = _file_of(module)
         if file and not is_of_versions(file):
-            found[name] = file, _state(file)
+            found[name] = file, state_of(file)
     return found
 
 
@@ -34,7 +34,7 @@ def changed_file(files: Mapping[str, tuple[str, str]]) -> str | None:
     """The first of these that has changed, or that is not where this process has its module from."""
     for name, (file, state) in files.items():
         here = _file_of(sys.modules.get(name))
-        if _state(file) != state or (name != "__main__" and here not in (None, file)):
+        if state_of(file) != state or (name != "__main__" and here not in (None, file)):
             return file
     return None
 
@@ -44,8 +44,8 @@ def _file_of(module: types.ModuleType | None) -> str | None:
     return getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
 
 
-def _state(file: str) -> str:
-    """Code may come from an archive, or from a file that is gone: then it has no state."""
+def state_of(file: str) -> str:
+    """What a file is, to be compared; code may come from an archive, or from a file that is gone."""
     if not os.path.isfile(file):
         return ""
     if is_installed(file):

@@ -24,19 +24,19 @@ from torch import fx, nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.symbolic_numbers import symbolic_numbers
+from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
 from graphplan._compat.torch import hide_tracer
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
-from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import flatten, flatten_with_path, know_containers, leaves_of, tell_torch
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
+from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.errors import CaptureError, InputError
@@ -116,7 +116,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
     with (
         _without_marks(call.tensors),
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
-        patched(*(Patch.of(*one) for one in symbolic_numbers()), *lengths_vary()),
+        patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad)
     paths = ["L" + pytree.keystr(path) for path, _ in flatten_with_path(given)]

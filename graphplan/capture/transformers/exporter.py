@@ -24,6 +24,7 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import hide_tracer
 from graphplan._compat.transformers import export_patches
 from graphplan.capture.captured_graph import bound_call
@@ -143,6 +144,7 @@ def _patched_for_export(
         torch.set_grad_enabled(keep_grad),
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
         patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)),
+        patched(*(Patch.of(*one) for one in plain_comparisons())),
         masks_as_in_eager(),
         segments_as_in_eager(uniform=uniform),
         recurrences_whole(module),

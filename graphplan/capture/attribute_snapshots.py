@@ -1,0 +1,130 @@
+"""What modules have as attributes, down to what containers hold: kept, compared, put back.
+
+A trace and a trial run ``forward``, which may count its calls or set flags, and are no call of the model::
+
+    before = attributes_of(model)
+    model(x)                           self.calls["train"] += 1
+    put_back(before)                   its names: ["calls"]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+TORCHS = {*vars(nn.Module()), "forward"}
+"""Attributes of modules that are torch's, and ``forward``, which a trace replaces."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A value as it was.
+
+    Attributes:
+        value: the object itself.
+        keys: of a dict.
+        parts: of a list, tuple, set or dict; of an array the elements, None of anything else.
+    """
+
+    value: Any
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Snapshot, ...] | np.ndarray | None = None
+
+    def is_of(self, value: Any) -> bool:
+        """Whether this object, and what is in it, is the same as then."""
+        if value is not self.value:
+            return False
+        if self.parts is None:
+            return True
+        if isinstance(self.parts, np.ndarray):
+            return bool(np.array_equal(self.parts, value, equal_nan=self.parts.dtype.kind in "fc"))
+        keys, items = _keys_and_items(value)
+        same = len(keys) == len(self.keys) and all(map(_is_key, keys, self.keys))
+        return same and len(items) == len(self.parts) and all(p.is_of(i) for p, i in zip(self.parts, items))  # noqa: B905
+
+    def put_back(self) -> Any:
+        """The object, with what was in it."""
+        if isinstance(self.parts, np.ndarray):
+            self.value[...] = self.parts
+        elif self.parts is not None and not self.is_of(self.value):
+            items = [part.put_back() for part in self.parts]
+            if isinstance(self.value, dict):
+                self.value.clear()
+                self.value.update(zip(self.keys, items, strict=True))
+            elif not isinstance(self.value, tuple | frozenset):
+                self.value.clear()
+                self.value.update(items) if isinstance(self.value, set) else self.value.extend(items)
+        return self.value
+
+    def leaves(self) -> Iterator[Any]:
+        """What is in it that holds nothing else."""
+        if isinstance(self.parts, tuple):
+            for part in self.parts:
+                yield from part.leaves()
+        else:
+            yield self.value
+
+    def plain(self) -> Any:
+        """Its numbers, texts and flags, to be compared by ``==``."""
+        if isinstance(self.parts, np.ndarray):
+            return str(self.parts.dtype), self.parts.shape, self.parts.tobytes()
+        if self.parts is not None:
+            found = [part.plain() for part in self.parts]
+            is_set = isinstance(self.value, set | frozenset)
+            return list(map(repr, self.keys)), sorted(found, key=repr) if is_set else found
+        return (type(self.value), repr(self.value)) if isinstance(self.value, _PLAIN) else None
+
+
+def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:
+    """A value as it is now; ``around`` are ids of the containers that it is in, which it may be again."""
+    if type(value) is np.ndarray and value.dtype != object:
+        return Snapshot(value, (), value.copy())
+    if not isinstance(value, list | tuple | dict | set | frozenset | deque) or id(value) in around:
+        return Snapshot(value)
+    keys, items = _keys_and_items(value)
+    return Snapshot(value, keys, tuple(snapshot(item, around | {id(value)}) for item in items))
+
+
+def _keys_and_items(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return tuple(value), tuple(value.values())
+    items = sorted(value, key=id) if isinstance(value, set | frozenset) else value
+    return (), tuple(items)
+
+
+def _is_key(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+Attributes = list[tuple[nn.Module, dict[str, Snapshot]]]
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """For each module of a tree, the attributes that are not torch's."""
+    return [
+        (part, {name: snapshot(value) for name, value in vars(part).items() if name not in TORCHS})
+        for part in module.modules()
+    ]
+
+
+def put_back(before: Attributes) -> list[str]:
+    """Undo changes of attributes; their names."""
+    changed = []
+    for part, known in before:
+        table = vars(part)
+        for name in [name for name in table if name not in known and name not in TORCHS]:
+            changed.append(name)
+            del table[name]
+        for name, kept in known.items():
+            if name not in table or not kept.is_of(table[name]):
+                changed.append(name)
+                table[name] = kept.put_back()
+    return changed
