@@ -61,7 +61,7 @@ class RunningCalls:
             self._ended.wait_for(lambda: all(thread == here for thread in self._threads))
 
 
-class Turns:
+class CallTurns:
     """A lock that one thread may take several times; in a child made by fork, nobody has it."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class ModuleState:
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict)
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
-    turns: Turns = field(default_factory=Turns)
+    turns: CallTurns = field(default_factory=CallTurns)
     step: Differentiation | None = None
     move: MoveWeights | None = None
     running: RunningCalls = field(default_factory=RunningCalls)
@@ -198,7 +198,7 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = Modulewise(list(self.modulewise.forms))
-        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, Turns()
+        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, CallTurns()
         copied.running = RunningCalls()
         return copied
 

@@ -238,7 +238,7 @@ class Last(nn.Module):
         return h
 
 
-class Turns(nn.Module):
+class CallTurns(nn.Module):
     """Assigns a view of the buffer itself."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ TRACED = {
     "of another": OfAnother,
     "recurrent": Recurrent,
     "one to the other": Last,
-    "a view of itself": Turns,
+    "a view of itself": CallTurns,
     "in place": InPlace,
 }
 BY_MODULES = {"None at first": Keeps, "larger each time": Grows, "once": Drops}

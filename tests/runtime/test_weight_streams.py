@@ -23,7 +23,7 @@ from races import DelayedQueues
 from torch import nn
 
 import graphplan
-from graphplan.runtime.module.module_state import Turns
+from graphplan.runtime.module.module_state import CallTurns
 from graphplan.runtime.simulate.simulated_backend import SimulationMode
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.runtime.weights.weight_streams import ModuleStreams
@@ -365,7 +365,7 @@ def test_threads_take_turns(pin: dict[str, Any]) -> None:
 
 
 def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
-    turns = Turns()
+    turns = CallTurns()
     begun, end = threading.Event(), threading.Event()
 
     def hold() -> None:
