@@ -238,7 +238,7 @@ class Last(nn.Module):
         return h
 
 
-class CallTurns(nn.Module):
+class Turns(nn.Module):
     """Assigns a view of the buffer itself."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ TRACED = {
     "of another": OfAnother,
     "recurrent": Recurrent,
     "one to the other": Last,
-    "a view of itself": CallTurns,
+    "a view of itself": Turns,
     "in place": InPlace,
 }
 BY_MODULES = {"None at first": Keeps, "larger each time": Grows, "once": Drops}
