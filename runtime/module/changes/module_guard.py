@@ -65,9 +65,12 @@ class _Snapshot:
         sized += (*reading.tables, *reading.namespaces.values())
         self._sized = [table for key, table in {id(one): one for one in sized}.items() if key not in hooks]
         self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
-        self._names = list(chain.from_iterable(reading.children))
-        self._children = list(chain.from_iterable(map(dict.values, reading.children)))
-        self._weights = list(chain.from_iterable(map(dict.values, reading.weights)))
+        # most tables are empty; one that is no longer has another size
+        self._child_tables = [table for table in reading.children if table]
+        self._weight_tables = [table for table in reading.weights if table]
+        self._names = list(chain.from_iterable(self._child_tables))
+        self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
+        self._weights = list(chain.from_iterable(map(dict.values, self._weight_tables)))
         self._tensors = [tensor for tensor in self._weights if tensor is not None]
         self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
@@ -88,9 +91,9 @@ class _Snapshot:
                 and len(vars(module)) == self._root_size
                 and list(map(len, self._sized)) == self._sizes
                 and list(map(type, reading.parts)) == self._types
-                and list(chain.from_iterable(reading.children)) == self._names
-                and all(map(is_, chain.from_iterable(map(dict.values, reading.children)), self._children))
-                and all(map(is_, chain.from_iterable(map(dict.values, reading.weights)), self._weights))
+                and list(chain.from_iterable(self._child_tables)) == self._names
+                and all(map(is_, chain.from_iterable(map(dict.values, self._child_tables)), self._children))
+                and all(map(is_, chain.from_iterable(map(dict.values, self._weight_tables)), self._weights))
                 and list(map(_shape, self._tensors)) == self._shapes
                 and list(map(_version, reading.tensors)) == self._versions
                 and list(reading.containers.values()) == self._contents
