@@ -232,7 +232,8 @@ def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[
             for node in place:
                 arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
-    return texts, [(str(tensor.dtype), tensor.tolist()) for tensor in _read(program)]
+    read = [one.detach() for one in _read(program)]
+    return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]
 
 
 def _put(change: _Change, value: Any) -> None:

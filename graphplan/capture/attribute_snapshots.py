@@ -47,8 +47,11 @@ class Snapshot:
         if isinstance(self.parts, np.ndarray):
             return bool(np.array_equal(self.parts, value, equal_nan=self.parts.dtype.kind in "fc"))
         keys, items = _keys_and_items(value)
-        same = len(keys) == len(self.keys) and all(map(_is_key, keys, self.keys))
-        return same and len(items) == len(self.parts) and all(p.is_of(i) for p, i in zip(self.parts, items))  # noqa: B905
+        if (len(keys), len(items)) != (len(self.keys), len(self.parts)) or not all(
+            map(_is_key, keys, self.keys)
+        ):
+            return False
+        return all(part.is_of(item) for part, item in zip(self.parts, items, strict=True))
 
     def put_back(self) -> Any:
         """The object, with what was in it."""

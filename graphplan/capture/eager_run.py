@@ -67,13 +67,18 @@ def untouched(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
     """A block after which parameters have the values that they had; those that are written to are copied."""
-    written = _BeforeWrites(models)
+    parameters: list[torch.Tensor] = [parameter for model in models for parameter in model.parameters()]
+    memories = [parameter.data for parameter in parameters]
+    written = _BeforeWrites(parameters)
     try:
         with written:
             yield
     finally:
+        for parameter, data in zip(parameters, memories, strict=True):
+            if memory_of(parameter) != memory_of(data):  # its ``.data`` was assigned
+                parameter.data = data
         with torch.no_grad():
-            for parameter, before in written.kept.values():
+            for parameter, before in written.kept:
                 parameter.copy_(before)
 
 
@@ -82,26 +87,31 @@ class _BeforeWrites(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        self._parameters = {memory_of(parameter): parameter for parameter in parameters}
-        self.kept: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parameters: dict[Any, list[torch.Tensor]] = {}  # by the memory, which several may share
+        for parameter in parameters:
+            self._parameters.setdefault(memory_of(parameter), []).append(parameter)
+        self._parameters.pop(None, None)  # wrappers of others, and what has no elements
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            for tensor in leaves_of((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    self._keep(memory_of(tensor))
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}  # defaults are left out
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in leaves_of(given.get(argument.name)):
+                        self._keep(tensor)
         return func(*args, **kwargs)
 
-    def _keep(self, memory: Any) -> None:
-        if memory is not None and memory in self._parameters and memory not in self.kept:
-            parameter = self._parameters[memory]
-            self.kept[memory] = parameter, parameter.detach().to("cpu", copy=True)
+    def _keep(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            found = self._parameters.pop(memory_of(tensor), [])  # once is enough
+            self.kept += [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in found]
 
 
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:

@@ -232,7 +232,10 @@ class GraphReader:
         return Graph(*parts, find_together(Graph(*parts)))
 
     def _bytes_of_states(self) -> list[int]:
-        """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of."""
+        """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of.
+
+        Not of a cache to which this call adds tensors: which of them is a later one of which, nobody knows.
+        """
         own = [described.copy_bytes for _, described in self.states]
         count = self.capture.out_spec.children()[1].num_leaves if self.capture.caches else 0
         last = self.capture.outputs[-count:] if count else ()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.capture.eager_run import unwritten
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -561,6 +562,7 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
     "data": lambda layer: layer.weight.data.mul_(0.5),
     "detached": lambda layer: layer.weight.detach()[0].mul_(0.5),
     "foreach": lambda layer: torch._foreach_mul_([layer.weight, layer.bias], 0.5),
+    "assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data * 0.5),
     "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 0.5)),
 }
 
@@ -575,6 +577,18 @@ class Writes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         WRITES[self.kind](self.linear)
         return self.linear(x) if bool(x.sum() > 1e6) else self.linear(x) * 2
+
+
+@torch.no_grad()
+def test_weights_over_one_memory_are_all_as_before() -> None:
+    flat = torch.arange(8.0)
+    model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
+    read = nn.Parameter(torch.ones(4))
+    model.append(read)
+    with unwritten(model):
+        torch.add(read, 1, out=flat[:4])
+        model[1].mul_(2).add_(read)
+    assert torch.equal(flat, torch.arange(8.0))
 
 
 @pytest.mark.parametrize("kind", WRITES)
