@@ -40,7 +40,8 @@ class ModuleGuard:
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
-        return self._seen.hook_count() > self._traced_hooks or any(global_hooks())
+        more = any(self._seen.reading.hooks) and self._seen.hook_count() > self._traced_hooks  # most have none
+        return more or any(global_hooks())
 
     def difference(self, module: nn.Module) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is."""
@@ -63,9 +64,9 @@ class _Snapshot:
         hooks = set(map(id, reading.hooks))  # more of them are no change
         sized: tuple[Any, ...] = (*map(vars, reading.parts), *reading.children, *reading.weights)
         sized += (*reading.tables, *reading.namespaces.values())
-        self._sized = [table for key, table in {id(one): one for one in sized}.items() if key not in hooks]
+        sized = tuple(table for key, table in {id(one): one for one in sized}.items() if key not in hooks)
+        self._sized, self._empty = [table for table in sized if table], [one for one in sized if not one]
         self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
-        # most tables are empty; one that is no longer has another size
         self._child_tables = [table for table in reading.children if table]
         self._weight_tables = [table for table in reading.weights if table]
         self._names = list(chain.from_iterable(self._child_tables))
@@ -89,6 +90,7 @@ class _Snapshot:
                 all(map(is_, map(getitem, repeat(vars(module)), reading.root), reading.root.values()))
                 and all(map(is_, map(getitem, reading.tables, reading.keys), self._values))
                 and len(vars(module)) == self._root_size
+                and not any(self._empty)
                 and list(map(len, self._sized)) == self._sizes
                 and list(map(type, reading.parts)) == self._types
                 and list(chain.from_iterable(self._child_tables)) == self._names
