@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import round_up
@@ -162,6 +163,8 @@ class _Tracker(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         self.flops += _flops(func, args, kwargs or {}, out)
+        if func is aten.view.default:
+            return out.as_strided(out.shape, _viewed_strides(args[0], args[1]))
         if func in _ELEMENTWISE or func is aten.col2im.default:
             out = self._in_whole_storage(func, args, out)
         self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
@@ -191,6 +194,14 @@ class _Tracker(TorchDispatchMode):
         self.live.count([*results, workspace])
         self.flops += flops
         return results
+
+
+def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of torch's kernels: fakes have others in dimensions of size 1, which decide how a convolution
+    lays its result out.
+    """
+    with untraced():
+        return torch.empty_strided(fake.shape, fake.stride(), device="meta").view(shape).stride()
 
 
 def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:

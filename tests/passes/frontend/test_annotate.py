@@ -237,6 +237,25 @@ def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
         assert usual.operations["reshape"].bytes_accessed == 0  # as where it costs least
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_view_of_one_image_has_the_strides_of_the_kernel(batch: int) -> None:
+    # seen on Segformer: fakes give a batch of one a stride by which convolutions take it for channels-last
+    class Convolves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            image = tokens.transpose(1, 2).view(-1, 8, 2, 2)
+            return self.conv(image).flatten(2).transpose(1, 2)
+
+    model, tokens = Convolves(), torch.randn(batch, 4, 8)
+    dense = model(tokens).is_contiguous()
+    assert dense is (batch == 2)
+    graph = graph_of(nn.Sequential(model, Computes(lambda x: x.reshape(-1))), tokens)
+    assert (graph.values["reshape"].alias_of is not None) is dense
+
+
 @pytest.mark.parametrize(
     ("shape", "stride"),
     [
