@@ -168,7 +168,7 @@ def _with_examples(
     failures: dict[str, Exception] = {}
     if exporter and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
-            return _through_transformers(model_copy, host, keep_grad)
+            return _through_transformers(model_copy, host, keep_grad, sizes)
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
     vary = exporter and not failures and model_copy.entry not in model_copy.fixed
@@ -232,9 +232,11 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
                     tensor.copy_(values)
 
 
-def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:
+def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool, sizes: bool) -> Capture:
     with quiet():
-        exported = export_transformers(model_copy.module, model_copy.method, call, keep_grad=keep_grad)
+        exported = export_transformers(
+            model_copy.module, model_copy.method, call, keep_grad=keep_grad, sizes=sizes
+        )
     if exported.fixed is not None:
         _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(exported.fixed)})")
     given, traced = call.kwargs, exported.traced.kwargs

@@ -31,7 +31,15 @@ from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.export_here import export
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
-from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, Roles, conditions, shapes_for, text_roles
+from graphplan.capture.sizes.dynamic_axes import (
+    BATCH,
+    LENGTH,
+    SIZE,
+    Roles,
+    conditions,
+    shapes_for,
+    text_roles,
+)
 from graphplan.capture.structure import (
     flatten,
     flatten_with_path,
@@ -74,20 +82,30 @@ class Exported:
     fixed: Exception | None = None
 
 
-def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool) -> Exported:
+def export_transformers(
+    module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, sizes: bool
+) -> Exported:
     """Trace a call of a method of a transformers model, or of a submodule, with many axes dynamic.
+
+    ``sizes``: whether other axes than batches and lengths are dynamic too.
 
     Raises:
         Exception: whatever the model's own code or the tracer raises.
     """
-    try:
-        return _export(module, method, call, keep_grad=keep_grad, dynamic=True)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        failed = error.with_traceback(None)  # its frames hold the caller's tensors
-    return replace(_export(module, method, call, keep_grad=keep_grad, dynamic=False), fixed=failed)
+    failed: Exception | None = None
+    for varying in [(BATCH, LENGTH, SIZE), (BATCH, LENGTH)][not sizes :]:
+        try:
+            found = _export(module, method, call, keep_grad=keep_grad, varying=varying)
+            return replace(found, fixed=failed)
+        except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            failed = error.with_traceback(None)  # its frames hold the caller's tensors
+    return replace(_export(module, method, call, keep_grad=keep_grad, varying=()), fixed=failed)
 
 
-def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
+def _export(
+    module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]
+) -> Exported:
+    """``varying``: the roles of axes that are dynamic."""
     from transformers.exporters.utils import prepare_for_export  # optional package
 
     # with caches of their own: the exporter changes what it is given
@@ -95,9 +113,9 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     _, prepared, flags = prepare_for_export(module, given)
     inputs = dict(prepared)
     caches = tuple(name for name, value in inputs.items() if is_cache(value))
-    roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
+    roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
-    shapes = axes if dynamic else None
+    shapes = axes if varying else None
     original = getattr(module, method)
 
     @wraps(original)
@@ -176,15 +194,21 @@ def _batch(inputs: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _roles(name: str, value: Any, batch: int | None) -> list[Roles]:
-    """The roles of an argument's leaves."""
+def _roles(name: str, value: Any, batch: int | None, sizes: bool) -> list[Roles]:
+    """The roles of an argument's leaves; ``sizes``: of axes that are neither batch nor length too."""
     if is_cache(value):
         leaves, spec = flatten(value)
         return [
             _cache_roles(leaf, grows, batch)
             for leaf, grows in zip(leaves, _growing(layout_of(spec)), strict=True)
         ]
-    return [text_roles(name, leaf, batch) for leaf in leaves_of(value)]
+    return [{**(_sizes(leaf) if sizes else {}), **text_roles(name, leaf, batch)} for leaf in leaves_of(value)]
+
+
+def _sizes(leaf: Any) -> dict[int, str]:
+    """The axes of a tensor that are not of size 1, each a size."""
+    shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
+    return {axis: SIZE for axis, size in enumerate(shape) if size != 1}
 
 
 def _growing(layout: Any) -> Iterator[tuple[int, ...] | None]:

@@ -40,8 +40,8 @@ class ModuleGuard:
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
-        more = any(self._seen.reading.hooks) and self._seen.hook_count() > self._traced_hooks  # most have none
-        return more or any(global_hooks())
+        hooked = any(self._seen.reading.hooks)  # most tables are empty, and this is sooner known than a count
+        return (hooked and self._seen.hook_count() > self._traced_hooks) or any(global_hooks())
 
     def difference(self, module: nn.Module) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is."""
