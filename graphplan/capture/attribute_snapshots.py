@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-TORCHS = {*vars(nn.Module()), "forward"}
-"""Attributes of modules that are torch's, and ``forward``, which a trace replaces."""
+TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"}
+"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are what code adds: once,
+with a flag that says so, say."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
