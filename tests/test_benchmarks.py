@@ -265,7 +265,7 @@ def test_use_counts_what_is_read_and_lives_on_accelerators(instances: dict[str, 
     spec = problem.topology.devices[0]
     everywhere = dict.fromkeys(problem.graph.operations, 0)
     on_card = reside(problem, everywhere)
-    kept = sizes_of(problem.graph, spec)
+    kept = sizes_of(problem.graph)
     assert allocated_weights(problem, on_card) == sum(items(problem.graph, kept)) == sum(kept.values())
     assert offloaded_weights(problem, on_card) == 0
     # the evaluator's figure has one segment of the allocator more, not one for each weight of 1 to 10 MiB
@@ -355,8 +355,8 @@ def use_beside_buffers(measured: Measured, case: str) -> float:
     peaks = {spec.key: found.peaks[spec.key] for spec in specs}
     beside = {key: min(measured.activations, peak.nbytes - peak.weights) for key, peak in peaks.items()}
     capacities = [spec.room - beside[spec.key] - buffers.get(spec.key, 0) for spec in specs]
-    sizes = sorted(sizes_of(graph, specs[0]).values(), reverse=True)
-    assert pack(items(graph, sizes_of(graph, specs[0])), capacities).everything is False
+    sizes = sorted(sizes_of(graph).values(), reverse=True)
+    assert pack(items(graph, sizes_of(graph)), capacities).everything is False
     used = allocated_weights(Problem(graph, topology, CPU), found.schedule.assignment)
     return used / pack(sizes, capacities).most
 

@@ -123,10 +123,6 @@ class DeviceSpec:
         """The torch device; the CPU for ``"disk"``, whose weights are mapped into host memory."""
         return torch.device(CPU if self.type == DISK else self.device)
 
-    def rounded(self, nbytes: int) -> int:
-        """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
     def allocated(self, nbytes: int) -> int:
         """The most bytes that an allocator takes for a storage of ``nbytes``, among others.
 
@@ -134,7 +130,7 @@ class DeviceSpec:
         when the request is above 1 MiB (``CUDACachingAllocator.cpp``, ``should_split``).
         """
         slack = _MIB if self.type == "cuda" and nbytes > _MIB else 0
-        return self.rounded(nbytes) + slack
+        return round_up(nbytes) + slack
 
     def resident(self, sizes: Iterable[int]) -> int:
         """The most bytes that storages take which are allocated one after another and kept.
@@ -145,12 +141,12 @@ class DeviceSpec:
         """
         total = middle = 0
         for nbytes in sizes:
-            total += self.rounded(nbytes)
+            total += round_up(nbytes)
             if self.type == "cuda" and nbytes >= 10 * _MIB:
-                rest = -self.rounded(nbytes) % (2 * _MIB)
+                rest = -round_up(nbytes) % (2 * _MIB)
                 total += rest if rest <= _MIB else 0
             elif self.type == "cuda" and nbytes > _MIB:
-                middle += self.rounded(nbytes)
+                middle += round_up(nbytes)
         return total + -(-middle // (19 * _MIB)) * _MIB
 
     def resident_alone(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -241,5 +237,5 @@ class Topology:
 
 
 def round_up(nbytes: int) -> int:
-    """The fewest whole steps, in bytes, that hold ``nbytes``."""
+    """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -144,7 +144,7 @@ class _Sweep:
             if weight.kind in ("constant", "cache") or whole != key:
                 sizes[key].append(weight.nbytes)  # an allocation of its own
             if weight.kind not in ("constant", "cache"):
-                arenas[whole] += self.specs[whole].rounded(weight.nbytes)
+                arenas[whole] += round_up(weight.nbytes)
             sizes[key] += weight.beside
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _LASTING

@@ -18,10 +18,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.devices.topology import DeviceKey, DeviceSpec
+from graphplan.devices.topology import DeviceKey, DeviceSpec, round_up
 from graphplan.ir.liveness import step_bytes, steps_together
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement.folding import fold, folded_order, is_step
+from graphplan.passes.placement.folding import fold, folded_order
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
@@ -102,7 +102,7 @@ class Arrays:
     @classmethod
     def of_search(cls, problem: Problem, params: SearchParams) -> Arrays:
         """Those that placements are searched on: of a training step, folded."""
-        folded = is_step(problem.graph)
+        folded = problem.graph.trains
         return cls(fold(problem) if folded else problem, params, folded=folded)
 
     def _read_links(self) -> None:
@@ -337,10 +337,10 @@ class Arrays:
         """(devices that compute,) most bytes at once."""
         found = self._read_peaks(devices, chosen)
         if self.unread:
-            number, extra = self.number, np.zeros(len(self.keys))
+            extra = np.zeros(len(self.keys))
             sizes = {weight.name: weight.held_bytes for weight in self.unread}
             for name, key in self._fill(found).items():
-                extra[number[key]] += self.specs[number[key]].rounded(sizes[name])
+                extra[self.number[key]] += round_up(sizes[name])
             home = self.homes(devices, chosen)
             found += self.resident(home, extra) - self.resident(home)
         return found
@@ -450,8 +450,7 @@ class Arrays:
 
     @cached_property
     def _arena_bytes(self) -> Floats:
-        spec = self.specs[0]
-        return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
+        return np.array([float(round_up(w.nbytes)) for w in self.weights])
 
     @cached_property
     def copies(self) -> Ints:
@@ -465,8 +464,7 @@ class Arrays:
     @cached_property
     def weight_bytes(self) -> Floats:
         """(weights,) bytes in a device's storage of weights, and beside it."""
-        spec = self.specs[0]
-        return np.array([float(sum(map(spec.rounded, (w.nbytes, *w.beside)))) for w in self.weights])
+        return np.array([float(sum(map(round_up, (w.nbytes, *w.beside)))) for w in self.weights])
 
     def stored_bytes(self, items: Sequence[int]) -> float:
         """Bytes of these weights in a device's storage of weights."""

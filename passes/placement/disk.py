@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
@@ -62,7 +62,7 @@ class _DiskPlacement:
         weights = problem.graph.weights
         settled = [n for n, key in problem.fixed_weights.items() if key == DISK and n in weights]
         free = [name for name in weights if self._may_leave(name)]
-        extra = min(disk.room, sum(disk.rounded(weights[name].nbytes) for name in [*settled, *free]))
+        extra = min(disk.room, sum(round_up(weights[name].nbytes) for name in [*settled, *free]))
         if not extra:
             try:
                 return self._in_memory()
@@ -147,7 +147,6 @@ class _DiskPlacement:
             if homes[name] == cpu:
                 together.setdefault(self.problem.graph.consumers.get(name, ()), []).append(name)
         left = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
-        spec = self.problem.topology[DISK]
         for _ in range(2 * SearchParams().retries):
             over = 0 if cpu is None else found.excess.get(cpu, 0)
             if over <= 0 or not left:
@@ -155,7 +154,7 @@ class _DiskPlacement:
             while over > 0 and left:
                 for name in left.pop():
                     homes[name] = DISK
-                    over -= spec.rounded(self.problem.graph.weights[name].nbytes)
+                    over -= round_up(self.problem.graph.weights[name].nbytes)
             found = evaluate(self.problem, replace(assignment, weights=dict(homes)))
         return found
 

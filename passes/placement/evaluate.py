@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from graphplan.devices.topology import DeviceKey
+from graphplan.devices.topology import DeviceKey, round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.liveness import Memory, Peak, measure_memory
 from graphplan.ir.schedule import Assignment, Schedule
@@ -102,7 +102,7 @@ def evaluate_filled(problem: Problem, assignment: Assignment, unread: Sequence[W
     }
     for weight in unread:
         home = found.assignment.weights[weight.name]
-        free[home] += problem.topology[home].rounded(weight.held_bytes)
+        free[home] += round_up(weight.held_bytes)
     homes = fill(unread, problem.topology, free)
     return evaluate(problem, replace(assignment, weights={**assignment.weights, **homes}))
 

@@ -19,11 +19,6 @@ from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
 
-def is_step(graph: Graph) -> bool:
-    """Whether a graph has a backward pass."""
-    return any(operation.backward for operation in graph.operations.values())
-
-
 def fold(problem: Problem) -> Problem:
     """The same problem, with what belongs to an operation of the forward pass tied to it."""
     groups: dict[str, list[str]] = {}

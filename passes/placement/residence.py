@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.devices.topology import DeviceKey, Topology, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Assignment
@@ -99,7 +99,7 @@ def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, 
     """
     homes, free, cpu = dict[str, DeviceKey](), dict(free), cpu_key(topology)
     for weight in sorted(unread, key=lambda w: -w.held_bytes):
-        nbytes = topology[next(iter(free))].rounded(weight.held_bytes)
+        nbytes = round_up(weight.held_bytes)
         roomiest = max(free, key=lambda key: free[key])
         home = cpu if cpu is not None and nbytes <= free[cpu] else roomiest
         free[home] -= nbytes

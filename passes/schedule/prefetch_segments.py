@@ -281,7 +281,7 @@ def _prefetch_buffer(
     for index, (span, slot) in enumerate(zip(spans, slot_of, strict=True)):
         *offsets, nbytes = _offsets(graph, span.weights)
         segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
-        sizes[slot] = max(sizes[slot], spec.rounded(nbytes))
+        sizes[slot] = max(sizes[slot], round_up(nbytes))
         last[slot] = index
     return PrefetchBuffer(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from placement_api import Evaluation, Problem, evaluate
 from random_problems import groups_of
 
-from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.cost_model import move_seconds, operation_seconds
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
@@ -155,7 +155,7 @@ class Brute:
     def _settle(self, rows: Rows, name: str, home: int) -> None:
         rows.home[:, self.weights.index(name)] = home
         rows.there[:, self.index[name], home] = True
-        rows.kept[:, home] += self.specs[home].rounded(self.problem.graph.weights[name].nbytes)
+        rows.kept[:, home] += round_up(self.problem.graph.weights[name].nbytes)
 
     def _run(self, rows: Rows, operation: Operation, step: int, device: int, limit: float) -> Rows:
         graph, spec = self.problem.graph, self.specs[device]
@@ -168,7 +168,7 @@ class Brute:
                 rows.clock += np.where(missing, self._move_seconds(rows, name, spec.key), 0.0)
             else:
                 self._bring(rows, name, missing, device, arrived)
-                held += np.where(missing, spec.rounded(graph.weights[name].nbytes), 0)
+                held += np.where(missing, round_up(graph.weights[name].nbytes), 0)
             rows.there[:, self.index[name], device] = True
         rows.clock = np.maximum(rows.clock, arrived) + self.seconds[step][device]
         for name in operation.outputs:

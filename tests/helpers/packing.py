@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from graphplan.devices.topology import DeviceSpec
+from graphplan.devices.topology import round_up
 from graphplan.ir.graph import Graph
 
 _UNITS = 2_000_000  # steps in which a capacity is counted
@@ -32,10 +32,10 @@ class Packing:
     everything: bool | None
 
 
-def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
+def sizes_of(graph: Graph) -> dict[str, int]:
     """Bytes that each weight that is read takes of a device's allocation."""
     read = [weight for weight in graph.weights.values() if weight.name in graph.consumers]
-    return {weight.name: spec.rounded(weight.nbytes) for weight in read}
+    return {weight.name: round_up(weight.nbytes) for weight in read}
 
 
 def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:

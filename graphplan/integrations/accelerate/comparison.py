@@ -24,7 +24,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import CPU, DISK, DeviceKey
+from graphplan.devices.topology import CPU, DISK, DeviceKey, round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment, Load, Schedule
@@ -197,9 +197,8 @@ def allocated_weights(problem: Problem, assignment: Assignment) -> int:
     That is what the evaluator counts for them (see :mod:`graphplan.ir.liveness`), but for what the allocator
     keeps of each device's allocation as a whole.
     """
-    specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
-    placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in read_weights(problem))
-    return sum(spec.rounded(nbytes) for nbytes, spec in placed if spec is not None)
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return sum(round_up(w.nbytes) for w in read_weights(problem) if assignment.weights[w.name] in keys)
 
 
 # -- device maps of others -----------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class MachineStage(Generic[AnyPlan]):
     @property
     def trains(self) -> bool:
         """Whether it runs a backward pass."""
-        return _trains(self.plan)
+        return self.plan.graph.trains
 
     def held_bytes(self, spec: DeviceSpec) -> int:
         """The most bytes that the stage holds on a device of its machine."""
@@ -82,12 +82,8 @@ def stage_seconds(plan: PlanData, sent: float, *, trains: bool) -> StageSeconds:
     whole, operations = plan.makespan, plan.graph.operations
     if not trains:
         return StageSeconds(whole, None, sent)
-    if not _trains(plan):
+    if not plan.graph.trains:
         return StageSeconds(whole, 0.0, sent)
     runs = (event for event in plan.timeline.events if event.kind == "run")
     forward = next(event.start for event in runs if operations[event.name].backward)
     return StageSeconds(forward, whole - forward, sent)
-
-
-def _trains(plan: PlanData) -> bool:
-    return any(operation.backward for operation in plan.graph.operations.values())

@@ -8,7 +8,7 @@ from graphplan.devices.topology import CPU
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.folding import fold, folded_order, is_step
+from graphplan.passes.placement.folding import fold, folded_order
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def step() -> Graph:
 
 def test_each_operation_of_the_backward_pass_is_beside_its_own() -> None:
     graph = step()
-    assert is_step(graph)
+    assert graph.trains
     assert folded_order(graph)[:4] == ["a0", "b0", "a1", "b1"]
     assert set(fold(Problem(graph, cards(2), CPU)).graph.together) == {
         frozenset({f"a{i}", f"b{i}"}) for i in range(LAYERS)
