@@ -133,6 +133,12 @@ def function_of(node: torch.autograd.function.BackwardCFunction) -> Any:
     return private(node, "_forward_cls", "torch", _TESTED)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tensors of one memory have in common, on the meta device too."""
+    known: int = tensor.untyped_storage()._cdata
+    return known
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
     found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch", _TESTED)(tensor)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphplan._compat.torch import storage_of
 from graphplan.capture.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.structure import Seen, flatten, unflatten
@@ -99,9 +100,9 @@ class AssignedState:
             else:
                 new[name] = value
         tables = self._buffers.values() if new else ()
-        storages = {_storage(buffer) for one in tables for buffer in one.values()}
+        storages = {storage_of(x) for one in tables for x in one.values() if x is not None}
         for name, value in new.items():
-            if _storage(value) in storages:  # which is about to be written to
+            if storage_of(value) in storages:  # which is about to be written to
                 table[name] = value.clone()
         for name in new:
             before[name].copy_(table[name].detach())  # what follows reads what was assigned
@@ -216,9 +217,9 @@ def _writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, s
     """The operations that write to weights and buffers, and to which."""
     signature, nodes = program.graph_signature, program.graph.nodes
     state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    storages = {_storage(node.meta["val"]): node.name for node in nodes if node.name in state}
+    storages = {storage_of(node.meta["val"]): node.name for node in nodes if node.name in state}
     written = (
-        (node.target, _storage(node.all_input_nodes[0].meta["val"])) for node in nodes if _writes(node)
+        (node.target, storage_of(node.all_input_nodes[0].meta["val"])) for node in nodes if _writes(node)
     )
     return [(str(target), storages[storage]) for target, storage in written if storage in storages]
 
@@ -263,10 +264,6 @@ def _matters(node: fx.Node) -> bool:
 def _version(value: torch.Tensor) -> int:
     """How often it was written to; in inference mode nobody counts."""
     return -1 if value.is_inference() else value._version
-
-
-def _storage(value: torch.Tensor | None) -> int | None:
-    return None if value is None else value.untyped_storage()._cdata
 
 
 def _said(value: torch.Tensor | None) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan._compat.torch import storage_of
 from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
@@ -149,13 +150,12 @@ def _counted(
     model_copy: ModelCopy, leaves: Sequence[Any], mode: AbstractContextManager[Any], call: BoundCall
 ) -> int | None:
     tensors = [*model_copy.module.parameters(), *(x for x in leaves if isinstance(x, torch.Tensor))]
-    known, sizes = {tensor.untyped_storage()._cdata for tensor in tensors}, dict[int, int]()
+    known, sizes = {storage_of(tensor) for tensor in tensors}, dict[int, int]()
     held: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            sizes[storage._cdata] = storage.nbytes()
+        if (key := storage_of(tensor)) not in known:
+            sizes[key] = tensor.untyped_storage().nbytes()
             held.append(tensor)  # so that no other storage gets its address
         return tensor
 

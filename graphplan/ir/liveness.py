@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph import Graph
@@ -311,14 +312,14 @@ class LiveStorages:
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {storage_of(tensor) for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def count(self, results: Iterable[torch.Tensor]) -> None:
         """Take in what an operation has returned."""
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         for tensor in results:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known and storage._cdata not in self._live:
-                self._live[storage._cdata] = (StorageWeakRef(storage), round_up(storage.nbytes()))
+            key, storage = storage_of(tensor), tensor.untyped_storage()
+            if key not in self._known and key not in self._live:
+                self._live[key] = (StorageWeakRef(storage), round_up(storage.nbytes()))
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
@@ -95,15 +96,15 @@ def _stand_in(leaf: Any, device: torch.device) -> Any:
 
 def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
     """What an operation returned, and whose storage each of it is."""
-    owner = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(arguments)}
+    owner = {storage_of(tensor): index for index, tensor in enumerate(arguments)}
     first: dict[int, int] = {}
     results: list[OperationResult] = []
     for tensor in returned:
-        storage = tensor.untyped_storage()
-        argument = owner.get(storage._cdata, -1)
-        sibling = -1 if argument >= 0 else first.setdefault(storage._cdata, len(results))
+        key = storage_of(tensor)
+        argument = owner.get(key, -1)
+        sibling = -1 if argument >= 0 else first.setdefault(key, len(results))
         shared = sibling >= 0 and sibling != len(results)
-        nbytes = 0 if argument >= 0 or shared else storage.nbytes()
+        nbytes = 0 if argument >= 0 or shared else tensor.untyped_storage().nbytes()
         results.append(OperationResult(describe(tensor), nbytes, argument, sibling if shared else -1))
     return results
 

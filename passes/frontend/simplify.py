@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
 
 aten = torch.ops.aten
@@ -81,14 +82,14 @@ def _fold_lifted_constants(graph: fx.Graph) -> None:
 
 def _is_returned(constant: fx.Node) -> bool:
     """Whether the caller gets hold of this tensor, or of a view of it."""
-    memory = _val(constant).untyped_storage()._cdata
+    memory = storage_of(_val(constant))
     seen, pending = {constant}, [constant]
     while pending:
         for user in pending.pop().users:
             if user.op == "output":
                 return True
             values = pytree.tree_leaves(_val(user))
-            shares = any(isinstance(v, torch.Tensor) and v.untyped_storage()._cdata == memory for v in values)
+            shares = any(isinstance(v, torch.Tensor) and storage_of(v) == memory for v in values)
             if shares and user not in seen:
                 seen.add(user)
                 pending.append(user)

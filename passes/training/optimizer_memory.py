@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan._compat.torch import storage_of
 from graphplan.errors import InputError, first_line
 from graphplan.ir.liveness import LiveStorages
 
@@ -102,7 +103,7 @@ def _dry_steps(
         stepping.step()
     # a fused optimizer has its scalars beside the parameter, too
     mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in mine}
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in mine}
     return tuple(sizes.values()), watch.live.peak
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan._compat.torch import storage_of
 from graphplan.runtime.checkpoint.parallel_reads import Read
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
@@ -51,7 +52,7 @@ class DeferredReads(TorchDispatchMode):
     def __init__(self, sources: Sequence[FileTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in sources]
-        self._sources = {_memory(tensor): one for tensor, one in zip(self.tensors, sources, strict=True)}
+        self._sources = {storage_of(tensor): one for tensor, one in zip(self.tensors, sources, strict=True)}
         self._joined: dict[int, _Joined] = {}
 
     def __torch_dispatch__(
@@ -61,16 +62,16 @@ class DeferredReads(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             for written in (leaf for leaf in args if isinstance(leaf, torch.Tensor)):
-                self._sources.pop(_memory(written), None)
-                self._joined.pop(_memory(written), None)
+                self._sources.pop(storage_of(written), None)
+                self._joined.pop(storage_of(written), None)
         elif func in _CUTS:
-            self._joined[_memory(result)] = _Joined(result, *_CUTS[func](*args))
+            self._joined[storage_of(result)] = _Joined(result, *_CUTS[func](*args))
         return result
 
     def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Read] | None:
         """The reads that fill ``target`` with what the block has made; None where it must be computed."""
         order = _memory_order(made)
-        source, joined = self._sources.get(_memory(made)), self._joined.get(_memory(made))
+        source, joined = self._sources.get(storage_of(made)), self._joined.get(storage_of(made))
         whole = source if joined is None else joined.tensor
         if order is None or whole is None or made.dtype != whole.dtype:  # or its bytes as another dtype
             return None
@@ -99,12 +100,6 @@ class DeferredReads(TorchDispatchMode):
                 return None
             found += reads
         return found
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """What tensors of one memory have in common."""
-    known: int = tensor.untyped_storage()._cdata
-    return known
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.plan_data import PlanData
@@ -69,7 +70,7 @@ def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
     seen: dict[int, int] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.numel():
-            first = seen.setdefault(tensor.untyped_storage()._cdata, position)
+            first = seen.setdefault(storage_of(tensor), position)
             if first != position and {first, position} & program.changed:
                 names = program.signature.names
                 one, two = names[program.inputs[first]], names[program.inputs[position]]

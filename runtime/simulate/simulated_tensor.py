@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.dlpack import from_dlpack
 
+from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
 from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
@@ -67,18 +68,17 @@ class SimulatedTensor(torch.Tensor):
                 layout=elem.layout,
                 device=device,
             )
-        storage = elem.untyped_storage()
-        key = (storage._cdata, device.index)
+        key = (storage_of(elem), device.index)
         allocation = _allocations.get(key)
         if allocation is None:
-            allocation = _allocations[key] = _Allocation(device.index, storage)
+            allocation = _allocations[key] = _Allocation(device.index, elem.untyped_storage())
         made.elem, made.allocation = elem, allocation
         return made
 
     def apart(self) -> SimulatedTensor:
         """The same bytes under a storage of their own, within the allocation of this one's."""
         elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
-        key = (elem.untyped_storage()._cdata, self.device.index)
+        key = (storage_of(elem), self.device.index)
         part = _Allocation(self.device.index, elem.untyped_storage(), self.allocation)
         _allocations[key] = part
         return SimulatedTensor(elem, self.device)

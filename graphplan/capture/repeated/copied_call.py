@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import fake_like, is_made_in_code, new_constant, set_node, untraced
 from graphplan.capture.repeated.recorded_call import InnerCall, RecordedCall
 from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, take_apart
@@ -28,7 +29,7 @@ class CallCopy:
         self._nodes = dict(zip(recorded.nodes, other.nodes, strict=True))
         self._tensors = dict(zip(recorded.nodes, other.tensors, strict=True))
         self._storages = {
-            _storage(old): new for old, new in zip(recorded.tensors, other.tensors, strict=True)
+            storage_of(old): new for old, new in zip(recorded.tensors, other.tensors, strict=True)
         }
         *_, (self._old_path, _) = recorded.outer.values()
         *_, (self._path, _) = other.outer.values()
@@ -70,10 +71,10 @@ class CallCopy:
                 copied.meta = {**node.meta, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
                 self._nodes[node] = copied
                 if isinstance(value, torch.Tensor):
-                    if _storage(value) in self._storages:
+                    if storage_of(value) in self._storages:
                         copied.meta["val"] = self._stand_in(value)
                     else:
-                        self._inside.setdefault(_storage(value), []).append(node)
+                        self._inside.setdefault(storage_of(value), []).append(node)
 
     def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
         """The modules that would be being called: those around the copy, then those in the recorded call."""
@@ -93,7 +94,7 @@ class CallCopy:
         """
         if node not in self._tensors:
             value = node.meta["val"]
-            for same in self._inside.pop(_storage(value), ()):
+            for same in self._inside.pop(storage_of(value), ()):
                 self._nodes[same].meta["val"] = self._stand_in(same.meta["val"])
             made = self._nodes[node].meta["val"]
             if recorded.requires_grad:  # as what autograd has made, which may be written to
@@ -104,10 +105,10 @@ class CallCopy:
 
     def _stand_in(self, old: torch.Tensor) -> torch.Tensor:
         """A tensor like one of the recorded call, over the memory that stands for its memory."""
-        base = self._storages.get(_storage(old))
+        base = self._storages.get(storage_of(old))
         new = fake_like(old, base)
         if base is None:
-            self._storages[_storage(old)] = new
+            self._storages[storage_of(old)] = new
         return new
 
     def _run(self, event: InnerCall) -> None:
@@ -122,17 +123,12 @@ class CallCopy:
         self._nodes.update(zip(event.result.nodes, result.nodes, strict=True))
         self._tensors.update(zip(event.result.nodes, result.tensors, strict=True))
         for old, new in zip(event.result.tensors, result.tensors, strict=True):
-            self._storages.setdefault(_storage(old), new)
+            self._storages.setdefault(storage_of(old), new)
 
     def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
         """The tensors that stand for the results of recorded nodes, of which the trace knows."""
         with untraced():
             return [self._tensor(*pair) for pair in zip(value.nodes, value.tensors, strict=True)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
 
 
 def _name(kind: Any) -> str:

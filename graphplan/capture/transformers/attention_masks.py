@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from graphplan._compat.torch import storage_of
 from graphplan._compat.transformers import functions_of_masks, local_entries
 from graphplan.capture.thread_patches import Patch, patched
 
@@ -84,21 +85,17 @@ class _Masks:
     def note(self, mask: Any, question: _Question | None) -> None:
         """Remember that eager may leave this one out."""
         if isinstance(mask, torch.Tensor) and question is not None:
-            self.made[_memory(mask)] = mask, question
+            self.made[storage_of(mask)] = mask, question
 
     def for_any_token(self, mask: Any) -> Any:
         """The mask that has eager's result where attention is not causal."""
-        known = self.made.get(_memory(mask)) if isinstance(mask, torch.Tensor) else None
+        known = self.made.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
         if known is None or mask.dtype != torch.bool:
             return mask
         ignored = known[1].answer()
         if isinstance(ignored, torch.Tensor):
             return mask | ignored
         return None if ignored else mask
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
