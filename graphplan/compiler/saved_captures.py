@@ -32,7 +32,7 @@ import graphplan._compat
 import graphplan.capture
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import identity, is_dense
+from graphplan.capture.model.model_weights import identity, is_dense, named_tensors
 from graphplan.capture.saved.description import Description
 from graphplan.capture.saved.plain_capture import made_capture, plain_capture
 from graphplan.capture.saved.plain_values import NotSavedError
@@ -154,11 +154,11 @@ def origin_of(model_copy: ModelCopy, call: BoundCall, *beside: Any) -> Origin | 
     None, with a warning, where it cannot be said.
     """
     module = model_copy.module
-    weights = [*_named(module.named_parameters), *_named(module.named_buffers)]
-    found = Description({id(tensor): name for name, tensor in weights})
+    weights = named_tensors(module)
+    found = Description({id(tensor): name for name, tensor in weights.items()})
     try:
         _note_process(found)
-        for name, tensor in weights:
+        for name, tensor in weights.items():
             found.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
         found.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
         for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
@@ -189,10 +189,6 @@ def is_known(found: Capture, origin: Origin) -> bool:
             warn(f"the trace is not saved in capture_cache: it is not known where {name!r} comes from")
             return False
     return True
-
-
-def _named(of: Any) -> list[tuple[str, torch.Tensor]]:
-    return list(of(remove_duplicate=False))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from graphplan.capture.model.model_weights import module_at
 from graphplan.errors import InputError
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 
@@ -30,13 +31,13 @@ class MachineStages(KeptInPlace):
                     if parameter is not None:
                         self._add(path, name, part._parameters, parameter)
                 for name, buffer in part._buffers.items():
-                    own = _part(self, path)
+                    own = module_at(self, path)
                     if buffer is not None and name not in own._buffers:
                         own.register_buffer(name, buffer, name not in part._non_persistent_buffers_set)
         self.hand_over()
 
     def _add(self, path: str, name: str, table: dict[str, Any], parameter: nn.Parameter) -> None:
-        own = _part(self, path)
+        own = module_at(self, path)
         known = own._parameters.get(name)
         if known is None:
             own.register_parameter(name, parameter)
@@ -54,15 +55,6 @@ class MachineStages(KeptInPlace):
         """Let the stages read the parameters that are here now, if any were replaced."""
         for own, table, name in self._entries:
             table[name] = own[name]
-
-
-def _part(root: nn.Module, path: str) -> nn.Module:
-    found = root
-    for step in path.split(".") if path else ():
-        if step not in found._modules:
-            found.add_module(step, nn.Module())
-        found = found.get_submodule(step)
-    return found
 
 
 def in_stages(stages: Sequence[nn.Module]) -> nn.Module | None:

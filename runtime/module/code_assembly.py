@@ -8,13 +8,13 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
+from graphplan.capture.model.model_weights import named_tensors
 from graphplan.ir.lowered_ops import constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
-from graphplan.runtime.weights.storage import named_tensors
 
 
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import storage_of
+from graphplan.capture.model.model_weights import named_tensors
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.weights.storage import named_tensors
 
 
 def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from graphplan.capture.model.model_weights import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
-from graphplan.runtime.weights.storage import named_tensors
 
 _VERSION = attrgetter("_version")  # how often a tensor was written to
 _TWICE = (

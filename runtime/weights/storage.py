@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks
-from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
@@ -201,13 +200,6 @@ class _Placing:
             if not self._is_read(name):
                 self.placed[name].copy_(self.weights.tensors[name].detach())
                 self.progress(tensor_bytes(self.weights.tensors[name]))
-
-
-def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, under each of their names."""
-    return dict(
-        chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    )
 
 
 def require_data(model: nn.Module, weights: ModelWeights) -> None:

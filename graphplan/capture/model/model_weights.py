@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ class ModelWeights:
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.persistent = set(model.state_dict(keep_vars=True))
         self.identities: dict[Any, str] = {}
-        named = [*model.named_parameters(remove_duplicate=False)]
-        named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]  # buffers are tensors
-        for name, tensor in named:
+        for name, tensor in named_tensors(model).items():
             first = self.identities.setdefault(identity(tensor), name)
             self.first[name] = first
             self.names.setdefault(first, []).append(name)
@@ -54,6 +53,23 @@ class ModelWeights:
             for other in memories
             if other != one and memories.get(one) == memories[other]
         ]
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, under each of their names."""
+    return dict(
+        chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    )
+
+
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path under another, which is made, empty, where there is none."""
+    found = root
+    for name in path.split(".") if path else ():
+        if name not in found._modules:
+            found.add_module(name, nn.Module())
+        found = found.get_submodule(name)
+    return found
 
 
 def memory_of(tensor: torch.Tensor) -> Any:

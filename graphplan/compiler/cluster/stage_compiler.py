@@ -11,7 +11,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights, module_at
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.compile_state import Choice, CompileState, Member
@@ -145,21 +145,12 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
         if first in wanted:
             path, _, own = name.rpartition(".")
-            part, tensor = _part(root, path), weights.tensors[first]
+            part, tensor = module_at(root, path), weights.tensors[first]
             if name in weights.parameters:
                 part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
             else:
                 part.register_buffer(own, tensor, persistent=name in weights.persistent)
     return root.eval()
-
-
-def _part(root: nn.Module, path: str) -> nn.Module:
-    found = root
-    for step in path.split(".") if path else ():
-        if step not in found._modules:
-            found.add_module(step, nn.Module())
-        found = found._modules[step]  # type: ignore[assignment]  # just added
-    return found
 
 
 def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
