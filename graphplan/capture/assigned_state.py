@@ -14,7 +14,7 @@ of these it is shows in a trace of the call that comes next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +36,21 @@ _ABSENT = object()
 @contextmanager
 def restored_buffers(module: nn.Module) -> Iterator[None]:
     """A block after which the modules of a tree have the buffers that they had."""
-    before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    with restored(part._buffers for part in module.modules()):
+        yield
+
+
+@contextmanager
+def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """A block after which tables have the entries that they had."""
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for table, buffers in before:
-            if list(map(id, table.values())) != list(map(id, buffers.values())):
+        for table, entries in before:
+            if list(map(id, table.values())) != list(map(id, entries.values())):
                 table.clear()
-                table.update(buffers)
+                table.update(entries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

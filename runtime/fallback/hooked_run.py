@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from graphplan._compat.torch import list_weights_anew
+from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
@@ -187,17 +188,12 @@ def undone(tree: nn.Module) -> Iterator[None]:
     attributes = attributes_of(tree)
     parts = list(tree.modules())
     tables: list[Any] = [table for p in parts for table in (p._parameters, p._buffers, p._modules)]
-    kept = [(table, dict(table)) for table in tables if table]
     values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
-    with untouched(tree):
+    with untouched(tree), restored(tables):
         try:
             yield
         finally:
             put_back(attributes)
-            for table, entries in kept:
-                if list(map(id, table.values())) != list(map(id, entries.values())):
-                    table.clear()
-                    table.update(entries)
             with torch.no_grad():
                 for tensor, before in values:
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version

@@ -578,6 +578,27 @@ def test_what_forward_keeps_is_kept(share: float) -> None:
         assert len(placed.state_dict()["history"]) == len(placed.history)
 
 
+class Late(nn.Module):
+    """Makes a buffer and a submodule when it is first called, where it has none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.detach()[:1].clone())
+            self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        return self.norm(x + self.first)
+
+
+def test_what_a_trial_makes_in_a_module_that_had_nothing_is_undone() -> None:
+    model = nn.Sequential(Undecided(), nn.Linear(8, 16), Late()).eval()
+    expected = copy.deepcopy(model)(X + 1)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,), check=True)
+    assert not list(placed[2].buffers())
+    assert not list(placed[2].children())
+    assert largest_difference(placed(X + 1), expected) < 1e-6
+
+
 @BOTH
 def test_parts_and_methods_of_what_hooks_run_are_called_alone(share: float) -> None:
     with stateful_on(share) as (model, placed):

@@ -13,7 +13,7 @@ Where that fails, the sizes and numbers are those of the example.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, Signature
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
 from graphplan._compat.torch import hide_tracer
+from graphplan.capture.assigned_state import restored
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
@@ -114,7 +115,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
     each = iter(roles)
     shapes = {name: shapes_for(value, each) for name, value in given.items()}
     with (
-        _without_marks(call.tensors),
+        restored(map(vars, call.tensors)),  # a trace that fails leaves its marks on them
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
         patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
     ):
@@ -138,18 +139,6 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
         for name, leaf, own in zip(found.inputs, leaves, roles, strict=True)
     )
     return replace(found, signature=signature, roles=varied)
-
-
-@contextmanager
-def _without_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block after which tensors have no other attributes: a trace that fails leaves its marks on them."""
-    before = [dict(vars(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, attributes in zip(tensors, before, strict=True):
-            vars(tensor).clear()
-            vars(tensor).update(attributes)
 
 
 def _squeezed(graph: fx.Graph) -> set[Any]:
