@@ -13,13 +13,16 @@ lives, and where it is kept beside that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
@@ -323,3 +326,23 @@ class LiveStorages:
             if key not in self._known and key not in self._live:
                 self._live[key] = (StorageWeakRef(storage), round_up(storage.nbytes()))
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, in a block, the storages that operations make, while they live.
+
+    Args:
+        known: tensors that are there before.
+        counts: whether a result is a tensor that is counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], counts: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.live, self._counts = LiveStorages(filter(counts, known)), counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.live.count(filter(self._counts, pytree.tree_leaves(out)))
+        return out

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.errors import InputError, first_line
-from graphplan.ir.liveness import LiveStorages
+from graphplan.ir.liveness import LiveBytes
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """The class of an optimizer, or what makes one of parameters (``functools.partial(SGD, momentum=0.9)``)."""
@@ -99,7 +98,8 @@ def _dry_steps(
             group["foreach"] = foreach
     stepping.step()
     kept = _tensors(stepping.state.values())
-    with _StateBytes([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
+    known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
+    with LiveBytes(known, _counts) as watch:
         stepping.step()
     # a fused optimizer has its scalars beside the parameter, too
     mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
@@ -112,22 +112,6 @@ def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tables) if isinstance(leaf, torch.Tensor)]
 
 
-def _counts(tensor: torch.Tensor) -> bool:
-    """Whether it would be on the parameter's device."""
-    return tensor.device.type == "meta"
-
-
-class _StateBytes(TorchDispatchMode):
-    """Counts the bytes that are alive beyond the known tensors'."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.live = LiveStorages(known)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves(out)
-        self.live.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _counts(leaf))
-        return out
+def _counts(leaf: Any) -> bool:
+    """Whether it is a tensor that would be on the parameter's device."""
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
-from graphplan.ir.liveness import LiveStorages
+from graphplan.ir.liveness import LiveBytes
 
 
 @dataclass(slots=True)
@@ -24,28 +23,11 @@ class CallProfile:
         order: submodules, by their first call's start.
         outputs: submodule -> bytes of the tensors that it returned.
         peak: the most bytes alive beside weights.
-        result: of the call.
     """
 
     order: list[str] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)
     peak: int = 0
-    result: Any = None
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, while they live."""
-
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.live = LiveStorages(filter(_has_storage, known))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.live.count(filter(_has_storage, leaves_of(out)))
-        return out
 
 
 def _has_storage(leaf: Any) -> bool:
@@ -67,8 +49,9 @@ def profile_call(
         handles.append(part.register_forward_hook(partial(_ends, profile, name)))
     tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
-        with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as watched:
-            profile.result = run(*args, **kwargs)
+        known = [*module.parameters(), *module.buffers(), *tensors]
+        with torch.no_grad(), LiveBytes(known, _has_storage) as watched:
+            run(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
