@@ -72,7 +72,7 @@ def _fold_lifted_constants(graph: fx.Graph) -> None:
             continue
         aliases = {node} | {user for user in node.users if user.target is aten.detach_.default}
         readers = {user for alias in aliases for user in alias.users} - aliases
-        if any(is_mutable(user) for user in readers) or _is_returned(node):
+        if any(mutated_arguments(user) for user in readers) or _is_returned(node):
             node.target = aten.clone.default
             continue
         for alias in sorted(aliases, reverse=True):
@@ -183,21 +183,6 @@ def _copy_windows(capture: Capture) -> None:
             capture.graph.output_node().replace_input_with(window, copied)
 
 
-def is_mutable(node: fx.Node) -> bool:
-    """Whether running this node changes one of its arguments."""
-    return bool(mutated_arguments(node))
-
-
-def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values this one writes to.
-
-    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
-    """
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _mutated_by_schema(node, node.target)
-    return []
-
-
 _UNTOLD_WRITERS = (
     aten.batch_norm.default,
     aten.instance_norm.default,
@@ -208,7 +193,14 @@ _UNTOLD_WRITERS = (
 """Their schemas do not say that they write to running statistics."""
 
 
-def _mutated_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values this one writes to.
+
+    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
     if target in (aten.detach_.default, aten.lift_fresh_copy.default):
         return []
     names = [argument.name for argument in target._schema.arguments]
@@ -253,7 +245,7 @@ def _returns_first(node: fx.Node) -> bool:
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output") or is_mutable(node):
+        if node.users or node.op in ("placeholder", "output") or mutated_arguments(node):
             continue
         if _has_effects(node):
             continue
