@@ -51,7 +51,7 @@ def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
 
 def peak_activation(problem: Problem) -> int:
     """The most bytes beside weights when one accelerator runs the whole model."""
-    first = next(spec for spec in problem.topology.devices if spec.is_accelerator)
+    first = problem.topology.accelerators[0]
     spec = replace(first, memory=1 << 62, reserve=0)
     alone = replace(
         problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}

@@ -20,7 +20,6 @@ from graphplan.ir.schedule import Assignment
 from graphplan.ir.timeline import make_timeline
 from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.problem import cpu_key
 from graphplan.report.text import time_text
 
 EPSILON = 1e-12  # seconds: times that differ by less are the same
@@ -177,7 +176,7 @@ class Mover:
             return
         if self.owned:
             yield key, True, None
-            cpu = cpu_key(self.plan.topology)
+            cpu = self.plan.topology.cpu
             if cpu is not None and cpu != key:
                 yield key, True, cpu
 
@@ -217,7 +216,7 @@ class Mover:
         settled = self._settled(key)
         if settled and self.kind == "weight":
             return f"an earlier plan put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
-        if plan.topology[key].device == CPU and any(s.is_accelerator for s in plan.topology.devices):
+        if plan.topology[key].device == CPU and plan.topology.accelerators:
             if not plan.constraints.offload:
                 return "offload=False"
             if not plan.constraints.cpu_compute and self.kind != "weight":

@@ -25,7 +25,7 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
     plan = as_if_first(plan)
     seconds = run_seconds(plan.timeline)
     longest = sorted(plan.stages, key=lambda stage: -sum(seconds[name] for name in stage.operations))
-    computing = [spec.key for spec in plan.topology.devices if spec.computes]
+    computing = [spec.key for spec in plan.topology.computing]
     each = len(plan.graph.operations) * max(1, len(computing) - 1)
     found: dict[int, dict[DeviceKey, str]] = {}
     for stage in longest[: min(_MOST, _EFFORT // max(1, each))]:

@@ -49,7 +49,7 @@ def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
             named.args,
             named.kwargs,
             links=topology.links,
-            devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
+            devices={spec.key: Speed.of(spec) for spec in topology.computing},
             reserve={spec.key: spec.reserve for spec in topology.devices},
             **constraints,
         )

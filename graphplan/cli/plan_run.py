@@ -92,7 +92,7 @@ def on_simulated_devices(plan: Plan) -> Plan:
     Raises:
         InputError: it is for none that can be simulated.
     """
-    accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
+    accelerators = plan.topology.accelerators
     if not accelerators:
         raise InputError("the plan is for no accelerator: there is nothing to simulate")
     devices = tuple(
@@ -104,8 +104,7 @@ def on_simulated_devices(plan: Plan) -> Plan:
 
 @contextmanager
 def _devices(plan: Plan, *, simulated: bool) -> Iterator[None]:
-    accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
-    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in accelerators}
+    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
     with simulate(sizes) if simulated else nullcontext():
         yield
 

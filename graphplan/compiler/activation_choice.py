@@ -24,7 +24,7 @@ from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
 from graphplan.passes.training.offload import offload
@@ -87,8 +87,8 @@ class _Choice:
         assert options.training is not None
         self.recomputes = options.training.recompute
         self.offloads = options.training.offload_activations and options.constraints.offload
-        self.offloads &= cpu_key(topology) is not None
-        self.offloads &= any(spec.is_accelerator for spec in topology.devices)
+        self.offloads &= topology.cpu is not None
+        self.offloads &= bool(topology.accelerators)
 
     def trials(self) -> list[Trial]:
         """Steps to place, the fastest first."""
@@ -133,7 +133,7 @@ class _Choice:
 
     def _items(self) -> list[Item]:
         """What can save less, priced for the fastest accelerator."""
-        accelerators = [spec for spec in self.problem.topology.devices if spec.is_accelerator]
+        accelerators = self.problem.topology.accelerators
         clock = self.problem.clock(max(accelerators or self.problem.topology.devices, key=lambda s: s.flops))
         return items_of(
             segments_of(self.member.annotator.capture),
@@ -145,7 +145,7 @@ class _Choice:
     def _copy_seconds(self, nbytes: int) -> float:
         """Of a value from the accelerator that is nearest to the CPU, and back."""
         topology = self.problem.topology
-        cpu, keys = cpu_key(topology), [spec.key for spec in topology.devices if spec.is_accelerator]
+        cpu, keys = topology.cpu, [spec.key for spec in topology.accelerators]
         assert cpu is not None
         return min(
             topology.link(k, cpu).seconds(nbytes) + topology.link(cpu, k).seconds(nbytes) for k in keys
@@ -164,7 +164,7 @@ class _Choice:
         best = self._tried(0.0, self.member, self.problem).found
         if best is None or best.schedule.prefetch_buffers:
             return False
-        cpu = cpu_key(self.problem.topology)
+        cpu = self.problem.topology.cpu
         return not any(run.device == cpu for run in best.schedule.runs())
 
     def _search(self, items: Sequence[Item]) -> None:
@@ -220,8 +220,7 @@ class _Choice:
 
     def _lacking(self, problem: Problem) -> int:
         """Bytes that all accelerators together lack, were the step on one of them."""
-        computing = [spec for spec in problem.topology.devices if spec.computes]
-        devices = [spec for spec in computing if spec.is_accelerator] or computing
+        devices = problem.topology.accelerators or problem.topology.computing
         roomiest = max(devices, key=lambda spec: spec.room)
         everything = reside(problem, dict.fromkeys(problem.graph.operations, roomiest.key))
         peak = evaluate(problem, everything).memory.peaks[roomiest.key]
@@ -234,7 +233,7 @@ class _Choice:
 def _least_seconds(problem: Problem) -> dict[str, float]:
     """The least time of each operation by itself, with the way of its results to the caller."""
     graph, host = problem.graph, problem.host
-    computing = [spec for spec in problem.topology.devices if spec.computes]
+    computing = problem.topology.computing
     returned = set(graph.outputs) if problem.returns_to_host else set()
     least = dict[str, float]()
     for name, operation in graph.operations.items():

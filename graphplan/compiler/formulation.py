@@ -129,7 +129,7 @@ class Formulation:
         """Where the tensors of a call's caches are, as far as accelerators hold them and weights too."""
         if self.committed.homes is None:
             return {}
-        of = {spec.torch_device: spec.key for spec in self.topology.devices if spec.is_accelerator}
+        of = {spec.torch_device: spec.key for spec in self.topology.accelerators}
         found = ((name, of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())
         return {name: key for name, key in found if key is not None}
 

@@ -21,7 +21,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
 from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 _FACTORS = (1, 2, 4, 8)
 _MOST = 64  # parts of a weight
@@ -112,8 +112,8 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     """The error, and where a weight that no accelerator holds could be sliced, if it might not be here."""
     (member,) = state.members
     problem = state.formulation.constrained(member.annotator, member.call)
-    rooms = [spec.room for spec in problem.topology.devices if spec.is_accelerator]
-    asks = [] if cpu_key(problem.topology) is not None else ["add a budget for 'cpu' to max_memory"]
+    rooms = [spec.room for spec in problem.topology.accelerators]
+    asks = [] if problem.topology.cpu is not None else ["add a budget for 'cpu' to max_memory"]
     asks += [] if problem.offload else ["leave out offload=False"]
     if not rooms or not asks:
         return error
@@ -161,8 +161,8 @@ def _find_oversized(problem: Problem, named: Collection[str] = (), *, share: flo
     What the caller's rules fix is left whole, and operations that are ``named`` stay as they are.
     """
     found = []
-    accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
-    if not accelerators or cpu_key(problem.topology) is None or not problem.offload or not problem.streaming:
+    accelerators = problem.topology.accelerators
+    if not accelerators or problem.topology.cpu is None or not problem.offload or not problem.streaming:
         return []
     for weight in problem.graph.weights.values():
         if not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:
@@ -182,13 +182,13 @@ def _find_oversized(problem: Problem, named: Collection[str] = (), *, share: flo
 
 
 def _may_accelerate(problem: Problem, operation: Operation) -> bool:
-    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    keys = {spec.key for spec in problem.topology.accelerators}
     return not keys.isdisjoint(problem.allowed.get(operation.name, keys))
 
 
 def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) -> bool:
     """Whether this reads a few rows of a table, and may do so where the table is."""
-    cpu = cpu_key(problem.topology)
+    cpu = problem.topology.cpu
     return 2 * operation.bytes_accessed < weight.nbytes and cpu in problem.allowed.get(operation.name, {cpu})
 
 

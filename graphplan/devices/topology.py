@@ -213,9 +213,24 @@ class Topology:
         return tuple(spec.key for spec in self.devices)
 
     @property
+    def cpu(self) -> DeviceKey | None:
+        """The caller's key for the CPU, or None where it has no budget."""
+        return next((spec.key for spec in self.devices if spec.device == CPU), None)
+
+    @property
+    def computing(self) -> list[DeviceSpec]:
+        """The devices that run operations."""
+        return [spec for spec in self.devices if spec.computes]
+
+    @property
+    def accelerators(self) -> list[DeviceSpec]:
+        """Those of them that are not the CPU."""
+        return [spec for spec in self.devices if spec.is_accelerator]
+
+    @property
     def computing_types(self) -> list[str]:
         """The types of the devices that compute."""
-        return [spec.type for spec in self.devices if spec.computes]
+        return [spec.type for spec in self.computing]
 
     def scaled(self, factor: float) -> Topology:
         """The same devices with every budget times ``factor``."""

@@ -19,7 +19,7 @@ _OTHER = {CPU: ("#64748b", "#94a3b8"), DISK: ("#8a6d52", "#c1a487")}
 
 def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
     """Device key -> its colour on a light page and on a dark one; the caller's own CPU included."""
-    accelerators = [spec.key for spec in topology.devices if spec.is_accelerator]
+    accelerators = [spec.key for spec in topology.accelerators]
     pairs = list(zip(COLOURS, _DARK, strict=True))
     found = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
     other = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}

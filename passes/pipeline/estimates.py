@@ -113,8 +113,7 @@ class Estimates:
                 if of == c and with_kept <= kept:
                     found[self._containing(start, end)] = False
             return found
-        devices = [spec for spec in self.machines[c].devices if spec.computes]
-        return np.asarray(self.needs(kept) <= sum(s.room for s in devices))
+        return np.asarray(self.needs(kept) <= sum(s.room for s in self.machines[c].computing))
 
     def _containing(self, start: int, end: int) -> NDArray[np.bool_]:
         """(cuts, cuts) whether a stretch needs all that one does: its weights, and as large buffers."""
@@ -195,7 +194,7 @@ class Estimates:
         return [self._class_seconds(machine) for machine in self.machines]
 
     def _class_seconds(self, machine: Topology) -> Floats:
-        accelerators = [spec for spec in machine.devices if spec.is_accelerator]
+        accelerators = machine.accelerators
         hosts = [spec for spec in machine.devices if not spec.is_accelerator]
         host_room = np.zeros_like(self.buffers) + sum(spec.room for spec in hosts)
         if any(spec.device == CPU for spec in hosts):

@@ -108,7 +108,7 @@ def bound_turns(seconds: Floats, transfer: Floats, machines: int, each: int, mic
 def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:
     """(operations,) seconds of each on the fastest device of all machines."""
     graph = boundaries.graph
-    devices = [spec for machine in machines for spec in machine.devices if spec.computes]
+    devices = [spec for machine in machines for spec in machine.computing]
     free = [
         op.target.startswith(_FREE_WHERE_DENSE) or name in boundaries.recomputed
         for name, op in graph.operations.items()

@@ -23,7 +23,7 @@ from graphplan.ir.liveness import step_bytes, steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
 from graphplan.passes.placement.params import SearchParams
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
 
 Ints = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class Arrays:
     ) -> None:
         self.problem, self.graph, self.params, self.folded = problem, problem.graph, params, folded
         topology = problem.topology
-        self.specs: list[DeviceSpec] = [spec for spec in topology.devices if spec.computes]
+        self.specs: list[DeviceSpec] = topology.computing
         self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
         self.computing = len(self.keys)
         self.keys += [spec.key for spec in topology.devices if not spec.computes]
@@ -123,7 +123,7 @@ class Arrays:
             for w in graph.weights.values()
             if graph.readers.get(w.name) or w.name in outputs or w.name in fixed or w.name in beside
         ]
-        cpu = cpu_key(self.problem.topology)
+        cpu = self.problem.topology.cpu
         self.unread = unread_weights(self.problem)
         self.tensors, self.weights, self.values = tensors, weights, len(tensors)
         self.names = [value.name for value in tensors] + [weight.name for weight in weights]
@@ -281,7 +281,7 @@ class Arrays:
         At least: inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
         """
         graph, found = self.graph, np.zeros((self.computing, len(self.units)))
-        cpu = cpu_key(self.problem.topology)
+        cpu = self.problem.topology.cpu
         for unit, members in enumerate(self.units):
             for operation in (self.operations[i] for i in members):
                 roots: dict[str, int] = {}

@@ -16,7 +16,7 @@ from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
 from graphplan.ir.constraints import Constraints, names_in, operations_named
 from graphplan.ir.graph import Graph
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 
 def constrain(problem: Problem, constraints: Constraints) -> Problem:
@@ -29,13 +29,13 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
     graph = _tied(problem.graph, constraints.groups)
     allowed: dict[str, frozenset[DeviceKey]] = {}
     fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
-    accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
+    accelerators = frozenset(s.key for s in problem.topology.accelerators)
     if not constraints.offload:
         _check_no_offload(constraints, problem.topology, accelerators)
     if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
     allowed.update(_where_written(graph, fixed))
-    cpu = cpu_key(problem.topology)
+    cpu = problem.topology.cpu
     if cpu is not None:
         kept = (name for name, operation in graph.operations.items() if operation.offloads)
         allowed.update(dict.fromkeys(kept, frozenset({cpu})))

@@ -22,7 +22,7 @@ from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offloa
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import Limits, SearchParams
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 _AS_FAST = ", with the disk as fast as the CPU"
 
@@ -107,7 +107,7 @@ class _DiskPlacement:
 
     def _without_disk(self) -> Solution | None:
         """With nothing on disk; None where memory does not hold the weights, or no placement is found."""
-        room = sum(spec.room for spec in self.problem.topology.devices if spec.computes)
+        room = sum(spec.room for spec in self.problem.topology.computing)
         if self.problem.graph.weight_bytes > room:
             return None
         try:
@@ -123,8 +123,8 @@ class _DiskPlacement:
     def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
         """Problems in which the disk is a part of the CPU: as asked, with nothing computed there, and all."""
         problem, topology = self.problem, self.problem.topology
-        cpu = cpu_key(topology)
-        accelerators = {spec.key for spec in topology.devices if spec.is_accelerator}
+        cpu = topology.cpu
+        accelerators = {spec.key for spec in topology.accelerators}
         if cpu is None:
             disk = topology[DISK]
             beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too
@@ -139,7 +139,7 @@ class _DiskPlacement:
 
     def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
         """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
-        cpu = cpu_key(self.problem.topology)
+        cpu = self.problem.topology.cpu
         homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
         found = evaluate(self.problem, replace(assignment, weights=homes))
         together: dict[tuple[str, ...], list[str]] = {}  # the weights of one operation share a copy
@@ -197,10 +197,10 @@ class _DiskPlacement:
     def _needed(self, failure: InfeasibleError | None, extra: int) -> Mapping[DeviceKey, int]:
         if failure is None or not failure.needed:
             return {}
-        disk, cpu = self.problem.topology[DISK], cpu_key(self.problem.topology)
+        disk, cpu = self.problem.topology[DISK], self.problem.topology.cpu
         needed = {**failure.needed, DISK: max(disk.memory, failure.needed.get(DISK, 0))}
         if cpu is not None:
-            accelerators = sum(1 for spec in self.problem.topology.devices if spec.is_accelerator)
+            accelerators = len(self.problem.topology.accelerators)
             buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # that the wide problem has not
             needed[cpu] = max(0, needed[cpu] - extra) + buffers
         return needed

@@ -19,7 +19,7 @@ from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
@@ -104,7 +104,7 @@ def _runs(problem: Problem) -> bool:
 
 def _without_operations(problem: Problem) -> Evaluation:
     """A placement of a model that returns its inputs or weights as they are, or sizes of them."""
-    key = next(spec.key for spec in problem.topology.devices if spec.computes)
+    key = problem.topology.computing[0].key
     assignment = reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
     return evaluate_filled(problem, assignment, unread_weights(problem))
 
@@ -116,13 +116,13 @@ def _bound_without_operations(found: Evaluation) -> Bound:
 
 def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
     """Problems to try in turn, and whether with streaming."""
-    accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
-    offloads = problem.offload and accelerators and cpu_key(problem.topology) is not None
+    topology = problem.topology
+    offloads = problem.offload and topology.cpu is not None and topology.accelerators
     if alone is not None and not (offloads and _lack_memory(alone)):
         yield alone, _streams_anyway(alone)
     if offloads:
         # each weight resides somewhere, streamed ones in CPU memory
-        if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.devices if spec.computes):
+        if problem.graph.held_bytes <= sum(spec.room for spec in topology.computing):
             yield problem, True
     elif alone is None:
         yield problem, False
@@ -130,8 +130,8 @@ def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem
 
 def _streams_anyway(problem: Problem) -> bool:
     """Whether accelerators may read weights that reside in CPU memory, by pins: their own or a reader's."""
-    graph, cpu = problem.graph, cpu_key(problem.topology)
-    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    graph, cpu = problem.graph, problem.topology.cpu
+    keys = {spec.key for spec in problem.topology.accelerators}
     for name in graph.streamable if cpu is not None else ():
         on_accelerators = [bool(problem.allowed.get(r, keys) & keys) for r in graph.readers.get(name, ())]
         there = problem.fixed_weights.get(name)
@@ -145,7 +145,7 @@ def accelerators_alone(problem: Problem) -> Problem | None:
 
     The CPU may hold what nobody reads.
     """
-    keys = frozenset(spec.key for spec in problem.topology.devices if spec.is_accelerator)
+    keys = frozenset(spec.key for spec in problem.topology.accelerators)
     if not keys:
         return None
     allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
@@ -160,7 +160,7 @@ def _lack_memory(problem: Problem) -> bool:
 
     Where weights have homes already, nothing is said.
     """
-    specs = [spec for spec in problem.topology.devices if spec.is_accelerator]
+    specs = problem.topology.accelerators
     one, keys = specs[0].key, {spec.key for spec in specs}
     if problem.fixed_weights:
         return False
@@ -209,8 +209,7 @@ def _place_resident(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
     """Segments and local search, then labels and bounds, then head-room."""
-    accelerators = sum(spec.is_accelerator for spec in candidate.topology.devices)
-    if candidate.balance and accelerators > 1:
+    if candidate.balance and len(candidate.topology.accelerators) > 1:
         return _place_evenly(candidate, problem, limits, near)
     effort = _effort(candidate, limits)
     search = ResidentSearch(replace(candidate, balance=False), effort)
@@ -299,7 +298,7 @@ def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
     alone = accelerators_alone(problem)
     if ON_ACCELERATORS not in solution.proof or alone is None:
         return True
-    now, keys = found.assignment, {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    now, keys = found.assignment, {spec.key for spec in problem.topology.accelerators}
     at_home = all(
         now.weights[name] in keys or not readers or name in problem.fixed_weights
         for name in problem.graph.weights
@@ -310,7 +309,7 @@ def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
 
 def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
     """The bound with the class of placements that it holds for."""
-    offloads = problem.offload and cpu_key(problem.topology) is not None
+    offloads = problem.offload and problem.topology.cpu is not None
     where = f" {ON_ACCELERATORS}" if offloads and candidate is not problem else ""
     return replace(bound, proof=bound.proof + where)
 

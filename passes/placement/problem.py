@@ -6,15 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Topology
 from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
-
-
-def cpu_key(topology: Topology) -> DeviceKey | None:
-    """The caller's key for the CPU, or None where it has no budget."""
-    return next((spec.key for spec in topology.devices if spec.device == CPU), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from graphplan.devices.topology import DeviceKey, Topology, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 
 def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
@@ -45,7 +45,7 @@ def reside(
     """
     graph, topology = problem.graph, problem.topology
     decided = {**(homes or {}), **problem.fixed_weights}
-    cpu, streamed = cpu_key(topology), set(streamed)
+    cpu, streamed = topology.cpu, set(streamed)
     found: dict[str, DeviceKey] = {}
     taken: dict[DeviceKey, int] = defaultdict(int)
     for weight in graph.weights.values():
@@ -97,7 +97,7 @@ def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, 
         topology: the devices.
         free: device that computes -> bytes beside all else.
     """
-    homes, free, cpu = dict[str, DeviceKey](), dict(free), cpu_key(topology)
+    homes, free, cpu = dict[str, DeviceKey](), dict(free), topology.cpu
     for weight in sorted(unread, key=lambda w: -w.held_bytes):
         nbytes = round_up(weight.held_bytes)
         roomiest = max(free, key=lambda key: free[key])
@@ -113,5 +113,4 @@ def module_of(name: str) -> str:
 
 
 def _roomiest(topology: Topology, taken: Mapping[DeviceKey, int]) -> DeviceKey:
-    computing = [spec for spec in topology.devices if spec.computes]
-    return max(computing, key=lambda spec: spec.room - taken[spec.key]).key
+    return max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key

@@ -64,8 +64,7 @@ class Streamed:
             for name, key in assignment.weights.items()
             if key in memory and name in graph.streamable and graph.weights[name].nbytes
         }
-        accelerators = {spec.key for spec in topology.devices if spec.is_accelerator}
-        self.devices = {key for key in accelerators if assignment.slots.get(key) != 0}
+        self.devices = {s.key for s in topology.accelerators if assignment.slots.get(s.key) != 0}
 
     def __call__(self, name: str, device: DeviceKey) -> bool:
         """Whether operations on ``device`` read ``name`` from its prefetch buffer."""

@@ -274,7 +274,7 @@ def _as_original(module: PlacedModule) -> nn.Module:
 
 def _computes_instead(plan: PlanData) -> torch.device | None:
     """The accelerator on which modules on the CPU compute, where the CPU may not."""
-    accelerators = [spec.torch_device for spec in plan.topology.devices if spec.is_accelerator]
+    accelerators = [spec.torch_device for spec in plan.topology.accelerators]
     return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
 

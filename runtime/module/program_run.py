@@ -96,7 +96,7 @@ def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError
 def without_autocast(program: Program) -> ExitStack:
     """A block without autocast: what it does is in the graph already."""
     stack = ExitStack()
-    for kind in {CPU, *(spec.type for spec in program.plan.topology.devices if spec.computes)}:
+    for kind in {CPU, *(spec.type for spec in program.plan.topology.computing)}:
         if kind != SIMULATED and torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
     return stack

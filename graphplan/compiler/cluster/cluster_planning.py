@@ -70,7 +70,7 @@ class Cluster:
 
 def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) -> Compiler:
     """What traces the whole model, as every rank does: it knows the kinds of devices of all machines."""
-    specs = {spec.type: spec for machine in cluster.machines for spec in machine.devices if spec.computes}
+    specs = {spec.type: spec for machine in cluster.machines for spec in machine.computing}
     every = replace(cluster.machines[0], devices=tuple(specs.values()))
     return Compiler(model_copy, every, replace(options, grad=options.differentiates, training=None))
 
@@ -155,7 +155,7 @@ class StageSearch:
         """Of all stretches between candidate cuts, on machines like these."""
         boundaries = self.boundaries
         most = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
-        every = [s for machine in cluster.machines for s in machine.devices if s.computes]
+        every = [s for machine in cluster.machines for s in machine.computing]
         seconds = operation_seconds(boundaries.graph, every)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
         cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)

@@ -21,7 +21,6 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
 from graphplan.ir.liveness import saved_bytes
 from graphplan.passes.frontend.simplify import simplify
-from graphplan.passes.placement.problem import cpu_key
 from graphplan.passes.training.weight_views import read_weights_anew
 
 _TRIES = 6  # plans of one stage
@@ -145,7 +144,7 @@ def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int
     """
     saved = saved_bytes(plan.graph, plan.topology, plan.schedule)
     found = {key: others * nbytes for key, nbytes in saved.items() if others * nbytes}
-    homes, host, most = plan.schedule.assignment.weights, cpu_key(plan.topology), 0
+    homes, host, most = plan.schedule.assignment.weights, plan.topology.cpu, 0
     for name in sorted(shared & plan.graph.weights.keys()):
         weight, home = plan.graph.weights[name], homes[name]
         if weight.beside:

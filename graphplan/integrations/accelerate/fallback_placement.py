@@ -38,7 +38,7 @@ from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_run import undone
 from graphplan.runtime.fallback.module_by_module import Untraced
@@ -220,7 +220,7 @@ class _Fallback:
 
     def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
-        host, found = cpu_key(self.topology), False
+        host, found = self.topology.cpu, False
         for share in _SHARES:
             for split in self._over_accelerators(share, profile.peak, host):
                 found = True
@@ -243,7 +243,7 @@ class _Fallback:
         }
 
     def _over_accelerators(self, share: float, peak: int, host: DeviceKey | None) -> list[_Split]:
-        accelerators = [spec.key for spec in self.topology.devices if spec.is_accelerator]
+        accelerators = [spec.key for spec in self.topology.accelerators]
         budgets = self._budgets(share, peak)
         found = [
             _Split(map_modules(self.model, budgets, whole, _SIZES, quiet=True), accelerators[0])
@@ -298,7 +298,7 @@ class _Fallback:
             for key in (_device_of(split.entries, graph.operations[name].module_path or name),)
         }
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
-        cpu, returns = cpu_key(self.topology), self.options.return_outputs
+        cpu, returns = self.topology.cpu, self.options.return_outputs
         problem = Problem(graph, self.topology, CPU if cpu is None else cpu, returns, streaming=False)
         judged = evaluate(problem, Assignment(runs, homes))
         return Plan(

@@ -58,8 +58,8 @@ class _ExchangeSearch:
             Effort.default(operations).visits * self.limits.effort / 4
         )  # placing the calls takes the rest
         self.effort = Effort(visits, self.limits.deadline)
-        self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
-        self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
+        self.keys = [spec.key for spec in problems[0].topology.computing]
+        self.accelerators = {s.key for s in problems[0].topology.accelerators}
         fixed = {name for problem in problems for name in problem.fixed_weights}
         self.units = _units([problem.graph for problem in problems], fixed)
         followers = [_followers(problem.graph, self.units) for problem in problems]

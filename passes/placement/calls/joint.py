@@ -27,7 +27,7 @@ from graphplan.passes.placement.driver import attempt, bound_with_offload, holds
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.infeasible import smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits, SearchParams
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 Find = Callable[[Problem], Evaluation | None]
 
@@ -150,7 +150,7 @@ def _starts(
         found = find(smaller) if smaller.topology != problem.topology else None
         yield _in_turn(calls, order, pinned, found, find) if found is not None else None
     problem = calls[0].with_homes(pinned)
-    cpu = cpu_key(problem.topology)
+    cpu = problem.topology.cpu
     if cpu is not None and problem.offload:
         streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
         yield _in_turn(calls, heaviest, {**dict.fromkeys(streamable, cpu), **pinned}, None, find)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 
 
 def coarsen(arrays: Arrays) -> Problem:
@@ -82,7 +82,7 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
         readers = arrays.reader[(arrays.item == item) & (arrays.reader < arrays.count)]
         if len(np.unique(arrays.unit_of[readers])) > 1:
             shared[readers] = True
-    cpu = cpu_key(arrays.problem.topology)
+    cpu = arrays.problem.topology.cpu
     if cpu is None:
         return shared
     at = arrays.number[cpu]
