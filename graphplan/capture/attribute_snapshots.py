@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"}
-"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: code
-adds them once, say, with a flag that says so."""
+"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: it
+may add them once, with a flag that says so."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -7,6 +7,7 @@ if the model is small, since fake tensors have limits of their own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import leaves_of, unflatten
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
-from graphplan.errors import GraphplanError
+from graphplan.errors import GraphplanError, NoGraphError, first_line
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 
@@ -135,15 +136,23 @@ def _is_small(model_copy: ModelCopy) -> bool:
 def _raised(
     model_copy: ModelCopy, leaves: Sequence[Any], mode: AbstractContextManager[Any], call: BoundCall
 ) -> Exception | None:
-    args, kwargs = unflatten(leaves, call.spec)
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
+    try:
+        args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
+    except Exception as error:  # objects of the caller, which may say anything of a copy
+        return NoGraphError(f"an argument cannot be copied for a trial: {first_line(error)}")
     try:
         with quiet(), undrawn(module), mode, restored_buffers(module):
             run(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error
     return None
+
+
+def _own(leaf: Any) -> Any:
+    """A leaf of a call for a trial, which may change the caller's objects."""
+    return leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def _counted(

@@ -9,9 +9,11 @@ layers on devices 0 and 1::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,6 +56,7 @@ class HookedRun:
         instead: where modules that are on the CPU compute; None: on the CPU.
         callers: where the modules that are running compute, the innermost last.
         swapped: for each of them, the tensors that are elsewhere in truth.
+        given: for each of them, the lists and dicts among its inputs, and what it has in their place.
     """
 
     way: Way
@@ -61,6 +64,7 @@ class HookedRun:
     instead: torch.device | None
     callers: list[torch.device] = field(default_factory=list)
     swapped: list[_Swapped] = field(default_factory=list)
+    given: list[list[_Sent]] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
@@ -69,6 +73,7 @@ class HookedRun:
             device = self.instead
         self.callers.append(device or self._device_of_caller())
         self.swapped.append(_Swapped())
+        self.given.append([])
         if device is None:
             return args, kwargs
         self.swapped[-1].bring(module, device)
@@ -76,16 +81,50 @@ class HookedRun:
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
-        return sent(args, device), sent(kwargs, device)
+        found = sent((args, kwargs), device)
+        self.given[-1] += _changeable((args, kwargs), found)
+        return found
 
     def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Put back what was copied."""
         self.callers.pop()
         self.swapped.pop().put_back(module)
+        for one in self.given.pop():
+            one.give_back(self._device_of_caller())
         return sent(result, self._device_of_caller()) if self.way.returns else result
 
     def _device_of_caller(self) -> torch.device:
         return self.callers[-1] if self.callers else self.host
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A list or dict of a module's inputs, the one that it has in its place, and what was in that."""
+
+    original: Any
+    own: Any
+    before: Any
+
+    def give_back(self, device: torch.device) -> None:
+        """Put into the original what the module has put into its own."""
+        if len(self.own) == len(self.before) and all(map(is_, _items(self.own), _items(self.before))):
+            return
+        found = sent(self.own, device)
+        self.original.clear()
+        self.original.update(found) if isinstance(found, dict) else self.original.extend(found)
+
+
+def _changeable(value: Any, own: Any) -> Iterator[_Sent]:
+    """The lists and dicts in a value, each with what was sent in its place."""
+    if isinstance(value, list | dict):
+        yield _Sent(value, own, copy.copy(own))
+    if isinstance(value, list | tuple | dict):
+        for one, other in zip(_items(value), _items(own), strict=True):
+            yield from _changeable(one, other)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 @dataclass

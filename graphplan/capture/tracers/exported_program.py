@@ -31,7 +31,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     values_of,
 )
 from graphplan.capture.structure import node_of
-from graphplan.capture.transformers.caches import is_described
+from graphplan.capture.transformers.caches import caches_in, is_described
 from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -72,7 +72,6 @@ def from_exported(
         roles=tuple(roles.get(index, {}) for index in range(len(call.leaves))),
         order=order,
         states={name: place for name, at in found.states.items() if (place := order[at]) is not None},
-        caches=exported.caches,
     )
 
 
@@ -125,6 +124,7 @@ def from_program(
         sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
+        caches=tuple(caches_in(call.kwargs)),
         kept=frozenset(_cache_leaves(out_spec)),
         entry=model_copy.entry,
     )

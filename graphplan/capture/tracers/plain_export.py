@@ -34,13 +34,14 @@ from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import flatten, flatten_with_path, know_containers, leaves_of, tell_torch
+from graphplan.capture.structure import flatten_with_path, leaves_of
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.errors import CaptureError, InputError
+from graphplan.capture.transformers.caches import caches_in, with_caches
+from graphplan.errors import CaptureError, InputError, NoGraphError
 from graphplan.warnings import warn
 
 _SQUEEZES = (
@@ -200,16 +201,18 @@ def _export(
     module = model_copy.module
     own = model_copy.method == "forward"
     original = module.forward if own else pure_method(module, model_copy.method)
-    changed: list[bool] = []
+    added, replaced = set[str](), set[str]()
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hide_tracer()
-        before = flatten((args, kwargs))[1]
-        result = original(*args, **kwargs)
-        know_containers(result)
-        tell_torch()
-        changed.append(flatten((args, kwargs))[1] != before)
+        caches = caches_in(kwargs)
+        others = (args, {name: value for name, value in kwargs.items() if name not in caches})
+        before = _by_path(others)
+        result = with_caches(original(*args, **kwargs), caches)
+        after = _by_path(others)
+        added.update(after.keys() - before.keys())
+        replaced.update(path for path in before if path not in after or after[path] is not before[path])
         return result
 
     if names:
@@ -223,12 +226,23 @@ def _export(
         with_forward(module, forward),
     ):
         program = export(keep_grad, module, call.args, dict(call.kwargs), shapes)
-    if any(changed):
+    if replaced:
+        raise NoGraphError(
+            f"{type(module).__name__} puts another value in the place of {min(replaced)}, which it is given, "
+            "and a graph does not"
+        )
+    if added:
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
         )
     return program
+
+
+def _by_path(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    """The leaves of arguments, by what people write for them."""
+    args, kwargs = arguments
+    return {pytree.keystr(path): leaf for path, leaf in flatten_with_path(dict(enumerate(args)) | kwargs)}
 
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:

@@ -13,9 +13,11 @@ the layer's tensors. For a cache of one layer::
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import know
+from graphplan.capture.structure import know, know_containers, tell_torch
 
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
@@ -73,12 +75,14 @@ _ours: set[type] = set()
 
 
 def know_caches(module: nn.Module) -> None:
-    """Look inside the caches of a transformers model, before a call that has one is bound."""
-    if not any(c.__module__.startswith("transformers.") for c in type(module).__mro__):
+    """Look inside the caches of a model with modules of transformers, before a call that has one is bound."""
+    classes = dict.fromkeys(map(type, module.modules()))
+    own = [cls for cls in classes if any(c.__module__.startswith("transformers.") for c in cls.__mro__)]
+    if not own:
         return
     from transformers.cache_utils import Cache  # optional package
 
-    for cls in (*_subclasses(Cache), *_own_caches(module)):
+    for cls in (*_subclasses(Cache), *_own_caches(own)):
         if cls not in _ours:
             know(cls, _flatten, _unflatten, _keys)
             _ours.add(cls)
@@ -90,16 +94,39 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
-def _own_caches(module: nn.Module) -> Iterator[type]:
-    """Caches of a model that are not transformers' ``Cache``; they are named so."""
-    for _, found in inspect.getmembers(inspect.getmodule(type(module)), inspect.isclass):
-        if found.__module__ == type(module).__module__ and found.__name__.endswith(_OWN_ENDING):
-            yield found
+def _own_caches(classes: Iterable[type]) -> Iterator[type]:
+    """Caches of a model's own files that are not transformers' ``Cache``; they are named so."""
+    for name in dict.fromkeys(cls.__module__ for cls in classes):
+        for _, found in inspect.getmembers(sys.modules[name], inspect.isclass):
+            if found.__module__ == name and found.__name__.endswith(_OWN_ENDING):
+                yield found
 
 
 def is_cache(value: Any) -> bool:
     """Whether this is a cache that :func:`know_caches` has made known."""
     return type(value) in _ours
+
+
+def caches_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a call's named arguments that are caches."""
+    return {name: value for name, value in arguments.items() if is_cache(value)}
+
+
+def with_caches(result: Any, caches: Mapping[str, Any]) -> Any:
+    """The result, in which marks stand for the caches that were given; and what became of these."""
+    know_containers(result)
+    tell_torch()
+    if not caches:
+        return result
+    marks = {id(cache): Given(name) for name, cache in caches.items()}
+    if isinstance(result, tuple):
+        result = tuple(marks.get(id(value), value) for value in result)
+    elif isinstance(result, dict):
+        result = copy.copy(result)
+        for name, value in list(result.items()):
+            if id(value) in marks:
+                result[name] = marks[id(value)]
+    return result, dict(caches)
 
 
 def is_described(node: Any) -> bool:

@@ -43,14 +43,12 @@ from graphplan.capture.sizes.dynamic_axes import (
 from graphplan.capture.structure import (
     flatten,
     flatten_with_path,
-    know_containers,
     leaves_of,
     map_leaves,
-    tell_torch,
 )
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.caches import Given, is_cache, layout_of
+from graphplan.capture.transformers.caches import caches_in, is_cache, layout_of, with_caches
 from graphplan.capture.transformers.export_patches import (
     bounds_of_segments,
     forwards_of,
@@ -70,7 +68,6 @@ class Exported:
         traced: the arguments, after what the exporter does to them; flags of the output are baked in.
         roles: for each leaf of ``traced``, its axes that may vary.
         guards: what else the trace takes for granted.
-        caches: names of the arguments that are caches.
         fixed: why no axis varies, where that was tried and failed.
     """
 
@@ -78,7 +75,6 @@ class Exported:
     traced: BoundCall
     roles: tuple[Roles, ...]
     guards: tuple[Guard, ...]
-    caches: tuple[str, ...]
     fixed: Exception | None = None
 
 
@@ -112,7 +108,6 @@ def _export(
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     _, prepared, flags = prepare_for_export(module, given)
     inputs = dict(prepared)
-    caches = tuple(name for name, value in inputs.items() if is_cache(value))
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
@@ -122,7 +117,7 @@ def _export(
     def forward(**kwargs: Any) -> Any:
         hide_tracer()
         result = original(**kwargs, **flags)  # not all configurations in it are told of flags
-        return _with_caches(result, {name: kwargs[name] for name in caches})
+        return with_caches(result, caches_in(kwargs))
 
     bounds = bounds_of_segments(inputs)
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
@@ -140,7 +135,7 @@ def _export(
     if uniform:
         guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
     flat = tuple(role for name in inputs for role in roles[name])
-    return Exported(program, bound_call(inputs), flat, guards, caches)
+    return Exported(program, bound_call(inputs), flat, guards)
 
 
 @contextmanager
@@ -223,23 +218,6 @@ def _cache_roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) ->
         return {0: LENGTH}
     roles = {0: BATCH} if leaf.dim() >= 2 and leaf.shape[0] == batch else {}
     return {**roles, **dict.fromkeys(grows or (), LENGTH)}
-
-
-def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
-    """The result, in which marks stand for the caches that were given; and what became of these."""
-    know_containers(result)
-    tell_torch()
-    if not caches:
-        return result
-    marks = {id(cache): Given(name) for name, cache in caches.items()}
-    if isinstance(result, tuple):
-        result = tuple(marks.get(id(value), value) for value in result)
-    elif isinstance(result, dict):
-        result = copy.copy(result)
-        for name, value in list(result.items()):
-            if id(value) in marks:
-                result[name] = marks[id(value)]
-    return result, caches
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:
