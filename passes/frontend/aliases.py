@@ -16,15 +16,18 @@ after the call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 
 from graphplan.ir.graph import Graph
 
 
-def find_together(graph: Graph) -> list[frozenset[str]]:
-    """The sets of operations that aliasing ties to one device, disjoint, each of two or more."""
+def find_together(graph: Graph, groups: Iterable[Sequence[str]] = ()) -> list[frozenset[str]]:
+    """The sets of operations that aliasing ties to one device, disjoint, each of two or more.
+
+    ``groups`` are sets of values that are to be on one device, whoever makes them.
+    """
     roots = {name: graph.root(name) for name in graph.values}
     order = {name: index for index, name in enumerate(graph.operations)}
     members: dict[str, list[str]] = {}
@@ -39,6 +42,8 @@ def find_together(graph: Graph) -> list[frozenset[str]]:
     for operation in graph.operations.values():
         if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
             nx.add_path(ties, [origin, operation.name])
+    for names in groups:
+        nx.add_path(ties, [graph.producer[name] for name in names if name in graph.producer])
     return [frozenset(group) for group in nx.connected_components(ties) if len(group) > 1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.source_lines import source_line
+from graphplan.capture.transformers.caches import states_on_one_device
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
@@ -229,7 +230,14 @@ class GraphReader:
                 outputs.append(returned)
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
-        return Graph(*parts, find_together(Graph(*parts)))
+        return Graph(*parts, find_together(Graph(*parts), self._states_together()))
+
+    def _states_together(self) -> Iterator[list[str]]:
+        """The states that a layer of a cache takes to be on one device."""
+        outputs = self.capture.outputs
+        for group in states_on_one_device(self.capture.out_spec):
+            names = (self.name_of.get(outputs[position]) for position in group)
+            yield [name for name in names if name is not None]
 
     def _bytes_of_states(self) -> list[int]:
         """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of.

@@ -19,14 +19,13 @@ have changed it::
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import node_of
-from graphplan.capture.transformers.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
+from graphplan.capture.transformers.caches import Given, LayoutPart, is_described, layout_of, tensors_in
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """From the flat results, and the caches that were given by name, to what the model returns."""
@@ -52,7 +51,7 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
 class _StructureWriter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make}
-        self.leaves = itertools.count()
+        self.taken = 0  # leaves
         self.lines: list[str] = []
 
     def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
@@ -68,6 +67,10 @@ class _StructureWriter:
         made: Rebuild = self.names["rebuild"]
         return made
 
+    def _leaf(self) -> str:
+        self.taken += 1
+        return f"r[{self.taken - 1}]"
+
     def _name(self, value: Any) -> str:
         name = f"n{len(self.names)}"
         self.names[name] = value
@@ -75,7 +78,7 @@ class _StructureWriter:
 
     def _structure(self, spec: pytree.TreeSpec) -> str:
         if spec.is_leaf():
-            return f"r[{next(self.leaves)}]"
+            return self._leaf()
         if spec.type is Given:
             return f"g[{spec.context!r}]"
         node = node_of(spec.type)
@@ -99,15 +102,15 @@ class _StructureWriter:
     def _made(self, part: LayoutPart) -> str:
         """The code for a part of a cache; what cannot change is shared by all calls."""
         if part.kind == "leaf":
-            return f"r[{next(self.leaves)}]"
+            return self._leaf()
         if part.kind in ("constant", "device"):
             return self._name(part.value)
+        device = _device(part, self.taken)
         parts = [self._made(p) for p in part.parts]
         if part.kind == "mapping":
             items = self._dict(part.keys, parts)
             return items if part.cls is dict else f"{self._name(part.cls)}({items})"
         if part.kind == "object":
-            device = _device(part, parts)
             parts = [
                 device if p.kind == "device" else text for p, text in zip(part.parts, parts, strict=True)
             ]
@@ -125,11 +128,10 @@ class _StructureWriter:
         if alike and after.kind == "object":
             state = f"o{len(self.lines)}"
             self.lines.append(f"{state} = {place}.__dict__")
-            own = dict(zip(before.keys, before.parts, strict=True))
-            texts = []
+            own, device = dict(zip(before.keys, before.parts, strict=True)), _device(after, self.taken)
             for key, part in zip(after.keys, after.parts, strict=True):
-                texts.append(self._changed_in(f"{state}[{key!r}]", own.get(key), part))
-            if (device := _device(after, texts)) != "None":
+                self._changed_in(f"{state}[{key!r}]", own.get(key), part)
+            if device != "None":
                 names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
                 self.lines += [f"{state}[{name!r}] = {device}" for name in names]
         elif alike and after.kind == "sequence" and len(before.parts) == len(after.parts):
@@ -138,26 +140,18 @@ class _StructureWriter:
         else:
             self.lines.append(f"{place} = {self._made(after)}")
 
-    def _changed_in(self, place: str, before: LayoutPart | None, after: LayoutPart) -> str:
-        """Write the lines for an attribute; what it is now, for one that is a leaf."""
-        if after.kind == "leaf":
-            text = self._made(after)
-            self.lines.append(f"{place} = {text}")
-            return text
-        if after.kind != "device":
-            if before is None:
-                self.lines.append(f"{place} = {self._made(after)}")
-            else:
-                self._change(place, before, after)
-        return ""
+    def _changed_in(self, place: str, before: LayoutPart | None, after: LayoutPart) -> None:
+        """Write the lines for an attribute."""
+        if after.kind == "leaf" or (before is None and after.kind != "device"):
+            self.lines.append(f"{place} = {self._made(after)}")
+        elif before is not None and after.kind != "device":
+            self._change(place, before, after)
 
 
-def _device(part: LayoutPart, texts: Sequence[str]) -> str:
-    """The code for the device of an object: that of its tensors."""
-    for key, inner, text in zip(part.keys, part.parts, texts, strict=True):
-        if inner.kind == "leaf" and key not in COUNTERS:
-            return f"{text}.device"
-    return "None"
+def _device(part: LayoutPart, taken: int) -> str:
+    """The code for the device of an object: that of its first tensor, before which leaves are ``taken``."""
+    first = next((index for index, is_tensor in enumerate(tensors_in(part), taken) if is_tensor), None)
+    return "None" if first is None else f"r[{first}].device"
 
 
 def _has_leaves(part: LayoutPart) -> bool:

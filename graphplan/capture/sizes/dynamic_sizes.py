@@ -11,7 +11,7 @@ them, and otherwise as in the example call, where they come of its inputs alone:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,12 @@ def values_of(graph: fx.Graph) -> dict[str, Any]:
 
 def _symbols(val: Any, here: Any) -> Iterator[tuple[Any, Any]]:
     """The symbols that are sizes of a traced tensor, or a traced integer; each with its place in ``here``."""
-    pairs = zip(val.shape, here, strict=True) if isinstance(val, torch.Tensor) else [(val, here)]
-    for size, found in pairs:
+    yield from _sized(val.shape, here) if isinstance(val, torch.Tensor) else _sized([val], [here])
+
+
+def _sized(sizes: Iterable[Any], here: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Those of ``sizes`` that are symbols, each with what stands in its place in ``here``."""
+    for size, found in zip(sizes, here, strict=True):
         if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
             yield size.node.expr, found
 
@@ -70,13 +74,14 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
 
 
 def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
-    """Each symbol of an input's sizes -> its value in a call, which gives ``leaves`` for the inputs."""
-    values = values_of(graph)
-    return {
-        symbol: int(size)
-        for name, leaf in zip(inputs, leaves, strict=True)
-        for symbol, size in _symbols(values[name], getattr(leaf, "shape", leaf))
-    }
+    """Each symbol of an input's sizes and strides -> its value in a call with these ``leaves`` as inputs."""
+    values, found = values_of(graph), dict[Any, int]()
+    for name, leaf in zip(inputs, leaves, strict=True):
+        val = values[name]
+        if isinstance(val, torch.Tensor) and val.layout is torch.strided:
+            found |= {symbol: int(step) for symbol, step in _sized(val.stride(), leaf.stride())}
+        found |= {symbol: int(size) for symbol, size in _symbols(val, getattr(leaf, "shape", leaf))}
+    return found
 
 
 def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:

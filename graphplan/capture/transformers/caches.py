@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import know, know_containers, tell_torch
+from graphplan.capture.structure import know, know_containers, leaves_of, node_of, tell_torch
 
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
@@ -140,6 +140,38 @@ def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     return found
 
 
+def tensors_in(part: LayoutPart, key: Any = "") -> Iterator[bool]:
+    """For each leaf of a layout, in order, whether it is a tensor: other leaves count tokens."""
+    if part.kind == "leaf":
+        yield key not in COUNTERS
+    for name, inner in zip(part.keys or (key,) * len(part.parts), part.parts, strict=True):
+        yield from tensors_in(inner, name)
+
+
+def states_on_one_device(spec: pytree.TreeSpec, start: int = 0) -> Iterator[list[int]]:
+    """Indices of the leaves of a result that a layer keeps in dicts: it takes all to be on its device."""
+    node = None if spec.is_leaf() else node_of(spec.type)
+    if node is not None and is_described(node):
+        yield from _states(layout_of(spec), start)
+        return
+    for child in spec.children():
+        yield from states_on_one_device(child, start)
+        start += child.num_leaves
+
+
+def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
+    own: list[int] = []
+    has_device = any(inner.kind == "device" for inner in part.parts)
+    for inner in part.parts:
+        tensors = list(tensors_in(inner))
+        if has_device and inner.kind == "mapping":
+            own += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
+        yield from _states(inner, start)
+        start += len(tensors)
+    if len(own) > 1:
+        yield own
+
+
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
     return leaves, _describe(cache, leaves, "", False)
@@ -208,7 +240,8 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     if part.kind == "sequence":
         return _sequence(part.cls, made)
     state = dict(zip(part.keys, made, strict=True))
-    device = next((v.device for v in state.values() if isinstance(v, torch.Tensor)), None)
+    inside = (leaf for value in state.values() for leaf in leaves_of(value))
+    device = next((leaf.device for leaf in inside if isinstance(leaf, torch.Tensor)), None)
     if device is not None:
         state |= {name: device for name, value in state.items() if isinstance(value, torch.device)}
     found = part.cls.__new__(part.cls)
