@@ -151,10 +151,10 @@ def test_without_the_exporter_a_placed_model_says_why_once(
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     export = exporter._export
 
-    def only_fixed(*args: Any, dynamic: bool, **kwargs: Any) -> Any:
-        if dynamic:
+    def only_fixed(*args: Any, varying: Any, **kwargs: Any) -> Any:
+        if varying:
             raise LookupError("an odd one")
-        return export(*args, dynamic=dynamic, **kwargs)
+        return export(*args, varying=varying, **kwargs)
 
     monkeypatch.setattr(exporter, "_export", only_fixed)
     check_that_it_says_why_once(
