@@ -111,6 +111,21 @@ def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
             made.profile(X, STOP)
 
 
+def test_it_says_so_once_for_all_numbers() -> None:
+    class Counted(Early):
+        def forward(self, x: torch.Tensor, stop: Any = None, count: int = 0) -> Any:  # type: ignore[override]
+            return super().forward(x * count if count else x, stop)
+
+    model = Counted().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for count in (2, 3, 7):
+                assert largest_difference(placed(X, STOP, count), model(X, STOP, count)) < 1e-4
+        assert len([one for one in caught if "module by module" in str(one.message)]) == 1
+
+
 def test_strict_raises_instead() -> None:
     with placed(strict=True) as (_, _, made), pytest.raises(graphplan.NoGraphError):
         made(X, STOP)
