@@ -7,7 +7,11 @@ make other masks.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,31 +29,44 @@ from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.errors import NoGraphError, first_line
+from graphplan.errors import CaptureError, NoGraphError, first_line
 
 logger = logging.getLogger("graphplan")
 
+_MOST_SECONDS = 30.0
+"""Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
+proves conditions for minutes."""
+
 
 def export(
-    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+    keep_grad: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    *,
+    sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
 
+    ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take too long.
+
     Raises:
+        CaptureError: it does.
         NoGraphError: the model reads what its last call has left.
         Exception: whatever the model's own code or the tracer raises.
     """
     given, before = (keep_grad, module, args, kwargs), attributes_of(module)
-    repeated = RepeatedModules()
+    repeated, ends = RepeatedModules(), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     try:
         try:
-            state, program = _export(*given, dynamic_shapes, repeated)
+            state, program = _export(*given, dynamic_shapes, repeated, ends)
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            if not repeated.used:
+            if not repeated.used or time.thread_time() > ends:
                 raise
             logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
             put_back(before)
-            state, program = _export(*given, dynamic_shapes)
+            state, program = _export(*given, dynamic_shapes, ends=ends)
         with state.left(program) as differs:
             if differs:
                 shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
@@ -66,9 +83,10 @@ def _export(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
+    ends: float = math.inf,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     state = AssignedState()
-    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated):
+    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends):
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     return state, program
 
@@ -88,9 +106,13 @@ def _export_again(
 
 @contextmanager
 def exporting(
-    *, keep_grad: bool, state: AssignedState, repeated: RepeatedModules | None = None
+    *,
+    keep_grad: bool,
+    state: AssignedState,
+    repeated: RepeatedModules | None = None,
+    ends: float = math.inf,
 ) -> Iterator[None]:
-    """A block in which an export is made; ``repeated`` copies blocks of the model."""
+    """A block in which an export is made until the thread's time ``ends``; ``repeated`` copies blocks."""
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (
@@ -102,12 +124,31 @@ def exporting(
             Patch.of(*assignment_hook(), lambda _: _without_hook),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", _value, tracer.getattr),
-            Patch.of(tracer, "create_node", _with_calling_line),
+            Patch.of(tracer, "create_node", functools.partial(_with_calling_line, ends)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
+            *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _SEEDING),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *less_work(keep_grad=keep_grad)]),
         ),
     ):
         yield
+
+
+_SEEDING = ("manual_seed", "seed", "set_rng_state")
+
+
+def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that seeds, for torch alone, which puts back the state that it finds."""
+
+    @functools.wraps(own)
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # of the patch, which calls this
+        if caller.f_globals["__name__"].partition(".")[0] == "torch":
+            return own(*args, **kwargs)
+        raise NoGraphError(
+            f"forward sets the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
+        )
+
+    return seed
 
 
 def _not_here() -> bool:
@@ -150,10 +191,12 @@ def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:
     return value
 
 
-def _with_calling_line(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_calling_line(ends: float, own: Callable[..., Any]) -> Callable[..., Any]:
     """``create_node`` that notes one line of the model's code instead of the text of the whole stack."""
 
     def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        if time.thread_time() > ends:
+            raise CaptureError(f"a trace in which all sizes vary takes more than {_MOST_SECONDS:.0f} seconds")
         tracer.record_stack_traces = False
         node = own(tracer, *args, **kwargs)
         if node.op == "call_function":

@@ -166,6 +166,7 @@ def _with_examples(
 ) -> Capture:
     """``exporter``: whether that of transformers may trace it, which takes no labels."""
     failures: dict[str, Exception] = {}
+    sizes = sizes and model_copy.entry not in model_copy.unsized
     if exporter and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
             return _through_transformers(model_copy, host, keep_grad, sizes)
@@ -184,7 +185,7 @@ def _with_examples(
         if fixed is not None:
             if not found.roles:
                 model_copy.fixed.add(model_copy.entry)
-            _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
+            _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})", sizes)
         for reason in map(first_line, failures.values()):
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
@@ -208,7 +209,10 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     return said + failed_line(last) + (_DATA_DECIDES if decides else "")
 
 
-def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
+def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str, sizes: bool = False) -> None:
+    """``sizes``: whether all were to vary, which is not tried again."""
+    if sizes:
+        model_copy.unsized.add(model_copy.entry)
     model_copy.warn_once(f"{type(model_copy.module).__name__}: {why}, so that each is captured anew")
 
 
@@ -238,7 +242,8 @@ def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: boo
             model_copy.module, model_copy.method, call, keep_grad=keep_grad, sizes=sizes
         )
     if exported.fixed is not None:
-        _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(exported.fixed)})")
+        why = f"its sizes cannot vary in a trace ({first_line(exported.fixed)})"
+        _tell_of_fixed_sizes(model_copy, why, sizes)
     given, traced = call.kwargs, exported.traced.kwargs
     dropped = tuple(name for name in given if name not in traced)
     if any(isinstance(given[name], torch.Tensor) for name in dropped):

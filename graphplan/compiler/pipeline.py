@@ -239,14 +239,16 @@ class Compiler:
         enter_stage("search")
         limits = Limits.within(self.options.time_limit)
         state = CompileState(self._formulation, members, limits, advise)
+        found = None
         try:
-            state = self._passed(state)
+            found = self._passed(state)
         except InfeasibleError:
             if limits.deadline is None:
                 raise
+        if found is None:  # behind the handler, whose error would be the next one's context, and hold weights
             # an error costs the caller more than a longer search
-            state = self._passed(replace(state, limits=Limits(proves=False)))
-        made = []
+            found = self._passed(replace(state, limits=Limits(proves=False)))
+        state, made = found, []
         for member, choice in zip(state.members, state.choices, strict=True):
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
             made.append(Planned(choice.annotator.capture, plan_of(choice), member.call))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from graphplan.capture.captured_graph import Part
@@ -59,9 +60,10 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole.choices[0].seconds * _HOPE < sliced.seconds:
             return whole
-    try:
+    found = None
+    with suppress(InfeasibleError):  # the moves that slicing brings may make operations take more
         found = place_calls(sliced.state)
-    except InfeasibleError:  # the moves that slicing brings made operations take more
+    if found is None:
         return whole or place_calls(state)
     return found if whole is None else _faster(whole, found)
 

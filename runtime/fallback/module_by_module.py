@@ -28,6 +28,7 @@ from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, PlanError, first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
+from graphplan.runtime.fallback.short_names import original_class
 
 _WAYS = (
     Way("where their weights are", returns=False),
@@ -120,6 +121,13 @@ class Modulewise:
         form.way = form.way or self._first_way(form, call, device, instead)
         running = HookedRun(form.way, device, instead)
         result = run_hooked(self.tree, form.entry, running, call.args, call.kwargs)
+        exchanged = _exchanged(self.tree, whole)
+        if exchanged is not None:
+            self.tree = None
+            raise CaptureError(
+                f"the call has put a module of another class at {exchanged!r}, which a placed model does "
+                "not: make such a call of the model before you place it"
+            )
         _take_back(self.tree, whole)
         return result
 
@@ -192,6 +200,12 @@ def _follow(tree: nn.Module, whole: nn.Module) -> None:
         mine._buffers.update(part._buffers)
         for name in _hook_tables(part) if part is not whole else ():
             vars(mine)[name] = copy.copy(vars(part)[name])
+
+
+def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:
+    """The path of a module that a tree has no more, or has anew, or that is another now."""
+    kinds = [{path: original_class(part) for path, part in of.named_modules()} for of in (tree, whole)]
+    return min((path for path, _ in kinds[0].items() ^ kinds[1].items()), default=None)
 
 
 def _take_back(tree: nn.Module, whole: nn.Module) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
-_made: dict[tuple[type, type], type[nn.Module]] = {}
+# weak, since the class of a parametrized module holds the module
+_made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 
 
 def made_class(
@@ -28,13 +30,19 @@ def made_class(
             abstract base class too where the original is the first base.
     """
     key = base, original
-    if key not in _made:
+    made = _made.get(key)
+    if made is None:
         own = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         own |= {"_graphplan_original": original, **body()}
         if in_place:
             own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
-        _made[key] = type(original.__name__, (original, base) if in_place else key, own)
-    return _made[key]
+        made = _made[key] = type(original.__name__, (original, base) if in_place else key, own)
+    return made
+
+
+def class_made(original: type[nn.Module], base: type) -> type[nn.Module] | None:
+    """What :func:`made_class` has made of a class and a base, while there are modules of it."""
+    return _made.get((base, original))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from graphplan._compat.torch import call_of, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
-from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
+from graphplan.runtime.fallback.short_names import class_made, made_class, original_class, unplaced
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -169,18 +170,21 @@ def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
     return found & parts.keys()
 
 
-_bodies: dict[type[nn.Module], dict[str, Any]] = {}
+_without: WeakSet[type[nn.Module]] = WeakSet()  # classes of which nothing is to be placed
 
 
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
-    if original not in _bodies:
-        found = methods_of(original) | device_of(original) | _forward_of(original)
-        if found and hasattr(original, "__deepcopy__"):
-            found["__deepcopy__"] = _deepcopied
-        _bodies[original] = found
-    body = _bodies[original]
-    return made_class(original, PlacedPart, lambda: body, in_place=True) if body else original
+    found = class_made(original, PlacedPart)
+    if found is None and original not in _without:
+        body = methods_of(original) | device_of(original) | _forward_of(original)
+        if body and hasattr(original, "__deepcopy__"):
+            body["__deepcopy__"] = _deepcopied
+        if body:
+            found = made_class(original, PlacedPart, lambda: body, in_place=True)
+        else:
+            _without.add(original)
+    return found or original
 
 
 def methods_of(original: type[nn.Module]) -> dict[str, Any]:

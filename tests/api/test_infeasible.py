@@ -100,3 +100,10 @@ def test_budgets_beside_a_disk_that_would_do() -> None:
         with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
             graphplan.plan(Buffered(), budgets, (IDS,))
         assert graphplan.plan(Buffered(), caught.value.needed, (IDS,)).placement
+
+
+def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
+    """The error of the search before it would keep what the caller has, such as weights that are to move."""
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.plan(stack(), {0: "20KiB"}, (X,), offload=False, time_limit=5.0)
+    assert caught.value.__context__ is None

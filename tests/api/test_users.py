@@ -588,3 +588,39 @@ def test_named_inputs_in_the_place_of_a_tuple() -> None:
     inputs: Any = {"input": torch.ones(1, 4)}
     with pytest.raises(graphplan.InputError, match="kwargs=inputs"):
         graphplan.plan(nn.Linear(4, 4), {"cpu": "1GiB"}, inputs)
+
+
+def test_a_slice_of_a_placed_sequential_is_one_of_torch() -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), linear())
+    with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed[:2](X), model[:2](X)) < 1e-5
+        assert type(placed[:2]) is nn.Sequential
+
+
+def test_a_module_that_was_parametrized_later_is_freed() -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), linear())
+    with graphplan.simulate({0: "256KiB"}) as machine, torch.no_grad():
+        before = machine.live_bytes(0)
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        nn.utils.parametrizations.weight_norm(placed[2])
+        with pytest.warns(graphplan.GraphplanWarning, match="captured again"):
+            assert largest_difference(placed(X), model(X)) < 1e-5
+        del placed
+        gc.collect()
+        assert machine.live_bytes(0) == before
+
+
+def test_a_forward_that_seeds_is_no_graph() -> None:
+    class Seeds(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                x = x + torch.randn(64)
+            return super().forward(x)
+
+    model = Seeds()
+    with pytest.warns(graphplan.GraphplanWarning, match=r"by torch\.manual_seed"):
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    for _ in range(2):
+        assert largest_difference(placed(X), model(X)) < 1e-6

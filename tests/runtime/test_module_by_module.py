@@ -131,6 +131,22 @@ def test_strict_raises_instead() -> None:
         made(X, STOP)
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_modules_that_a_call_exchanges_are_an_error() -> None:
+    class Exchanges(Early):
+        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]
+            if len(x) == 2:
+                self.blocks[0] = nn.Sequential(self.blocks[0], nn.ReLU())
+            return super().forward(x, stop)
+
+    model = Exchanges().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        with pytest.raises(graphplan.CaptureError, match=r"another class at 'blocks\.0'"):
+            placed(X[:2], STOP)
+        assert largest_difference(placed(X, STOP), model(X, STOP)) < 1e-4
+
+
 def test_buffers_are_written_once_for_a_call() -> None:
     with placed() as (_, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,6 +41,7 @@ class ModelCopy:
         shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
         told: what its user has been warned of, once.
         fixed: entries of which no size can vary in a trace.
+        unsized: entries of which only batches and lengths can.
         step: what is differentiated, where a training step is to be traced.
         device_types: of the devices that will compute.
         autocast: the type that autocast is on for on these devices; None where it is off.
@@ -51,6 +52,7 @@ class ModelCopy:
         self.entry = ""
         self.told: set[str] = set()
         self.fixed: set[str] = set()
+        self.unsized: set[str] = set()
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None

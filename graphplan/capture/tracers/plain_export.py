@@ -120,7 +120,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
         patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
     ):
-        program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad)
+        program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
     paths = ["L" + pytree.keystr(path) for path, _ in flatten_with_path(given)]
     guards = conditions(program, call.leaves, paths)
     single = _squeezed(program.graph)
@@ -195,7 +195,13 @@ def _bounded_axes(leaf: Any, val: Any, roles: Roles, sized: set[Any]) -> Roles:
 
 
 def _export(
-    model_copy: ModelCopy, call: BoundCall, shapes: Any, *, names: Sequence[str] = (), keep_grad: bool
+    model_copy: ModelCopy,
+    call: BoundCall,
+    shapes: Any,
+    *,
+    names: Sequence[str] = (),
+    keep_grad: bool,
+    sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """``names``: of all arguments, where ``shapes`` has them by these; else by the model's own."""
     module = model_copy.module
@@ -225,7 +231,7 @@ def _export(
         masks,
         with_forward(module, forward),
     ):
-        program = export(keep_grad, module, call.args, dict(call.kwargs), shapes)
+        program = export(keep_grad, module, call.args, dict(call.kwargs), shapes, sizes=sizes)
     if replaced:
         raise NoGraphError(
             f"{type(module).__name__} puts another value in the place of {min(replaced)}, which it is given, "

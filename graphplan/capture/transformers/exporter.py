@@ -127,7 +127,7 @@ def _export(
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
-        program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes)
+        program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes, sizes=SIZE in varying)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     found = flatten_with_path(inputs)
     paths = ["L" + pytree.keystr(path) for path, _ in found]
