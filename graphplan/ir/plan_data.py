@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from graphplan.ir.module_map import module_map
 from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
-from graphplan.ir.timeline import Timeline, make_timeline
+from graphplan.ir.timeline import Timeline, call_seconds, make_timeline
 
 Transfer = Move
 
@@ -299,6 +300,9 @@ class PlanData:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
         self.graph.verify()
         check_schedule(self.graph, self.topology, self.schedule)
+        seconds = call_seconds(self.graph, self.topology, self.schedule)
+        if not math.isclose(self.makespan, seconds, rel_tol=1e-6, abs_tol=1e-12):
+            raise VerificationError(f"the makespan is {self.makespan} s, the schedule takes {seconds} s")
         if self.lower_bound > self.makespan * (1 + 1e-9):
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"

@@ -190,6 +190,12 @@ def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_microbatches_that_do_not_divide_the_batch_are_an_error() -> None:
+    plan = planned([{0: "1GiB"}])
+    with pytest.raises(graphplan.VerificationError, match="5 microbatches do not divide a batch of 32"):
+        replace(plan, batch=32, microbatches=5).verify()
+
+
 def test_a_bound_above_the_plan_is_an_error() -> None:
     plan = planned([{0: "1GiB"}])
     with pytest.raises(graphplan.VerificationError, match="lower bound"):

@@ -29,6 +29,13 @@ def test_json_round_trip(plan: Plan) -> None:
     assert (again.placement, again.stages, again.peak_bytes) == (plan.placement, plan.stages, plan.peak_bytes)
 
 
+def test_a_makespan_that_the_schedule_does_not_take_is_an_error(plan: Plan) -> None:
+    edited = json.loads(plan.to_json())
+    edited["makespan"] *= 2
+    with pytest.raises(graphplan.PlanError, match="damaged.*the schedule takes"):
+        Plan.from_json(json.dumps(edited))
+
+
 def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan.save_json(file)
