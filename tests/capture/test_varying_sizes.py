@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import graphplan
+from graphplan.capture import export_here
 
 Args = tuple[Any, ...]
 LARGE = {0: "8MiB", "cpu": "64MiB"}
@@ -81,6 +82,18 @@ def test_with_max_batch_they_are_one_plan_and_none_is_larger(traces: list[int]) 
 def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
     check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in range(8, 28)])
     assert len(traces) == 2
+
+
+def test_a_trace_of_all_sizes_that_takes_too_long_is_not_tried_again(
+    traces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_here, "_MOST_SECONDS", 0.0)
+    with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
+        check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in (8, 9)])
+    assert len(traces) == 3  # of the first size, of all that is given up, of the second
+    with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
+        check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in range(8, 12)])
+    assert len(traces) == 3 + 5
 
 
 def test_sizes_of_images_and_sounds_are_two_captures_of_transformers_models(traces: list[int]) -> None:
