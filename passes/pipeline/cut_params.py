@@ -22,6 +22,7 @@ class PipelineParams:
         refusals: likewise of a training step, as long as no stages were found that fit.
         growth: by which budgets grow in turn, for the error that names some that would do.
         growths: times that they grow, at most.
+        searches: of these, that seem enough and are searched for stages, at most.
         bisections: of the bound on the slowest stage.
         lack: by which the bytes grow that a stage is estimated to need, where its share was too little.
         shares: parts of the budgets of a machine, which are divided among its stages.
@@ -37,6 +38,7 @@ class PipelineParams:
     refusals: int = 20
     growth: float = 1.2
     growths: int = 40
+    searches: int = 8
     bisections: int = 40
     lack: float = 1.05
     shares: int = 256

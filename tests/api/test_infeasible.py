@@ -107,3 +107,14 @@ def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
     with pytest.raises(graphplan.InfeasibleError) as caught:
         graphplan.plan(stack(), {0: "20KiB"}, (X,), offload=False, time_limit=5.0)
     assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "machines", [[{0: "50KiB"}] * 2, [{0: "20KiB"}] * 3, [{0: 1000}, {0: "60KiB", "cpu": 1000}]]
+)
+def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.plan(stack(), machines=machines, args=(WIDE,))
+    named = re.search(r"These budgets would do: machines=(\[.*\])", str(caught.value))
+    assert named is not None
+    graphplan.plan(stack(), machines=ast.literal_eval(named[1]), args=(WIDE,)).verify()

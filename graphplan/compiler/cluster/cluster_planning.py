@@ -107,6 +107,13 @@ class StageSearch:
             CaptureError: something crosses at each that cannot be sent.
             InputError: a training step by 1F1B has fewer microbatches than stages.
         """
+        best = self.found()
+        if best is None:
+            raise self.refused or self.infeasible()
+        return self._plan(best)
+
+    def found(self) -> list[Stretch] | None:
+        """The best stages that are found, in order; None where none fit."""
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
         if training is not None:
             graph = training.held(graph, self.annotator.capture, frozenset())
@@ -134,9 +141,7 @@ class StageSearch:
             if not fresh:
                 break
             self.estimates.calibrate()
-        if best is None:
-            raise self.refused or self.infeasible()
-        return self._plan(best)
+        return best
 
     # -- stages ----------------------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class StageSearch:
         return Bound(found.seconds(cluster.counted), PROOF)
 
     def infeasible(self) -> InfeasibleError:
-        """The error, with budgets that would do as far as estimates tell."""
+        """The error, with budgets that would do, if they are found."""
         cluster, factor = self.cluster, 1.0
         weights = readable_bytes(self.boundaries.graph.held_bytes)
         what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
@@ -301,12 +306,18 @@ class StageSearch:
             found = f"are {places} places" if places else "is no place"
             return InfeasibleError(f"{said}, and there {found} where the model can be cut")
         said += self.lacking()
+        searches = 0
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth
-            machines = tuple(one.scaled(factor) for one in cluster.machines)
+            grown = replace(cluster, machines=tuple(one.scaled(factor) for one in cluster.machines))
             # by all that a forward pass makes: how much less a training step saves is not estimated
-            grown = replace(cluster, machines=machines, flight=replace(cluster.flight, train=False))
-            if self.stages(self.estimates_for(grown), grown, 1) is not None:
-                budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
-                return InfeasibleError(f"{said}. By estimate these budgets would do: machines={budgets}")
+            forward = replace(grown, flight=replace(cluster.flight, train=False))
+            if searches == PARAMS.searches:
+                break
+            if self.stages(self.estimates_for(forward), forward, 1) is not None:
+                searches += 1
+                search = type(self)(self.model_copy, self.annotator, grown, self.options, self.batch)
+                if search.found() is not None:
+                    budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
+                    return InfeasibleError(f"{said}. These budgets would do: machines={budgets}")
         return InfeasibleError(said)
