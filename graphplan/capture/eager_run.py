@@ -25,7 +25,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import leaves_of, unflatten
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
-from graphplan.errors import GraphplanError, NoGraphError, first_line
+from graphplan.errors import GraphplanError
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 
@@ -138,10 +138,7 @@ def _raised(
 ) -> Exception | None:
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
-    try:
-        args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
-    except Exception as error:  # objects of the caller, which may say anything of a copy
-        return NoGraphError(f"an argument cannot be copied for a trial: {first_line(error)}")
+    args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
     try:
         with quiet(), undrawn(module), mode, restored_buffers(module):
             run(*args, **kwargs)
@@ -151,8 +148,13 @@ def _raised(
 
 
 def _own(leaf: Any) -> Any:
-    """A leaf of a call for a trial, which may change the caller's objects."""
-    return leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+    """A leaf of a call for a trial, which may change the caller's objects; itself where it has no copy."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # an object of the caller, which may raise anything
+        return leaf
 
 
 def _counted(

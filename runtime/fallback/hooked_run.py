@@ -89,8 +89,10 @@ class HookedRun:
         """Put back what was copied."""
         self.callers.pop()
         self.swapped.pop().put_back(module)
-        for one in self.given.pop():
-            one.give_back(self._device_of_caller())
+        given = self.given.pop()
+        originals = {id(one.own): one.original for one in given}
+        for one in given:
+            one.give_back(originals, self._device_of_caller())
         return sent(result, self._device_of_caller()) if self.way.returns else result
 
     def _device_of_caller(self) -> torch.device:
@@ -105,13 +107,19 @@ class _Sent:
     own: Any
     before: Any
 
-    def give_back(self, device: torch.device) -> None:
-        """Put into the original what the module has put into its own."""
-        if len(self.own) == len(self.before) and all(map(is_, _items(self.own), _items(self.before))):
+    def give_back(self, originals: Mapping[int, Any], device: torch.device) -> None:
+        """Put into the original what the module has put into its own; ``originals`` of all are by id."""
+        now, then = _items(self.own), _items(self.before)
+        same = len(self.own) == len(self.before) and all(map(is_, now, then))
+        if same and (isinstance(self.own, list) or list(self.own) == list(self.before)):
             return
-        found = sent(self.own, device)
+        items = [originals[id(one)] if id(one) in originals else sent(one, device) for one in now]
         self.original.clear()
-        self.original.update(found) if isinstance(found, dict) else self.original.extend(found)
+        if isinstance(self.own, list):
+            self.original.extend(items)
+        else:
+            for key, item in zip(self.own, items, strict=True):
+                self.original[key] = item
 
 
 def _changeable(value: Any, own: Any) -> Iterator[_Sent]:

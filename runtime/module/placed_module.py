@@ -68,11 +68,11 @@ class PlacedModule(ShortNames, KeptInPlace):
     """What :func:`graphplan.partition` makes of a model's class."""
 
     _graphplan: ModuleState
-    _graphplan_original: type[nn.Module]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A module of the model's own class: code makes them of a placed one's, for slices, say."""
-        return cls._graphplan_original(*args, **kwargs)
+        self.__class__ = original_class(self)  # type: ignore[assignment]  # what it is to be
+        self.__init__(*args, **kwargs)  # type: ignore[misc]  # of that class
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
@@ -284,8 +284,8 @@ def _computes_instead(plan: PlanData) -> torch.device | None:
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    found: nn.Module = object.__new__(placed_class(original))
-    return found
+    cls = placed_class(original)
+    return cls.__new__(cls)
 
 
 def placed_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -23,9 +23,13 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
     """What the model returns of a call that the program serves; ``code`` is over the module's weights.
 
     Raises:
-        InputError: two inputs share memory, and the call writes to it.
+        InputError: two inputs share memory, and the call writes to it; or are one cache.
         PlanError: weights are not where the plan has put them.
     """
+    if len(set(map(id, served.caches.values()))) < len(served.caches):
+        raise InputError(
+            f"{' and '.join(served.caches)} are one cache, and the model writes to it: pass a copy"
+        )
     tensors, back = take_inputs(program, served)
     try:
         with nullcontext() if program.modes.autocast is None else without_autocast(program):

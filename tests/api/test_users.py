@@ -598,6 +598,13 @@ def test_a_slice_of_a_placed_sequential_is_one_of_torch() -> None:
         assert type(placed[:2]) is nn.Sequential
 
 
+def test_a_parametrized_model_is_copied_with_its_plan() -> None:
+    model = nn.utils.parametrizations.weight_norm(linear())
+    with graphplan.simulate({0: "128KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(copy.deepcopy(placed)(X), model(X)) < 1e-5
+
+
 def test_a_module_that_was_parametrized_later_is_freed() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear())
     with graphplan.simulate({0: "256KiB"}) as machine, torch.no_grad():

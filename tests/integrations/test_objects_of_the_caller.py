@@ -17,6 +17,7 @@ from transformers import (
     Mamba2Config,
     Mamba2ForCausalLM,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 import graphplan
 
@@ -66,6 +67,128 @@ class Holder:
 
     def __init__(self) -> None:
         self.h: Any = None
+
+
+class Calling(nn.Module):
+    """Calls a model with caches in some form, and returns them in some form."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.model, self.call = llama(), call
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.model, ids, *args, **kwargs)
+
+
+def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return found
+
+
+@pytest.mark.parametrize("form", ["position", "dict"])
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_cache_that_is_no_argument_by_name_is_extended(form: str) -> None:
+    in_dict = form == "dict"
+    model = Calling(lambda m, ids, cache: logits(m, ids, cache["c"] if in_dict else cache)).eval()
+    caches = DynamicCache(), DynamicCache()
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(
+            model,
+            {**machine.max_memory, "cpu": "1MiB"},
+            (IDS, {"c": DynamicCache()} if in_dict else DynamicCache()),
+        )
+        for ids in (IDS, IDS[:, :1]):
+            mine, other = ({"c": cache} if in_dict else cache for cache in caches)
+            assert largest_difference(placed(ids, mine), model(ids, other)) < 1e-5
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 6
+
+
+def test_a_returned_cache_is_the_one_that_was_given() -> None:
+    model = Calling(lambda m, ids, cache: [logits(m, ids, cache), {"in": (cache,)}]).eval()
+    cache = DynamicCache()
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (IDS,), {"cache": DynamicCache()})
+        assert placed(IDS, cache=cache)[1]["in"][0] is cache
+    assert cache.get_seq_length() == 5
+
+
+def test_one_cache_under_two_names_is_an_error() -> None:
+    model = Calling(lambda m, ids, a, b: logits(m, ids, a) + logits(m, ids, b)).eval()
+    caches = {"a": DynamicCache(), "b": DynamicCache()}
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (IDS,), caches)
+        one = DynamicCache()
+        with pytest.raises(graphplan.InputError, match="a and b are one cache"):
+            placed(IDS, a=one, b=one)
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(16, 16), write
+
+    def forward(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        self.write(state, found)
+        return found
+
+
+def _rename(state: Any, _: Any) -> None:
+    state["b"] = state.pop("a")
+
+
+def _append(state: Any, found: torch.Tensor) -> None:
+    state["n"] += 1
+    state["inner"].append(found)
+
+
+def _of_output(state: Any, found: torch.Tensor) -> None:
+    state["last_hidden_state"] = found
+
+
+@pytest.mark.parametrize(
+    ("write", "make"),
+    [
+        (_rename, lambda: {"a": torch.zeros(2)}),
+        (_append, lambda: {"n": 2, "inner": [torch.zeros(2)]}),
+        (_of_output, lambda: BaseModelOutput(last_hidden_state=torch.zeros(2))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_modules_that_run_one_by_one_give_back_what_they_write(write: Any, make: Any) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = Writes(write)
+
+        def forward(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x, state)
+            return found if float(found.sum()) < 1e9 else x  # no graph
+
+    model, x, mine, other = Outer(), torch.ones(2, 16), make(), make()
+    kept = mine.get("inner")
+    with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, {**machine.max_memory, "cpu": "1MiB"}, (x, make()))
+        for _ in range(1 if write is _rename else 2):
+            assert largest_difference(placed(x, mine), model(x, other)) < 1e-5
+    assert list(mine) == list(other)
+    assert mine.get("inner") is kept
+    assert kept is None or len(kept) == len(other["inner"]) == 3
+
+
+def test_an_argument_without_a_copy_hides_no_error_of_the_call() -> None:
+    class Iterates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, numbers: Any) -> torch.Tensor:
+            found: torch.Tensor = self.layer(x) * len(list(numbers))
+            return found
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        graphplan.partition(Iterates(), {"cpu": "1GiB"}, (torch.ones(4, 3), (n for n in range(2))))
 
 
 def test_each_graph_has_the_hidden_states_once() -> None:

@@ -34,13 +34,13 @@ from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import flatten_with_path, leaves_of
+from graphplan.capture.structure import flatten, flatten_with_path, leaves_of
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.caches import caches_in, with_caches
+from graphplan.capture.transformers.caches import caches_in, is_cache, with_caches
 from graphplan.errors import CaptureError, InputError, NoGraphError
 from graphplan.warnings import warn
 
@@ -214,11 +214,14 @@ def _export(
         hide_tracer()
         caches = caches_in(kwargs)
         others = (args, {name: value for name, value in kwargs.items() if name not in caches})
-        before = _by_path(others)
+        before, inner = _by_path(others), [one for one in flatten(others, is_cache)[0] if is_cache(one)]
+        kinds = [flatten(one)[1] for one in inner]
         result = with_caches(original(*args, **kwargs), caches)
         after = _by_path(others)
         added.update(after.keys() - before.keys())
         replaced.update(path for path in before if path not in after or after[path] is not before[path])
+        if [flatten(one)[1] for one in inner] != kinds:
+            replaced.add("what a cache holds that is no argument by name")
         return result
 
     if names:

@@ -13,7 +13,6 @@ the layer's tensors. For a cache of one layer::
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import types
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import know, know_containers, leaves_of, node_of, tell_torch
+from graphplan.capture.structure import know, know_containers, leaves_of, map_leaves, node_of, tell_torch
 
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
@@ -97,7 +96,7 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 def _own_caches(classes: Iterable[type]) -> Iterator[type]:
     """Caches of a model's own files that are not transformers' ``Cache``; they are named so."""
     for name in dict.fromkeys(cls.__module__ for cls in classes):
-        for _, found in inspect.getmembers(sys.modules[name], inspect.isclass):
+        for _, found in inspect.getmembers(sys.modules.get(name), inspect.isclass):
             if found.__module__ == name and found.__name__.endswith(_OWN_ENDING):
                 yield found
 
@@ -119,14 +118,8 @@ def with_caches(result: Any, caches: Mapping[str, Any]) -> Any:
     if not caches:
         return result
     marks = {id(cache): Given(name) for name, cache in caches.items()}
-    if isinstance(result, tuple):
-        result = tuple(marks.get(id(value), value) for value in result)
-    elif isinstance(result, dict):
-        result = copy.copy(result)
-        for name, value in list(result.items()):
-            if id(value) in marks:
-                result[name] = marks[id(value)]
-    return result, dict(caches)
+    marked = map_leaves(lambda leaf: marks.get(id(leaf), leaf), result, lambda value: id(value) in marks)
+    return marked, dict(caches)
 
 
 def is_described(node: Any) -> bool:
