@@ -21,11 +21,11 @@ from graphplan._compat.torch import storage_of
 from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.structure import leaves_of, unflatten
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
-from graphplan.errors import GraphplanError
+from graphplan.errors import GraphplanError, InputError, first_line
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 
@@ -138,7 +138,7 @@ def _raised(
 ) -> Exception | None:
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
-    args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
+    args, kwargs = unflatten(list(map(_own, leaf_names(call), leaves)), call.spec)
     try:
         with quiet(), undrawn(module), mode, restored_buffers(module):
             run(*args, **kwargs)
@@ -147,14 +147,21 @@ def _raised(
     return None
 
 
-def _own(leaf: Any) -> Any:
-    """A leaf of a call for a trial, which may change the caller's objects; itself where it has no copy."""
+def _own(name: str, leaf: Any) -> Any:
+    """A leaf of a call for a trial, which may change the caller's objects.
+
+    Raises:
+        InputError: it cannot be copied.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # an object of the caller, which may raise anything
-        return leaf
+    except Exception as error:  # an object of the caller, which may raise anything
+        raise InputError(
+            f"no graph is traced of a call with {name}, {type(leaf).__name__}, and to be tried out module by "
+            f"module it must be copied, which fails: {first_line(error)}. Pass what copy.deepcopy takes"
+        ) from error
 
 
 def _counted(

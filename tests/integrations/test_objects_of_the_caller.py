@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -177,18 +178,26 @@ def test_modules_that_run_one_by_one_give_back_what_they_write(write: Any, make:
     assert kept is None or len(kept) == len(other["inner"]) == 3
 
 
-def test_an_argument_without_a_copy_hides_no_error_of_the_call() -> None:
-    class Iterates(nn.Module):
+def test_an_argument_that_no_trial_can_copy_is_an_error_and_stays_as_it_is() -> None:
+    class Locked(Holder):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.lock = threading.Lock()
 
-        def forward(self, x: torch.Tensor, numbers: Any) -> torch.Tensor:
-            found: torch.Tensor = self.layer(x) * len(list(numbers))
-            return found
+    state = Locked()
+    with pytest.raises(graphplan.InputError, match=r"with state, Locked, .* must be copied.*lock"):
+        graphplan.partition(Keeps(), {"cpu": "1GiB"}, (torch.ones(2, 16), state))
+    assert state.h is None
 
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        graphplan.partition(Iterates(), {"cpu": "1GiB"}, (torch.ones(4, 3), (n for n in range(2))))
+
+def test_an_empty_list_that_is_put_into_an_argument_is_told_of() -> None:
+    class Appends(Keeps):
+        def forward(self, x: torch.Tensor, state: Any = None) -> torch.Tensor:
+            state.append([])
+            return super().forward(x)
+
+    with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list"):
+        graphplan.partition(Appends(), {"cpu": "1GiB"}, (torch.ones(2, 16), []))
 
 
 def test_each_graph_has_the_hidden_states_once() -> None:

@@ -207,21 +207,22 @@ def _export(
     module = model_copy.module
     own = model_copy.method == "forward"
     original = module.forward if own else pure_method(module, model_copy.method)
-    added, replaced = set[str](), set[str]()
+    changed, replaced = list[bool](), set[str]()
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hide_tracer()
         caches = caches_in(kwargs)
         others = (args, {name: value for name, value in kwargs.items() if name not in caches})
-        before, inner = _by_path(others), [one for one in flatten(others, is_cache)[0] if is_cache(one)]
+        before, structure = _by_path(others), flatten(others)[1]
+        inner = [one for one in flatten(others, is_cache)[0] if is_cache(one)]
         kinds = [flatten(one)[1] for one in inner]
         result = with_caches(original(*args, **kwargs), caches)
         after = _by_path(others)
-        added.update(after.keys() - before.keys())
+        changed.append(flatten(others)[1] != structure)
         replaced.update(path for path in before if path not in after or after[path] is not before[path])
         if [flatten(one)[1] for one in inner] != kinds:
-            replaced.add("what a cache holds that is no argument by name")
+            replaced.add("a part of a cache")
         return result
 
     if names:
@@ -240,7 +241,7 @@ def _export(
             f"{type(module).__name__} puts another value in the place of {min(replaced)}, which it is given, "
             "and a graph does not"
         )
-    if added:
+    if any(changed):
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
