@@ -79,7 +79,12 @@ def main() -> None:
         for row in rows
     ]
     print(table(["model", "ms", *list(rows[0])[2:]], shown))
-    print(write("estimates", {"device": arguments.device, "measured": str(measured), "rows": rows}))
+    print(
+        write(
+            "estimates" if key == "cpu" else "gpu_estimates",
+            {"device": arguments.device, "measured": str(measured), "rows": rows},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a call costs beside its kernels: tiny models whose time is dispatch, on the CPU, one thread.
+"""What a call costs beside its kernels: tiny models whose time is dispatch, one thread.
 
-python benchmarks/overhead.py [--rounds 200] [--generations 5] [--tokens 128]
+python benchmarks/overhead.py [--rounds 200] [--generations 5] [--tokens 128] [--device cpu]
 
 A forward pass of a chain of linear layers and of a toy Llama, and ``generate()`` of that Llama at batch 1:
 eager, placed by us, and under accelerate's hooks. Every form is called once in each round, in turn, and timed
-in processor time of this process, so that what else runs on the machine counts little. Ratios are of the
-least times; medians stand beside them.
+in processor time of this process, so that what else runs on the machine counts little; with ``--device 0``,
+in wall time until the GPU is done. Ratios are of the least times; medians stand beside them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,20 +78,31 @@ def llama(layers: int = 24, hidden: int = 64, tokens: int = 0) -> Workload:
     return Workload(name, LlamaForCausalLM(config).eval(), inputs, parts, tokens)
 
 
-def forms(workload: Workload) -> dict[str, Callable[[], Any]]:
+def forms(workload: Workload, key: str | int) -> dict[str, Callable[[], Any]]:
     """Calls of the model as it is, placed by us, and under accelerate's hooks."""
-    model, inputs = workload.model, workload.inputs
+    device = torch.device("cpu" if key == "cpu" else f"cuda:{key}")
+    inputs = {name: tensor.to(device) for name, tensor in workload.inputs.items()}
+    workload = replace(workload, model=workload.model.to(device), inputs=inputs)
+    model = workload.model
     more = {"max_length": inputs["input_ids"].shape[1] + workload.tokens} if workload.tokens else {}
-    places = dict.fromkeys(workload.parts, "cpu")
+    places = dict.fromkeys(workload.parts, key)
     models = {
         EAGER: model,
-        OURS: graphplan.partition(model, {"cpu": "8GiB"}, kwargs=inputs, **more),
+        OURS: graphplan.partition(model, {key: "8GiB"}, kwargs=inputs, **more),
         "accelerate dispatch_model": dispatch_model(
-            copy.deepcopy(model), places, main_device="cpu", force_hooks=True
+            copy.deepcopy(model), places, main_device=key, force_hooks=True
         ),
-        "accelerate cpu_offload": cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu")),
+        "accelerate cpu_offload": cpu_offload(copy.deepcopy(model), execution_device=device),
     }
-    return {name: workload.call_of(each) for name, each in models.items()}
+    calls = {name: workload.call_of(each) for name, each in models.items()}
+    return calls if key == "cpu" else {name: partial(finished, call) for name, call in calls.items()}
+
+
+def finished(call: Callable[[], Any]) -> Any:
+    """Its result, once the GPU has it."""
+    result = call()
+    torch.cuda.synchronize()
+    return result
 
 
 def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
@@ -102,13 +115,13 @@ def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
                     torch.testing.assert_close(a, b, msg=f"{name} differs from eager")
 
 
-def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
+def measure(workload: Workload, rounds: int, key: str | int = "cpu") -> list[dict[str, Any]]:
     """A row for each form."""
     torch.set_num_threads(1)
-    calls = forms(workload)
+    calls = forms(workload, key)
     require_equal(calls)
     with torch.no_grad():
-        taken = in_turn(calls, rounds)
+        taken = in_turn(calls, rounds, time.process_time if key == "cpu" else time.perf_counter)
     least = {name: min(values) for name, values in taken.items()}
     middle = {name: statistics.median(values) for name, values in taken.items()}
     return [
@@ -129,16 +142,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="of forward passes")
     parser.add_argument("--generations", type=int, default=5, help="rounds of generate()")
     parser.add_argument("--tokens", type=int, default=128, help="that generate() adds")
+    parser.add_argument("--device", default="cpu", help="cpu, or the index of a GPU")
     asked = parser.parse_args()
+    key = asked.device if asked.device == "cpu" else int(asked.device)
     torch.manual_seed(0)
-    rows = [row for workload in (linears(), llama()) for row in measure(workload, asked.rounds)]
-    rows += measure(llama(tokens=asked.tokens), asked.generations)
+    rows = [row for workload in (linears(), llama()) for row in measure(workload, asked.rounds, key)]
+    rows += measure(llama(tokens=asked.tokens), asked.generations, key)
     figures = ("best_ms", "median_ms", "ratio_of_best", "ratio_of_median")
     cells = [[row["workload"], row["form"], *(f"{row[key]:.2f}" for key in figures)] for row in rows]
     print(table(("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median"), cells))
-    method = "processor time of one process and one thread, forms in turn, garbage collection off"
+    clock = "processor" if key == "cpu" else "wall"
+    method = f"{clock} time of one process and one thread, forms in turn, garbage collection off"
     rounds = {"rounds": asked.rounds, "generations": asked.generations}
-    print(f"wrote {write('overhead', {**rounds, 'clock': method, 'rows': rows})}")
+    name = "overhead" if key == "cpu" else "gpu_overhead"
+    print(f"wrote {write(name, {**rounds, 'clock': method, 'rows': rows})}")
 
 
 if __name__ == "__main__":

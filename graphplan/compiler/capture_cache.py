@@ -19,6 +19,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.training.weight_views import read_weights_anew
 from graphplan.warnings import overheard
@@ -38,8 +39,8 @@ class Captured:
 class Captures:
     """Traces calls of one model, each structure once: ``known`` has what was traced so far."""
 
-    def __init__(self, model_copy: ModelCopy, options: Options) -> None:
-        self.model_copy, self.options = model_copy, options
+    def __init__(self, model_copy: ModelCopy, options: Options, bench: KernelBench) -> None:
+        self.model_copy, self.options, self.bench = model_copy, options, bench
         self.known: list[Captured] = []
 
     def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
@@ -58,7 +59,8 @@ class Captures:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
         enter_stage("annotate")
-        known.annotators.append(Annotator(bound, self.model_copy.weights, self.model_copy.device_types))
+        kinds = self.model_copy.device_types
+        known.annotators.append(Annotator(bound, self.model_copy.weights, kinds, self.bench))
         return known.annotators[-1]
 
     def adopt(self, annotator: Annotator) -> None:

@@ -40,6 +40,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
@@ -101,7 +102,8 @@ class Compiler:
         self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
         self.given = given
         model_copy.compute_on(topology.computing_types)
-        self.captures = Captures(model_copy, options)
+        placed = () if homes is None else model_copy.weights.tensors.values()
+        self.captures = Captures(model_copy, options, KernelBench(topology, placed))
         self._committed = Commitments(homes, known)
 
     @property

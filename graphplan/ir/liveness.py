@@ -310,11 +310,11 @@ def step_bytes(weight: Weight, spec: DeviceSpec) -> int:
 class LiveStorages:
     """Counts storages that are not ``known`` before.
 
-    ``peak`` is the most bytes that were alive after any operation.
+    ``alive`` are the bytes of those that were alive after the last operation, ``peak`` the most after any.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        self.peak = 0
+        self.alive = self.peak = 0
         self._known = {storage_of(tensor) for tensor in known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -325,7 +325,8 @@ class LiveStorages:
             key, storage = storage_of(tensor), tensor.untyped_storage()
             if key not in self._known and key not in self._live:
                 self._live[key] = (StorageWeakRef(storage), round_up(storage.nbytes()))
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        self.alive = sum(nbytes for _, nbytes in self._live.values())
+        self.peak = max(self.peak, self.alive)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,6 +11,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.graph_reader import GraphReader
+from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.two_readings import with_least_costs
 from graphplan.warnings import silenced
 
@@ -27,13 +28,18 @@ class Annotator:
         capture: simplified.
         weights: of the model that was captured; unused ones are in the graph too.
         device_types: for which to measure workspaces; a type without a backend here counts as CPU.
+        bench: to measure workspaces on this machine's cards.
     """
 
     def __init__(
-        self, capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)
+        self,
+        capture: Capture,
+        weights: ModelWeights,
+        device_types: Sequence[str] = ("cpu",),
+        bench: KernelBench | None = None,
     ) -> None:
-        self.capture, self.weights, self.device_types = capture, weights, device_types
-        self.interpreter = Interpreter(device_types, capture.sizes)
+        self.capture, self.weights, self.device_types, self.bench = capture, weights, device_types, bench
+        self.interpreter = Interpreter(device_types, capture.sizes, bench)
         self._as_it_is: Graph | None = None
 
     def of(self, capture: Capture, weights: ModelWeights | None = None) -> Annotator:
@@ -41,7 +47,7 @@ class Annotator:
 
         ``weights`` are those of the model that it reads, if not all.
         """
-        other = Annotator(capture, weights or self.weights, self.device_types)
+        other = Annotator(capture, weights or self.weights, self.device_types, self.bench)
         other.interpreter.memo = self.interpreter.memo
         return other
 

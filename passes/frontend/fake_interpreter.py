@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.sizes.dynamic_sizes import symbols_of
 from graphplan.errors import NoGraphError
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult, run_fake
+from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.warnings import warn
 
@@ -32,8 +33,13 @@ _DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # w
 class Interpreter:
     """Runs the graph on fake tensors, each distinct operation once."""
 
-    def __init__(self, device_types: Sequence[str], sizes: Mapping[Any, int] | None = None) -> None:
-        self.sizes = sizes or {}
+    def __init__(
+        self,
+        device_types: Sequence[str],
+        sizes: Mapping[Any, int] | None = None,
+        bench: KernelBench | None = None,
+    ) -> None:
+        self.sizes, self.bench = sizes or {}, bench
         self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
         self.env: dict[fx.Node, Any] = {}
         self.memo: dict[Any, dict[str, Effect]] = {}
@@ -101,6 +107,10 @@ class Interpreter:
                     return {"": self._recorded(node, error)}
                 continue  # Operation.workspace_on takes the largest that is known
             workspace[device_type] = run.workspace[""]
+            if device_type == "cuda" and self.bench is not None:
+                results = sum(one.nbytes for one in run.results)
+                taken = self.bench.workspace(node.target, leaves, spec, results)
+                workspace[device_type] = max(taken, run.workspace[""])
             if not effects or _shapes(run) == _shapes(next(iter(effects.values()))):
                 effects[device_type] = run  # some fakes of recurrent layers have other shapes than the CPU's
         flops = next(iter(effects.values())).flops

@@ -1,6 +1,6 @@
 """Every transformers architecture over simulated devices at shares of its size: results, peaks and moves.
 
-python tests/sweep/sweep.py [--jobs 2] [--only llama t5] [--resume] [--images]
+python tests/sweep/sweep.py [--jobs 2] [--only llama t5] [--resume] [--images] [--gpu]
 
 A small model of each type is placed with accelerators that hold 0.5, 0.7 and 0.9 of its weights each,
 beside room for what a call needs beside them: one of them with the CPU, and two with the CPU. It is run, and
@@ -9,7 +9,8 @@ Results are written to ``benchmarks/results`` as they come: ``--resume`` goes on
 
 Without ``--thorough`` a model is traced once for its configurations, and the planner stops after its first
 good placement; with ``--rotate`` each architecture takes one configuration, the next takes the next.
-``--images`` sweeps the families of timm and torchvision instead.
+``--images`` sweeps the families of timm and torchvision instead. ``--gpu`` takes the first GPU of this
+machine in place of simulated accelerators.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,7 +40,6 @@ from every_architecture import names
 from report import RESULTS, machine
 from sweep_one import CONFIGURATIONS, Configuration, Record, run
 
-_FILES = "sweep.json", "image_sweep.json"
 _OF = "transformers architecture", "family of timm and torchvision"
 FORK = multiprocessing.get_context("fork")  # transformers is imported once
 
@@ -56,19 +57,22 @@ class _Job:
 
 def _start(name: str, configurations: Sequence[Configuration], options: argparse.Namespace) -> _Job:
     here, there = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_alone, args=(name, configurations, options.thorough, there))
+    process = FORK.Process(target=_alone, args=(name, configurations, options, there))
     process.start()
     there.close()
     empty = {"name": name, "built": False, "ran": False, "rows": []}
     return _Job(name, process, here, time.monotonic() + options.limit, empty)
 
 
-def _alone(name: str, configurations: Sequence[Configuration], thorough: bool, tells: Connection) -> None:
+def _alone(
+    name: str, configurations: Sequence[Configuration], options: argparse.Namespace, tells: Connection
+) -> None:
     """What the process of an architecture does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # models and their libraries talk
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is not looked through again
-    run(name, configurations, thorough=thorough, tell=tells.send)
+    devices = import_module("gpu_devices").gpu() if options.gpu else None
+    run(name, configurations, thorough=options.thorough, tell=tells.send, devices=devices)
 
 
 def _listen(job: _Job) -> bool:
@@ -95,17 +99,18 @@ def _end(job: _Job) -> Record:
 def sweep(chosen: Sequence[str], options: argparse.Namespace, done: dict[str, Record]) -> None:
     """Run each architecture, at most ``options.jobs`` at once, and write what is known after each."""
     left, jobs = list(enumerate(chosen)), list[_Job]()
+    configurations = [one for one in CONFIGURATIONS if one.accelerators == 1 or not options.gpu]
     while left or jobs:
         while left and len(jobs) < options.jobs:
             index, name = left.pop(0)
-            turn = index % len(CONFIGURATIONS)
-            picked = CONFIGURATIONS[turn : turn + 1] if options.rotate else CONFIGURATIONS
+            turn = index % len(configurations)
+            picked = configurations[turn : turn + 1] if options.rotate else configurations
             jobs.append(_start(name, picked, options))
         wait([job.tells for job in jobs], timeout=1)
         for job in [job for job in jobs if _listen(job)]:
             jobs.remove(job)
             done[job.name] = _end(job)
-            write(done, options.images)
+            write(done, options)
             print(f"{len(done)} {job.name}: {verdict(done[job.name])}", flush=True)
 
 
@@ -144,15 +149,27 @@ def summary(results: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def write(done: dict[str, Record], images: bool) -> None:
-    """``results/sweep.json`` or ``image_sweep.json``, an architecture a line, and the table beside it."""
-    RESULTS.mkdir(exist_ok=True)
+def _file_of(options: argparse.Namespace) -> Path:
+    """``results/sweep.json``, ``gpu_image_sweep.json``, and so on."""
+    return options.into / f"{'gpu_' * options.gpu}{'image_' * options.images}sweep.json"
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    """In a process of its own: those that are forked cannot use a GPU that this one has looked at."""
+    with FORK.Pool(1) as pool:
+        return dict(pool.apply(machine))
+
+
+def write(done: dict[str, Record], options: argparse.Namespace) -> None:
+    """The results, an architecture a line, and the table beside them."""
+    options.into.mkdir(exist_ok=True)
     results = [done[name] for name in sorted(done)]
     lines = ",\n".join(json.dumps(record) for record in results)
-    head = json.dumps({"machine": machine(), **summary(results)}, indent=1)[:-2]
-    path = RESULTS / _FILES[images]
+    head = json.dumps({"machine": _machine(), **summary(results)}, indent=1)[:-2]
+    path = _file_of(options)
     path.write_text(f'{head},\n "results": [\n{lines}\n]}}\n', encoding="utf-8")
-    path.with_suffix(".md").write_text(page(results, _OF[images]), encoding="utf-8")
+    path.with_suffix(".md").write_text(page(results, _OF[options.images]), encoding="utf-8")
 
 
 def page(results: Sequence[Record], of: str = "transformers architecture") -> str:
@@ -202,9 +219,11 @@ def main() -> None:
     )
     parser.add_argument("--rotate", action="store_true", help="one configuration for each architecture")
     parser.add_argument("--images", action="store_true", help="timm and torchvision, which must be installed")
+    parser.add_argument("--gpu", action="store_true", help="a GPU instead of simulated accelerators")
+    parser.add_argument("--into", type=Path, default=RESULTS, help="the folder of the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    known = RESULTS / _FILES[options.images]
+    known = _file_of(options)
     done: dict[str, Record] = {}
     if (options.resume or options.only) and known.is_file():
         done = {record["name"]: record for record in json.loads(known.read_text(encoding="utf-8"))["results"]}

@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import graphplan
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import GraphplanError, InfeasibleError
 
-__all__ = ["CONFIGURATIONS", "Configuration", "run"]
+__all__ = ["CONFIGURATIONS", "Configuration", "Devices", "run"]
 
 _CLOSE = 1e-5  # of the largest value
 _ROOM = 1 << 40
@@ -41,8 +41,29 @@ CONFIGURATIONS = tuple(Configuration(share, count) for count in (1, 2) for share
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What models are placed on.
+
+    Attributes:
+        make: takes budgets and is entered; has ``max_memory``, ``reset_peaks``, ``peak_bytes`` and
+            ``transfers``, ``None`` where nobody counts them.
+        close: results may differ by this share of the largest value.
+        beside: bytes of a budget that no tensor of a plan can have.
+    """
+
+    make: Callable[[dict[Any, int]], AbstractContextManager[Any]]
+    close: float = _CLOSE
+    beside: int = 0
+
+
 def run(
-    name: str, configurations: Sequence[Configuration], *, thorough: bool, tell: Callable[[Record], None]
+    name: str,
+    configurations: Sequence[Configuration],
+    *,
+    thorough: bool,
+    tell: Callable[[Record], None],
+    devices: Devices | None = None,
 ) -> None:
     """Tell what is known of an architecture, again after each configuration.
 
@@ -52,7 +73,9 @@ def run(
         thorough: plan as users do; else the planner stops after its first good placement, and the model is
             traced once for all configurations.
         tell: takes the record so far.
+        devices: what it is placed on; simulated ones by default.
     """
+    devices = devices or Devices(graphplan.simulate)
     warnings.simplefilter("ignore")
     record: Record = {"name": name, "built": False, "ran": False, "rows": []}
     tell(record)
@@ -80,13 +103,13 @@ def run(
             stack.enter_context(one_trace())
             stack.enter_context(short_search())
         try:
-            activations = _activations(made)
+            activations = _activations(made, devices)
         except Exception as error:  # a row of the table, whatever it was
             tell(record | {"why": _reason(error)})
             return
         record["activations"] = activations
         for configuration in configurations:
-            row = _row(made, configuration, activations)
+            row = _row(made, configuration, activations, devices)
             if "method" in row:
                 record["method"] = row.pop("method")
             for said in ("why", "note"):
@@ -109,9 +132,9 @@ def _bytes(model: torch.nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def _activations(made: Built) -> int:
+def _activations(made: Built, devices: Devices) -> int:
     """Bytes beside the weights, at the peak of a call on one accelerator that has room for all."""
-    with graphplan.simulate({0: _ROOM, "cpu": _ROOM}) as machine, warnings.catch_warnings():
+    with devices.make({0: _ROOM, "cpu": _ROOM}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
         machine.reset_peaks()
@@ -119,18 +142,18 @@ def _activations(made: Built) -> int:
         return max(0, machine.peak_bytes(0) - _bytes(made.model))
 
 
-def _row(made: Built, configuration: Configuration, activations: int) -> Record:
+def _row(made: Built, configuration: Configuration, activations: int, devices: Devices) -> Record:
     """One configuration: its outcome, and what it was."""
     row: Record = {"share": configuration.share, "accelerators": configuration.accelerators}
     size = _bytes(made.model)
-    each = int(size * configuration.share) + activations
+    each = int(size * configuration.share) + activations + devices.beside
     budgets = {
         **dict.fromkeys(range(configuration.accelerators), each),
         "cpu": 20 * (size + activations) + (1 << 26),
     }
     start = time.perf_counter()
     try:
-        with graphplan.simulate(budgets) as machine, warnings.catch_warnings(record=True) as heard:
+        with devices.make(budgets) as machine, warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
             row["method"] = placed.plan.method
@@ -150,7 +173,7 @@ def _row(made: Built, configuration: Configuration, activations: int) -> Record:
             if kept == _FEWER:
                 kept, row["note"] = "equal", "has sizes that only the data decides: moves are of fewer bytes"
             apart = difference(result, made.result)
-            row["outcome"] = kept if apart <= _CLOSE else f"differs by {apart:.1g}"
+            row["outcome"] = kept if apart <= devices.close else f"differs by {apart:.1g}"
             row["on"] = _on_accelerators(placed.plan)
             del placed, result
             gc.collect()
@@ -177,6 +200,8 @@ def _kept(machine: Any, plan: graphplan.Plan, budgets: dict[Any, int], *, exact:
         if exact and machine.peak_bytes(key) > plan.peak_bytes[key]:
             return f"{machine.peak_bytes(key) - plan.peak_bytes[key]} bytes over the plan"
     if exact:
+        if machine.transfers is None:
+            return "equal"
         moved = [(t.source, t.destination, t.nbytes) for t in machine.transfers]
         planned = [(m.source, m.destination, m.nbytes) for m in plan.schedule.copies()]
         if moved != planned:

@@ -1,0 +1,131 @@
+"""What an operation allocates on a CUDA card beside its results: measured, where the card is here.
+
+Kernels and the libraries behind them take memory that no fake tensor shows: the algorithm that cuDNN chooses
+for a convolution may take a hundred times what it reads, a sum may take a buffer for its parts. So each
+distinct operation runs once, on zeros. What it allocates is read from the allocator, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.devices.topology import Topology, round_up
+from graphplan.ir.liveness import LiveStorages
+from graphplan.passes.frontend.tensor_meta import TensorMeta
+from graphplan.warnings import unwarned
+
+_CHECKS = ("assert", "multinomial", "binomial", "poisson")
+"""Parts of the names of operations that may refuse zeros on the card, after which no process can use it."""
+
+
+class KernelBench:
+    """The cards of this machine, to measure operations on.
+
+    Args:
+        topology: devices of the plan.
+        placed: weights that are on them by an earlier plan.
+    """
+
+    def __init__(self, topology: Topology, placed: Iterable[torch.Tensor] = ()) -> None:
+        self._room = max((spec.room for spec in topology.devices if spec.type == "cuda"), default=0)
+        there = self._room and torch.cuda.is_available()
+        kinds = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count() if there else 0)}
+        self._before: dict[torch.device, int] = {}
+        for card in (torch.device("cuda", index) for index in kinds.values()):
+            _warm(card)
+            ours = sum(tensor.nbytes for tensor in placed if tensor.device == card)
+            self._before[card] = torch.cuda.memory_allocated(card) - ours
+
+    def workspace(self, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, results: int) -> int:
+        """The most bytes that an operation has allocated at once, beside its results, on any of the cards.
+
+        Args:
+            target: the operation.
+            leaves: its arguments, flat, tensors as
+                :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
+            spec: their structure.
+            results: bytes of its results.
+
+        Returns:
+            0 where there is no card, and where the budget has no room for it now: arguments and results take
+            at least as much when the operation runs there.
+        """
+        if not isinstance(target, torch._ops.OpOverload) or any(word in str(target) for word in _CHECKS):
+            return 0
+        need = results + sum(round_up(leaf.copy_bytes) for leaf in leaves if isinstance(leaf, TensorMeta))
+        cards = [card for card in self._before if need <= self._left(card)]
+        return max((_measured(card, target, leaves, spec) for card in cards), default=0)
+
+    def _left(self, card: torch.device) -> int:
+        """Bytes of the budget that nothing has that was placed since, as far as they are free."""
+        placed = torch.cuda.memory_allocated(card) - self._before[card]
+        cached = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
+        free, _ = torch.cuda.mem_get_info(card)
+        return int(min(self._room - placed, free + cached))
+
+
+def _warm(card: torch.device) -> None:
+    """Let libraries take the workspaces that they keep: these are counted with the card."""
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.zeros(64, 64, device=card, dtype=dtype)
+        torch.nn.functional.linear(square, square @ square, square[0])
+
+
+def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> int:
+    try:
+        with torch.no_grad(), _unmoved_generator(card, target), unwarned():
+            args, kwargs = pytree.tree_unflatten([_zeros(leaf, card) for leaf in leaves], spec)
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            with _Kernels(card, given) as kernels:
+                out = target(*args, **kwargs)
+    except RuntimeError:  # no memory, or no such kernel: so it says when it is to run
+        return 0
+    own = LiveStorages(given)
+    own.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+    return int(max(0, kernels.peak - own.peak))
+
+
+def _unmoved_generator(card: torch.device, target: Any) -> AbstractContextManager[None]:
+    """A block that leaves the random numbers of later calls as they are."""
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    return torch.random.fork_rng([card.index], device_type="cuda") if draws else nullcontext()
+
+
+def _zeros(leaf: Any, card: torch.device) -> Any:
+    if isinstance(leaf, TensorMeta):
+        made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=card).zero_()
+        return made.requires_grad_() if leaf.requires_grad else made
+    return card if isinstance(leaf, torch.device) else leaf
+
+
+class _Kernels(TorchDispatchMode):
+    """The most bytes that are alive at once beyond the arguments, what each kernel takes for itself included.
+
+    That is what was allocated meanwhile and is no result: peaks of the allocator would have to be reset,
+    and are the caller's.
+    """
+
+    def __init__(self, card: torch.device, arguments: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._card, self._live = card, LiveStorages(arguments)
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._live.count(())
+        alive, before = self._live.alive, self._allocated()
+        out = func(*args, **(kwargs or {}))
+        taken = self._allocated() - before
+        self._live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        self.peak = max(self.peak, self._live.alive, alive + taken)
+        return out
+
+    def _allocated(self) -> int:
+        return int(torch.cuda.memory_stats(self._card)["allocated_bytes.all.allocated"])
