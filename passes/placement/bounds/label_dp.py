@@ -25,6 +25,7 @@ from graphplan.passes.placement.arrays import Floats, Ints
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.params import Effort
 
+_NEVER = 1e9  # seconds of what cannot be: nothing takes as long, and sums of it are finite
 _MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
 
 
@@ -160,6 +161,7 @@ class _LabelSearch:
         self.dropped = np.inf
         self.trail: list[tuple[Ints, Ints]] = []
         self.constant = self.frontier.constant - float(self.per_byte @ relaxation.room)
+        self.detours = _Detours(relaxation) if self.streams else None
 
     def run(self) -> LabelSearch:
         count = self.frontier.devices
@@ -212,6 +214,9 @@ class _LabelSearch:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _Labels.joined(grown)
         found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
+        if self.detours is not None:
+            left = self.room[:, None] - found.needs - found.nbytes
+            found.value = found.value + self.detours.seconds(i + 1, left)
         return self._best(found)
 
     def _may_stay(self, i: int, d: int) -> bool:
@@ -301,6 +306,32 @@ class _LabelSearch:
             device[step.variable], streamed[step.variable] = divmod(int(option[label]), 2)
             label = int(parent[label])
         return Completion(total, device, streamed, spare)
+
+
+class _Detours:
+    """What labels will pay that leave too little room for weights that no slot can take.
+
+    Prices say what bytes are worth on average: a label may spend what one large weight needs that comes last.
+    Steps whose weights must reside on accelerators fill what is left there as a knapsack; those that find no
+    place run elsewhere, the cheapest for their bytes first, in parts (Dantzig's bound).
+    """
+
+    def __init__(self, relaxation: Relaxation) -> None:
+        self.on, seconds = relaxation.accelerator, relaxation.seconds
+        kept = relaxation.nbytes - np.where(np.isfinite(relaxation.copy), relaxation.movable, 0.0)
+        kept = np.where(np.isfinite(seconds), kept, np.inf)[self.on].min(axis=0, initial=np.inf)
+        elsewhere = seconds[~self.on].min(axis=0, initial=_NEVER)
+        steps = np.flatnonzero(np.isfinite(kept) & (kept > 0))
+        costs = elsewhere[steps] - seconds[self.on][:, steps].min(axis=0, initial=np.inf)
+        order = np.argsort(costs / kept[steps], kind="stable")
+        self.steps, self.kept, self.costs = steps[order], kept[steps][order], np.maximum(costs[order], 0.0)
+
+    def seconds(self, i: int, left: Floats) -> Floats:
+        """(labels,) of the steps from ``i`` on, with ``left`` (devices, labels) bytes."""
+        later = self.steps >= i
+        kept, costs = self.kept[later].cumsum(), self.costs[later].cumsum()
+        lacking = kept[-1:].sum() - left[self.on].sum(axis=0)
+        return np.interp(lacking, np.append(0.0, kept), np.append(0.0, costs))
 
 
 def _undominated(labels: _Labels) -> Ints:

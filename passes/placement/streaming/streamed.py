@@ -183,12 +183,17 @@ class StreamedSearch:
 
     def _stream_excess(self, segments: list[Segment], devices: Ints) -> None:
         """Judge segments, with as many of their weights streamed as they lack room for, spread evenly."""
+        for size in self._slot_sizes() or [np.inf]:
+            self._stream_evenly(segments, devices, size)
+
+    def _stream_evenly(self, segments: list[Segment], devices: Ints, slot: float) -> None:
+        """The same with weights that go through slots of one size."""
         lacking = {segment.device: 0.0 for segment in segments}
         for segment in segments:
             lacking[segment.device] = max(lacking[segment.device], segment.excess)
         operations, tried = self.arrays.named(devices), None
         for _ in range(2 * self.effort.params.retries):
-            spread = {d: self._spread(devices, d, nbytes) for d, nbytes in lacking.items() if nbytes}
+            spread = {d: self._spread(devices, d, nbytes, slot) for d, nbytes in lacking.items() if nbytes}
             if spread == tried:
                 return  # all that can be streamed is
             tried = spread
@@ -202,11 +207,17 @@ class StreamedSearch:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
                     lacking[d] = max(lacking.get(d, 0.0), freed) + 1.05 * over
 
-    def _spread(self, devices: Ints, device: int, nbytes: float) -> list[int]:
-        """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
+    def _spread(self, devices: Ints, device: int, nbytes: float, slot: float) -> list[int]:
+        """Weights read on a device, at equal distances in its order, of so many bytes with two slots.
+
+        They are those that fill a slot, or all that go into it where these are not enough.
+        """
         arrays, frontier = self.arrays, self.guide
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
-        mine = [item for item in mine if devices[arrays.source[item]] == device]
+        mine = [i for i in mine if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
+        filling = [i for i in mine if arrays.nbytes[i] * self.effort.params.slot_ratio > slot]
+        if arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
+            mine = filling
         total, found = arrays.stored_bytes(mine), list[int]()
         if nbytes > total:  # own weights are not enough: those that others read too
             for item in arrays.shared:

@@ -66,6 +66,21 @@ def test_a_weight_that_takes_most_of_the_card_is_streamed_where_that_is_faster()
     assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
 
 
+@pytest.mark.parametrize("mib", [26.2, 34.2, 42.2])
+def test_a_large_weight_at_the_end_keeps_its_place(mib: float) -> None:
+    """It would take a slot of its size: small ones, through which more of the others go, are faster."""
+    layer, head = [MIB // 4, MIB // 16, MIB // 4, MIB, MIB, MIB], 10 * MIB
+    problem = one_card(stack([*layer * 12, head], 5 * 10**7), mib)
+    names = list(problem.graph.weights)
+    lacking = sum(weight.nbytes for weight in problem.graph.weights.values()) - (mib - 2.1) * MIB
+    large = [name for name in names if problem.graph.weights[name].nbytes == MIB]
+    count = -int(-lacking // MIB)
+    by_hand = on_card(problem, *(large[i * len(large) // count] for i in range(count)))
+    assert by_hand.feasible
+    found = place(problem)
+    assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
+
+
 def test_what_fits_is_not_streamed() -> None:
     problem = one_card(stack([MIB] * 8), 8.5)
     found = place(problem).evaluation
