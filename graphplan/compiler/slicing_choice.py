@@ -51,11 +51,12 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
     """
     if len(state.members) > 1 or state.formulation.committed.homes is not None:
         return place_calls(state)  # later plans find weights in the parts that they have
-    sliced = _best_slicing(state)
+    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
+    lacking = problem.graph.held_bytes > sum(spec.room for spec in problem.topology.accelerators)
+    sliced = _best_slicing(state) or (_best_slicing(state, share=_CROWDED) if lacking else None)
     if sliced is None:
         return _whole_or_crowded(state)
     whole = None
-    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
     if probe(problem, deadline=state.limits.deadline) is not None:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole.choices[0].seconds * _HOPE < sliced.seconds:

@@ -134,8 +134,7 @@ class StreamedSearch:
             complete = len(search.cuts) == search.possible_cuts
             self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
-            if self.best is None or not self.arrays.specs[device].is_accelerator:
-                self._all_on(device)
+            self._all_on(device)
         if self.best is None and self.nearest is not None:
             with self.effort.share(self.effort.params.local_share) as part:
                 self.offer(climb_streamed(self.arrays, self.nearest, part))

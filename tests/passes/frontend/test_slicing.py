@@ -334,6 +334,17 @@ def test_parts_of_one_module_stay_together_where_asked() -> None:
     assert len({key for name, key in device.items() if name.startswith("linear_1_")}) == 1
 
 
+def test_a_head_that_leaves_no_room_for_the_layers_is_sliced() -> None:
+    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(24))  # three quarters of the head
+    model, x = nn.Sequential(*layers, nn.Linear(WIDTH, ROWS, bias=False)), numbers(16, WIDTH)
+    memory = budgets(WHOLE + 17 * ROWS * 4)
+    links = {(0, "cpu"): graphplan.Link(5e10, 1e-7)}
+    placed = check(model, (x,), memory, {"24.weight"}, links=links)
+    with graphplan.simulate(memory):
+        whole = graphplan.plan(model, memory, args=(x,), links=links, pin={"24.weight": "cpu"})
+    assert placed.plan.lower_bound <= placed.plan.makespan < whole.makespan
+
+
 def test_what_fits_is_not_sliced() -> None:
     check(Head(), (numbers(4, WIDTH),), budgets(2 * WHOLE), set(), cpu_compute=False)
 
