@@ -2,7 +2,8 @@
 
 The context is there before anything is placed, so it is not among the bytes that the driver calls free. What
 the driver takes later is: streams, and the code of kernels, which it loads when they first run. So is the
-workspace of cuBLAS: PyTorch allocates it at the first matrix product of a thread on a stream, and keeps it.
+workspaces of cuBLAS: PyTorch allocates them at the first matrix products of a thread on a stream, and keeps
+them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ def taken_beside(index: int, memory: int) -> int:
 
 
 def _workspace(index: int) -> int:
-    """Bytes of the workspace of cuBLAS on one stream."""
+    """Bytes of the workspaces of cuBLAS and of cuBLASLt on one stream."""
     chosen = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # torch 2.13 says it
     if chosen is not None:
+        apart = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "0"
         with torch.cuda.device(index):
-            return int(chosen())
+            return int(chosen() + (torch.backends.cuda.cublaslt_workspace_size() if apart else 0))
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    lt = (int(given) if given.isdigit() else 1024) << 10
     if pairs := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
-        return sum(int(size) * int(count) for size, count in pairs) << 10
-    return _HOPPER if torch.cuda.get_device_capability(index)[0] == 9 else _OTHERS
+        return (sum(int(size) * int(count) for size, count in pairs) << 10) + lt
+    return (_HOPPER if torch.cuda.get_device_capability(index)[0] == 9 else _OTHERS) + lt

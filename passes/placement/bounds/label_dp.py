@@ -331,7 +331,7 @@ class _Detours:
         later = self.steps >= i
         kept, costs = self.kept[later].cumsum(), self.costs[later].cumsum()
         lacking = kept[-1:].sum() - left[self.on].sum(axis=0)
-        return np.interp(lacking, np.append(0.0, kept), np.append(0.0, costs))
+        return np.asarray(np.interp(lacking, np.append(0.0, kept), np.append(0.0, costs)))
 
 
 def _undominated(labels: _Labels) -> Ints:
