@@ -1,8 +1,9 @@
 """Speeds of known accelerators, for plans on machines that nobody has measured.
 
 FLOP/s are those of a large bf16 matrix product (fp16 where a card has no bf16), about four fifths of
-the maker's dense figure with 32-bit accumulation; bytes/s are the maker's. What was measured on the
-machine itself is better: :func:`graphplan.measure_devices`.
+the maker's dense figure with 32-bit accumulation; bytes/s are the maker's, and nine tenths of what the way to
+the host moves: PCIe 3, 4 or 5, or NVLink-C2C. What was measured on the machine itself is better:
+:func:`graphplan.measure_devices`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ class Card:
     name: str  # words that stand in the name that its driver gives, in this order
     flops: float  # FLOP/s that a large matrix product reaches
     bandwidth: float  # bytes/s of its memory
+    host: float = 25e9  # bytes/s from pinned host memory, and to it
 
+
+_PCIE_3, _PCIE_5, _C2C = 12e9, 55e9, 400e9
 
 # The first whose words are found counts, so the longer name of two stands first.
 _CARDS = (
-    Card("GB300", 2000e12, 8.0e12),
-    Card("B300", 1800e12, 8.0e12),
-    Card("GB200", 2000e12, 8.0e12),
-    Card("B200", 1800e12, 8.0e12),
-    Card("B100", 1400e12, 8.0e12),
-    Card("GH200", 800e12, 4.0e12),
-    Card("H200 NVL", 670e12, 4.8e12),
-    Card("H200", 800e12, 4.8e12),
-    Card("H100 PCIe", 600e12, 2.0e12),
-    Card("H100 NVL", 670e12, 3.9e12),
-    Card("H100", 800e12, 3.35e12),
-    Card("H800", 800e12, 3.35e12),
-    Card("H20", 130e12, 4.0e12),
+    Card("GB300", 2000e12, 8.0e12, _C2C),
+    Card("B300", 1800e12, 8.0e12, _PCIE_5),
+    Card("GB200", 2000e12, 8.0e12, _C2C),
+    Card("B200", 1800e12, 8.0e12, _PCIE_5),
+    Card("B100", 1400e12, 8.0e12, _PCIE_5),
+    Card("GH200", 800e12, 4.0e12, _C2C),
+    Card("H200 NVL", 670e12, 4.8e12, _PCIE_5),
+    Card("H200", 800e12, 4.8e12, _PCIE_5),
+    Card("H100 PCIe", 600e12, 2.0e12, _PCIE_5),
+    Card("H100 NVL", 670e12, 3.9e12, _PCIE_5),
+    Card("H100", 800e12, 3.35e12, _PCIE_5),
+    Card("H800", 800e12, 3.35e12, _PCIE_5),
+    Card("H20", 130e12, 4.0e12, _PCIE_5),
     Card("A100 40GB", 280e12, 1.555e12),
     Card("A100", 280e12, 1.9e12),
     Card("A800", 280e12, 1.9e12),
@@ -46,26 +50,26 @@ _CARDS = (
     Card("L40S", 300e12, 0.864e12),
     Card("L40", 180e12, 0.86e12),
     Card("L4", 120e12, 0.3e12),
-    Card("V100", 110e12, 0.9e12),
-    Card("T4", 60e12, 0.3e12),
-    Card("RTX PRO 6000 Blackwell", 400e12, 1.792e12),
+    Card("V100", 110e12, 0.9e12, _PCIE_3),
+    Card("T4", 60e12, 0.3e12, _PCIE_3),
+    Card("RTX PRO 6000 Blackwell", 400e12, 1.792e12, _PCIE_5),
     Card("RTX 6000 Ada", 300e12, 0.96e12),
     Card("RTX 5000 Ada", 220e12, 0.576e12),
     Card("A6000", 140e12, 0.768e12),
     Card("A5000", 100e12, 0.768e12),
     Card("A4000", 70e12, 0.448e12),
-    Card("RTX 5090", 200e12, 1.792e12),
-    Card("RTX 5080", 110e12, 0.96e12),
+    Card("RTX 5090", 200e12, 1.792e12, _PCIE_5),
+    Card("RTX 5080", 110e12, 0.96e12, _PCIE_5),
     Card("RTX 4090", 160e12, 1.0e12),
     Card("RTX 4080", 95e12, 0.717e12),
     Card("RTX 3090 Ti", 78e12, 1.008e12),
     Card("RTX 3090", 70e12, 0.93e12),
     Card("RTX 3080", 58e12, 0.76e12),
-    Card("MI355X", 2000e12, 8.0e12),
-    Card("MI350X", 1850e12, 8.0e12),
-    Card("MI325X", 1050e12, 6.0e12),
-    Card("MI300X", 1050e12, 5.3e12),
-    Card("MI300A", 780e12, 5.3e12),
+    Card("MI355X", 2000e12, 8.0e12, _PCIE_5),
+    Card("MI350X", 1850e12, 8.0e12, _PCIE_5),
+    Card("MI325X", 1050e12, 6.0e12, _PCIE_5),
+    Card("MI300X", 1050e12, 5.3e12, _PCIE_5),
+    Card("MI300A", 780e12, 5.3e12, _PCIE_5),
     Card("MI250X", 150e12, 1.6e12),  # one of its two dies, which are a device each
     Card("MI210", 145e12, 1.6e12),
 )

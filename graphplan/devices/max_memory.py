@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 
 from graphplan.devices.cuda_memory import taken_beside
-from graphplan.devices.datasheets import find_card
+from graphplan.devices.datasheets import Card, find_card
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
 from graphplan.errors import BudgetError, DeviceError, readable_bytes
@@ -65,8 +65,31 @@ def read_max_memory(
         )
     _check_links(links, {spec.key for spec in specs})
     machine = current_machine.get()
-    known = dict(machine.links) if machine is not None else {}
+    known = links_to_host(specs) if machine is None else dict(machine.links)
+    given = {pair for a, b in links or {} for pair in ((a, b), (b, a))}
+    known = {pair: link for pair, link in known.items() if pair not in given}
     return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
+
+
+def links_to_host(
+    specs: Sequence[DeviceSpec], named: Mapping[DeviceKey, object] | None = None
+) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+    """Those of cards of known kinds: that are ``named``, or by default those that are here."""
+    host: DeviceKey = next((spec.key for spec in specs if spec.device == CPU), CPU)
+    if named is None:
+        cards = {spec.key: _card(spec.device) for spec in specs}
+    else:
+        cards = {key: find_card(name) for key, name in named.items() if isinstance(name, str)}
+    latency = Link().latency
+    return {(key, host): Link(c.host, latency, "datasheet") for key, c in cards.items() if c is not None}
+
+
+def _card(device: str) -> Card | None:
+    """The kind of a card of this machine; None for another device, and where it is not known."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not torch.cuda.is_available() or int(index) >= torch.cuda.device_count():
+        return None
+    return find_card(torch.cuda.get_device_name(int(index)))
 
 
 def _check_links(links: object, keys: Set[DeviceKey]) -> None:
@@ -182,10 +205,9 @@ def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     machine = current_machine.get()
     if machine is not None and kind == machine.device_type:
         taken = machine.workspace
+    if (card := _card(device)) is not None:
+        flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
     if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-        card = find_card(torch.cuda.get_device_name(int(index)))
-        if card is not None:
-            flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
         taken = taken_beside(int(index), memory)
     overhead = _ACCELERATOR_OVERHEAD
     return DeviceSpec(key, device, memory, flops, bandwidth, overhead, taken=taken, origin=origin)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.max_memory import links_to_host, read_max_memory
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, JsonFile, decode
@@ -157,8 +157,9 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
             (names[a], names[b]): link for (a, b), link in devices.links.items() if a in names and b in names
         }
     else:
-        speeds, links = _read_speeds(topology, devices), {}
-    given = {pair for a, b in topology.links for pair in ((a, b), (b, a))}
+        speeds, links = _read_speeds(topology, devices), links_to_host(topology.devices, devices)
+    kept = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
+    given = {pair for a, b in kept for pair in ((a, b), (b, a))}
     found = {pair: link for pair, link in links.items() if pair not in given}
     specs = (speeds[s.key].applied(s) if s.key in speeds and s.computes else s for s in topology.devices)
     return replace(topology, devices=tuple(specs), links={**topology.links, **found})

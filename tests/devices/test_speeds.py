@@ -14,6 +14,7 @@ from test_partition import IDS, Tied
 
 import graphplan
 from graphplan import Link, Measurements, Speed
+from graphplan.devices import max_memory
 from graphplan.devices.datasheets import find_card
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
@@ -107,6 +108,28 @@ def test_links_that_the_caller_gives_come_before_measured_ones() -> None:
     measured = Measurements(links={(0, 1): Link(1e9, 1.0), (1, 0): Link(2e9, 1.0)})
     topology = with_speeds(read_max_memory({0: 1, 1: 1}, {(0, 1): Link(3e9, 0.0)}), measured)
     assert topology.link(0, 1) == topology.link(1, 0) == Link(3e9, 0.0)
+
+
+def test_the_link_to_the_host_is_that_of_the_named_card() -> None:
+    budgets = {0: "1GiB", 1: "1GiB", "cpu": "1GiB"}
+    topology = with_speeds(read_max_memory(budgets), {0: "H200", 1: Speed(flops=1e12)})
+    assert topology.link(0, "cpu").bandwidth == topology.link("cpu", 0).bandwidth == 55e9
+    assert topology.link(0, "cpu").origin == "datasheet"
+    assert topology.link(1, "cpu") == topology.default_link
+    given = with_speeds(read_max_memory(budgets, {("cpu", 0): Link(3e9, 0.0)}), {0: "H200"})
+    assert given.link(0, "cpu") == Link(3e9, 0.0)
+
+
+def test_the_link_of_a_card_that_is_here_gives_way_to_measured_and_given_ones(monkeypatch: Any) -> None:
+    monkeypatch.setattr(max_memory, "_card", lambda device: find_card("T4") if device == "cuda:0" else None)
+    budgets = {"cuda:0": "1GiB", "cpu": "1GiB"}
+    assert read_max_memory(budgets).link("cpu", "cuda:0").bandwidth == 12e9
+    measured = Measurements(links={("cuda:0", "cpu"): Link(1e9, 1.0), ("cpu", "cuda:0"): Link(2e9, 1.0)})
+    topology = with_speeds(read_max_memory(budgets), measured)
+    assert topology.link("cpu", "cuda:0").bandwidth == 2e9
+    given = read_max_memory(budgets, {("cpu", "cuda:0"): Link(3e9, 1.0)})
+    assert given.link("cuda:0", "cpu").bandwidth == 3e9
+    assert with_speeds(given, measured).link("cuda:0", "cpu").bandwidth == 3e9
 
 
 @pytest.mark.parametrize("figure", [0, -1.0, float("nan"), float("inf"), "fast", True])

@@ -1,4 +1,4 @@
-"""What kernels take beside their results, on cards: measured once for each distinct operation, and in the graph."""
+"""What kernels take beside their results on cards: measured once for each distinct operation."""
 
 from __future__ import annotations
 
