@@ -51,12 +51,11 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
     """
     if len(state.members) > 1 or state.formulation.committed.homes is not None:
         return place_calls(state)  # later plans find weights in the parts that they have
-    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
-    lacking = problem.graph.held_bytes > sum(spec.room for spec in problem.topology.accelerators)
-    sliced = _best_slicing(state) or (_best_slicing(state, share=_CROWDED) if lacking else None)
+    sliced = _best_slicing(state)
     if sliced is None:
         return _whole_or_crowded(state)
     whole = None
+    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
     if probe(problem, deadline=state.limits.deadline) is not None:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole.choices[0].seconds * _HOPE < sliced.seconds:
@@ -70,14 +69,23 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
 
 
 def _whole_or_crowded(state: CompileState) -> CompileState:
-    """Place the weights whole; where that fails, those in parts that leave nothing for the rest."""
+    """Place the weights whole; where that fails or may be slow, those in parts that leave little for others."""
     try:
-        return place_calls(state)
+        whole = place_calls(state)
     except InfeasibleError as error:
         sliced = _best_slicing(state, share=_CROWDED)
         if sliced is None:
             raise _with_hint(state, error) from None
-    return place_calls(sliced.state)
+        return place_calls(sliced.state)
+    solution = whole.choices[0].solution
+    if solution.evaluation.seconds <= _HOPE * solution.lower_bound:
+        return whole
+    sliced = _best_slicing(state, share=_CROWDED)
+    if sliced is None or sliced.seconds > _HOPE * solution.evaluation.seconds:
+        return whole
+    with suppress(InfeasibleError):
+        return _faster(whole, place_calls(sliced.state))
+    return whole
 
 
 def _sliced_as_before(formulation: Formulation, member: Member) -> Member:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.bounds.label_dp import Completion, search_labels, widest
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation, relax
@@ -25,7 +26,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
-from graphplan.passes.placement.segment_dp import Segment, SegmentDP
+from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.streaming.coarsen import coarsen
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
@@ -40,6 +41,7 @@ class StreamedSearch:
         best: the fastest placement within the budgets; None where there is none.
         bound: on every placement of the problem.
         nearest: of those that pass a budget, the one that does by least.
+        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks took beside weights there.
     """
 
     problem: Problem
@@ -49,6 +51,7 @@ class StreamedSearch:
     nearest: Evaluation | None = None
     arrays: Arrays = field(init=False)
     guide: Frontier = field(init=False)
+    beside: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._search_on(Arrays.of_search(self.problem, self.effort.params))
@@ -134,7 +137,9 @@ class StreamedSearch:
             complete = len(search.cuts) == search.possible_cuts
             self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
-            self._all_on(device)
+            if self.best is None or not self.arrays.specs[device].is_accelerator:
+                self._all_on(device)
+        self._spread_evenly()
         if self.best is None and self.nearest is not None:
             with self.effort.share(self.effort.params.local_share) as part:
                 self.offer(climb_streamed(self.arrays, self.nearest, part))
@@ -145,7 +150,10 @@ class StreamedSearch:
             if self.effort.over or (self.best is not None and self._spent_much):
                 return
             for segments, devices in search.placements(homes):
-                self._stream_excess(segments, devices)
+                lacking = dict.fromkeys((one.device for one in segments), 0.0)
+                for one in segments:
+                    lacking[one.device] = max(lacking[one.device], one.excess)
+                self._stream_excess(lacking, devices)
 
     @property
     def _spent_much(self) -> bool:
@@ -175,21 +183,31 @@ class StreamedSearch:
     def _all_on(self, device: int) -> None:
         arrays = self.arrays
         devices = arrays.expand(np.full(len(arrays.units), device))
-        excess = float(arrays.weight_bytes.sum())
-        self._stream_excess([Segment(0, arrays.count, device, 0.0)], devices)
+        self._stream_excess({device: 0.0}, devices)
         if arrays.specs[device].is_accelerator:
-            self._stream_excess([Segment(0, arrays.count, device, excess)], devices)
+            self._stream_excess({device: float(arrays.weight_bytes.sum())}, devices)
 
-    def _stream_excess(self, segments: list[Segment], devices: Ints) -> None:
-        """Judge segments, with as many of their weights streamed as they lack room for, spread evenly."""
-        for size in self._slot_sizes() or [np.inf]:
-            self._stream_evenly(segments, devices, size)
+    def _spread_evenly(self) -> None:
+        """For slots of each size: all on one accelerator, and the operations of the best placement."""
+        arrays = self.arrays
+        able = (device for device, *_ in device_classes(arrays) if arrays.specs[device].is_accelerator)
+        trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
+        if self.best is not None:
+            now = self.best.assignment.operations
+            trials.append(np.array([arrays.number[now[one.name]] for one in arrays.operations]))
+        for size, devices in product(self._slot_sizes(), trials):
+            if self.effort.over:
+                return
+            self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
 
-    def _stream_evenly(self, segments: list[Segment], devices: Ints, slot: float) -> None:
-        """The same with weights that go through slots of one size."""
-        lacking = {segment.device: 0.0 for segment in segments}
-        for segment in segments:
-            lacking[segment.device] = max(lacking[segment.device], segment.excess)
+    def _stream_excess(self, lacking: dict[int, float], devices: Ints, slot: float = np.inf) -> None:
+        """Judge a placement, with as many weights streamed as devices lack bytes for, spread evenly.
+
+        Args:
+            lacking: device -> bytes that it lacks, to begin with.
+            devices: of the operations.
+            slot: bytes of the largest weight that is streamed.
+        """
         operations, tried = self.arrays.named(devices), None
         for _ in range(2 * self.effort.params.retries):
             spread = {d: self._spread(devices, d, nbytes, slot) for d, nbytes in lacking.items() if nbytes}
@@ -198,8 +216,8 @@ class StreamedSearch:
             tried = spread
             streamed = [self.arrays.names[item] for items in spread.values() for item in items]
             found = self._evaluate(reside(self.problem, operations, streamed))
-            if self.offer(found) or not found.excess:
-                return
+            if self.offer(found) or not found.excess or found.seconds >= self.seconds:
+                return  # what streams more takes no less
             for key, over in found.excess.items():
                 d = self.arrays.number[key]
                 if self.arrays.specs[d].is_accelerator:
@@ -215,7 +233,7 @@ class StreamedSearch:
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
         mine = [i for i in mine if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
         filling = [i for i in mine if arrays.nbytes[i] * self.effort.params.slot_ratio > slot]
-        if arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
+        if np.isfinite(slot) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
             mine = filling
         total, found = arrays.stored_bytes(mine), list[int]()
         if nbytes > total:  # own weights are not enough: those that others read too
@@ -307,7 +325,12 @@ class StreamedSearch:
 
         Where exact peaks pass a budget, more is reserved for activations, at prices of their own.
         """
-        before = self.seconds
+        before, asked = self.seconds, relaxation.buffers
+        assert asked is not None
+        configuration = (relaxation.frontier, *asked.slots.tolist(), *asked.nbytes.tolist())
+        if (known := self.beside.get(configuration)) is not None and (known > asked.beside).any():
+            tighter = replace(asked, beside=np.maximum(known, asked.beside))
+            relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         for _ in range(1 + self.effort.params.retries):
             width = min(width, widest(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
@@ -318,7 +341,7 @@ class StreamedSearch:
             first = self._judge(relaxation, found.completions[0])
             if self.offer(first) or not first.excess:
                 break
-            if min(first.seconds, found.completions[0].seconds) > self.seconds:
+            if min(first.seconds, found.completions[0].seconds) > 1.25 * self.seconds:
                 break
             buffers = relaxation.buffers
             assert buffers is not None
@@ -326,6 +349,7 @@ class StreamedSearch:
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
                 beside[d] += over + max(0.0, float(found.completions[0].spare[d]))
+            self.beside[configuration] = beside
             tighter = replace(buffers, beside=beside)
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         return relaxation if self.seconds < before else None
