@@ -13,6 +13,7 @@ from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
+from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -51,24 +52,33 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
     graph = formulation.graph(member.annotator, plan.schedule, together)
-    planned = _measured_here(plan.graph, graph)
-    if graph != planned:
-        _refuse(planned, graph)
-    problem = replace(plain, graph=graph, prefetch_bytes=plan.shared_prefetch_bytes)
+    agreed = _agreed(plan.graph, graph)
+    if agreed is None:
+        _refuse(plan.graph, graph)
+    problem = replace(plain, graph=agreed, prefetch_bytes=plan.shared_prefetch_bytes)
     found = evaluate(problem, plan.schedule.assignment)
     _require_room(found, state)
     asked = Call(problem, plan.constraints, member.weight)
-    known = planned is plan.graph and _no_roomier(problem.topology, plan.topology)
+    known = agreed is plan.graph and _no_roomier(problem.topology, plan.topology)
     bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for others")
     return Choice(member.annotator, asked, asked.with_homes({}), certify(found, bound))
 
 
-def _measured_here(planned: Graph, here: Graph) -> Graph:
-    """The planned graph; that of this model, where it was planned for other types of devices and is the same.
+def _agreed(planned: Graph, here: Graph) -> Graph | None:
+    """The graph that was planned, if that of this model is the same, or what both need; else None.
 
-    Their kernels differ in what they copy, and in the workspace that they take.
+    It may have been planned for other devices: kernels differ in what they copy, and in the workspace that
+    they take, which is measured where the device is at hand.
     """
-    return here if _kinds(planned) != _kinds(here) and _computed(planned) == _computed(here) else planned
+    if planned == here:
+        return planned
+    if _kinds(planned) != _kinds(here):
+        return here if _computed(planned) == _computed(here) else None
+    return upper_bound_graph(planned, here) if _unmeasured(planned) == _unmeasured(here) else None
+
+
+def _unmeasured(graph: Graph) -> Graph:
+    return graph.changed(operations=[replace(one, workspace={}) for one in graph.operations.values()])
 
 
 def _kinds(graph: Graph) -> set[str]:
@@ -119,9 +129,8 @@ def _differences(planned: Graph, here: Graph) -> Iterator[str]:
         if other is not None and (one.shape, one.dtype) != (other.shape, other.dtype):
             yield f"its {name} is {shape_text(one)}, that of the example {shape_text(other)}"
     before, now = planned.to_dict(), here.to_dict()
-    if _kinds(planned) != _kinds(here):  # workspaces differ even where the graphs compute the same
-        for one in (*before["operations"], *now["operations"]):
-            one.pop("workspace", None)
+    for one in (*before["operations"], *now["operations"]):  # it differs even where they compute the same
+        one.pop("workspace", None)
     for kind in _KINDS:
         if len(before[kind]) != len(now[kind]):
             yield f"it has {len(before[kind])} {kind}, the model has {len(now[kind])}"

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.passes.frontend.fake_interpreter import Interpreter
+from graphplan.passes.frontend.fake_operation import Effect
 from graphplan.passes.placement import driver
 
 
@@ -146,3 +148,30 @@ def test_a_placed_module_that_is_unpickled_does_not_need_the_plan() -> None:
         assert len(placed.plans) == 2
         assert placed.plans[1].placement == made.placement
         assert replace(made, makespan=0.0) != made
+
+
+@pytest.mark.parametrize("there", [0, 4096])
+def test_workspaces_may_be_others_on_the_machine_that_runs(
+    there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.ReLU()).eval(), torch.randn(2, 4, 8)
+    measure = Interpreter._measure
+
+    def taking(nbytes: int) -> None:
+        def measured(*args: Any) -> dict[str, Effect]:
+            effects = measure(*args)
+            return {
+                kind: replace(one, workspace=dict.fromkeys(one.workspace, nbytes))
+                for kind, one in effects.items()
+            }
+
+        monkeypatch.setattr(Interpreter, "_measure", measured)
+
+    taking(there)
+    plan = graphplan.plan(model, {"cpu": "1MiB"}, (x,))
+    taking(4096 - there)
+    placed = graphplan.partition(model, args=(x,), plan=plan)
+    assert torch.equal(placed(x), model(x))
+    assert {one.workspace_on("cpu") for one in placed.plan.graph.operations.values()} == {4096}
+    with pytest.raises(graphplan.PlanError, match="max_memory leaves"):
+        graphplan.partition(model, {"cpu": 4096}, (x,), plan=plan)

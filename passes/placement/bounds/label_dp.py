@@ -214,10 +214,11 @@ class _LabelSearch:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _Labels.joined(grown)
         found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
+        rank = found.value
         if self.detours is not None:
             left = self.room[:, None] - found.needs - found.nbytes
-            found.value = found.value + self.detours.seconds(i + 1, left)
-        return self._best(found)
+            rank = rank + self.detours.seconds(i + 1, left)
+        return self._best(found, rank)
 
     def _may_stay(self, i: int, d: int) -> bool:
         """Weights that are fixed in CPU memory pass a slot, if it is large enough."""
@@ -281,9 +282,9 @@ class _LabelSearch:
         weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue
         return np.asarray(np.maximum(weighed + priced, labels.clock))
 
-    def _best(self, labels: _Labels) -> _Labels:
-        """Without dominated labels, and with no more than ``width``."""
-        order = np.argsort(labels.value, kind="stable")
+    def _best(self, labels: _Labels, rank: Floats) -> _Labels:
+        """Without dominated labels, and with no more than ``width``, those of the least ``rank``."""
+        order = np.argsort(rank, kind="stable")
         order = order[labels.value[order] < self.below]
         labels = labels.take(order)
         if not self.every:
