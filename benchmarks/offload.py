@@ -1,13 +1,13 @@
 """A model that does not fit its GPU: seconds and peak bytes of calls, ours beside accelerate's hooks.
 
-python benchmarks/offload.py [--layers 32] [--shares 0.5 0.25] [--prompt 512] [--tokens 16] [--rounds 3]
+python benchmarks/offload.py [--layers 16] [--shares 0.5] [--prompt 512] [--tokens 16] [--rounds 3]
 
 A Llama of the shape of Llama-3-8B with random weights in bfloat16, on budgets of GPU 0 that are shares of its
 bytes; the rest lies on the CPU. Forward passes of one prompt, and ``generate()`` from that prompt at batch 1:
 eager where all is on the GPU, placed by us, and under accelerate's ``device_map`` with the same
 ``max_memory``. Speeds are measured first. ``copies`` are the bytes that we stream in a pass, divided by the
 link's measured bandwidth: no pass that streams them can be quicker. Seconds are wall time, peaks what
-PyTorch's allocator counts, warm-up included.
+PyTorch's allocator counts, planning and warm-up included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from accelerate.hooks import remove_hook_from_submodules
 from models import llama_of
 from report import parser_of, table, write
 from torch import nn
@@ -120,11 +119,10 @@ class Bench:
         more: dict[str, Any] = {}
         if isinstance(plan, graphplan.Plan):
             link = plan.topology.link("cpu", 0)
-            first = next(p for p in model.plans if p.makespan == plan.makespan)
             more = {
                 "planned": max(p.peak_bytes[0] for p in model.plans),
-                "estimated": first.makespan,
-                "copies": first.streamed_bytes / link.bandwidth,
+                "estimated": plan.makespan,
+                "copies": plan.streamed_bytes / link.bandwidth,
             }
         row = Row(form, share, self.budget(share), peak, forward, generate, setup, apart=apart, **more)
         print(row, flush=True)
@@ -156,19 +154,14 @@ class Bench:
                 return dispatch_model(self.model, places)
 
             yield self.measured("accelerate", share, theirs)
-            remove_hook_from_submodules(self.model)
-            self.restore()
-
-    def restore(self) -> None:
-        """Accelerate leaves meta tensors in the model: it is made again."""
-        self.model = llama(self.asked.layers)
+            self.model = llama(self.asked.layers)  # it has meta tensors now
 
 
 @torch.no_grad()
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

@@ -27,6 +27,7 @@ from graphplan.passes.placement.problem import Problem
 _FACTORS = (1, 2, 4, 8)
 _MOST = 64  # parts of a weight
 _CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
+_FEW = 2  # weights, an embedding and a head: of many large ones some are kept and some streamed, as they are
 _HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
 
 
@@ -69,7 +70,7 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
 
 
 def _whole_or_crowded(state: CompileState) -> CompileState:
-    """Place the weights whole; where that fails or may be slow, those in parts that leave little for others."""
+    """Place the weights whole; where that fails or may be slow, large ones in parts."""
     try:
         whole = place_calls(state)
     except InfeasibleError as error:
@@ -78,9 +79,9 @@ def _whole_or_crowded(state: CompileState) -> CompileState:
             raise _with_hint(state, error) from None
         return place_calls(sliced.state)
     solution = whole.choices[0].solution
-    if solution.evaluation.seconds <= _HOPE * solution.lower_bound:
+    if solution.evaluation.seconds <= _HOPE * solution.lower_bound or state.limits.over:
         return whole
-    sliced = _best_slicing(state, share=_CROWDED)
+    sliced = _best_slicing(state, share=_CROWDED, most=_FEW)
     if sliced is None or sliced.seconds > _HOPE * solution.evaluation.seconds:
         return whole
     with suppress(InfeasibleError):
@@ -95,8 +96,11 @@ def _sliced_as_before(formulation: Formulation, member: Member) -> Member:
     return in_parts(member, here) if here else member
 
 
-def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
-    """Oversized weights in as many parts as seem best; None where no number of parts would do."""
+def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> _Probed | None:
+    """Oversized weights in as many parts as seem best; None where no number of parts would do.
+
+    Nor where there are more of them than ``most``.
+    """
     formulation, (member,) = state.formulation, state.members
     capture, weights = member.annotator.capture, member.annotator.weights
     if capture.step is not None:  # gradients are of whole weights
@@ -107,6 +111,8 @@ def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
         for one in _find_oversized(problem, _named(formulation), share=share)
         if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
     ]
+    if most is not None and len(oversized) > most:
+        return None
     best: _Probed | None = None
     for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)

@@ -1,7 +1,7 @@
 """What CUDA and PyTorch take on a card beside the tensors of a plan.
 
 The context is there before anything is placed, so it is not among the bytes that the driver calls free. What
-the driver takes later is: streams, and the code of kernels, which it loads when they first run. So is the
+the driver takes later is: streams, and the code of kernels, which it loads when they first run. So are the
 workspaces of cuBLAS: PyTorch allocates them at the first matrix products of a thread on a stream, and keeps
 them.
 """

@@ -79,7 +79,7 @@ def links_to_host(
     if named is None:
         cards = {spec.key: _card(spec.device) for spec in specs}
     else:
-        cards = {key: find_card(name) for key, name in named.items() if isinstance(name, str)}
+        cards = {key: find_card(n) for key, n in named.items() if isinstance(n, str) and key != host}
     latency = Link().latency
     return {(key, host): Link(c.host, latency, "datasheet") for key, c in cards.items() if c is not None}
 

@@ -141,8 +141,8 @@ GivenSpeeds = Mapping[DeviceKey, Speed | str] | Measurements
 def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
     """The topology with the caller's figures, those of the cards that are named, or measured ones.
 
-    Links that the topology has already stay as they are. Measurements may be of more devices than
-    are planned for, and of fewer: what they lack keeps its defaults.
+    Links that the topology has already stay as they are, but for those of datasheets. Measurements may be of
+    more devices than are planned for, and of fewer: what they lack keeps its defaults.
 
     Raises:
         DeviceError: ``devices`` is none of these, or names a device that is not planned for, or an unknown

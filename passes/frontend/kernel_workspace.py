@@ -8,7 +8,6 @@ distinct operation runs once, on zeros. What it allocates is read from the alloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ _CHECKS = ("assert", "multinomial", "binomial", "poisson")
 
 
 class KernelBench:
-    """The cards of this machine, to measure operations on.
+    """The cards of a plan that are here, to measure operations on.
 
     Args:
         topology: devices of the plan.
@@ -33,33 +32,41 @@ class KernelBench:
     """
 
     def __init__(self, topology: Topology, placed: Iterable[torch.Tensor] = ()) -> None:
-        self._room = max((spec.room for spec in topology.devices if spec.type == "cuda"), default=0)
-        there = self._room and torch.cuda.is_available()
-        kinds = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count() if there else 0)}
+        self._room: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
-        for card in (torch.device("cuda", index) for index in kinds.values()):
-            _warm(card)
+        kinds = set()
+        for spec in topology.devices:
+            card = spec.torch_device
+            if not _is_here(card) or not spec.room or torch.cuda.get_device_name(card) in kinds:
+                continue
+            try:
+                _warm(card)
+            except RuntimeError:  # no memory, or no such products: so it says when the plan is to run
+                continue
+            kinds.add(torch.cuda.get_device_name(card))
             ours = sum(tensor.nbytes for tensor in placed if tensor.device == card)
-            self._before[card] = torch.cuda.memory_allocated(card) - ours
+            self._room[card], self._before[card] = spec.room, torch.cuda.memory_allocated(card) - ours
 
     def workspace(self, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, results: int) -> int:
-        """The most bytes that an operation has allocated at once, beside its results, on any of the cards.
+        """The most bytes that an operation has allocated beside its results, on any of the cards.
 
         Args:
-            target: the operation.
+            target: the operation; only PyTorch's own are run.
             leaves: its arguments, flat, tensors as
                 :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
             spec: their structure.
             results: bytes of its results.
 
         Returns:
-            0 where there is no card, and where the budget has no room for it now: arguments and results take
-            at least as much when the operation runs there.
+            0 where there is no card, and where the budget has no room now for its arguments and results
+            beside the weights that are there.
         """
-        if not isinstance(target, torch._ops.OpOverload) or any(word in str(target) for word in _CHECKS):
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+            return 0
+        if any(word in str(target) for word in _CHECKS):
             return 0
         need = results + sum(round_up(leaf.copy_bytes) for leaf in leaves if isinstance(leaf, TensorMeta))
-        cards = [card for card in self._before if need <= self._left(card)]
+        cards = [card for card in self._room if need <= self._left(card)]
         return max((_measured(card, target, leaves, spec) for card in cards), default=0)
 
     def _left(self, card: torch.device) -> int:
@@ -67,7 +74,14 @@ class KernelBench:
         placed = torch.cuda.memory_allocated(card) - self._before[card]
         cached = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
         free, _ = torch.cuda.mem_get_info(card)
-        return int(min(self._room - placed, free + cached))
+        return int(min(self._room[card] - placed, free + cached))
+
+
+def _is_here(device: torch.device) -> bool:
+    here = (
+        device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
+    )
+    return here and (device.index or 0) < torch.cuda.device_count()
 
 
 def _warm(card: torch.device) -> None:
@@ -79,22 +93,19 @@ def _warm(card: torch.device) -> None:
 
 def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> int:
     try:
-        with torch.no_grad(), _unmoved_generator(card, target), unwarned():
+        # random numbers of later calls stay what they are
+        with torch.no_grad(), torch.random.fork_rng([card.index], device_type=card.type), unwarned():
             args, kwargs = pytree.tree_unflatten([_zeros(leaf, card) for leaf in leaves], spec)
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             with _Kernels(card, given) as kernels:
                 out = target(*args, **kwargs)
-    except RuntimeError:  # no memory, or no such kernel: so it says when it is to run
+    except (
+        Exception
+    ):  # no memory, no such kernel, nothing that can be done with zeros: it says so when it runs
         return 0
     own = LiveStorages(given)
     own.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
-    return int(max(0, kernels.peak - own.peak))
-
-
-def _unmoved_generator(card: torch.device, target: Any) -> AbstractContextManager[None]:
-    """A block that leaves the random numbers of later calls as they are."""
-    draws = torch.Tag.nondeterministic_seeded in target.tags
-    return torch.random.fork_rng([card.index], device_type="cuda") if draws else nullcontext()
+    return round_up(max(0, kernels.peak - own.peak))
 
 
 def _zeros(leaf: Any, card: torch.device) -> Any:
@@ -107,8 +118,7 @@ def _zeros(leaf: Any, card: torch.device) -> Any:
 class _Kernels(TorchDispatchMode):
     """The most bytes that are alive at once beyond the arguments, what each kernel takes for itself included.
 
-    That is what was allocated meanwhile and is no result: peaks of the allocator would have to be reset,
-    and are the caller's.
+    That is all that it asked for: the allocator's peak would have to be reset, and is the caller's.
     """
 
     def __init__(self, card: torch.device, arguments: Sequence[torch.Tensor]) -> None:
@@ -128,4 +138,8 @@ class _Kernels(TorchDispatchMode):
         return out
 
     def _allocated(self) -> int:
-        return int(torch.cuda.memory_stats(self._card)["allocated_bytes.all.allocated"])
+        """Of large ones what was asked for: they may get up to 1 MiB more, by what was freed before."""
+        stats = torch.cuda.memory_stats(self._card)
+        return int(
+            stats["allocated_bytes.small_pool.allocated"] + stats["requested_bytes.large_pool.allocated"]
+        )

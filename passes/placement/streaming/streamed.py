@@ -41,7 +41,7 @@ class StreamedSearch:
         best: the fastest placement within the budgets; None where there is none.
         bound: on every placement of the problem.
         nearest: of those that pass a budget, the one that does by least.
-        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks took beside weights there.
+        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks took beside weights.
     """
 
     problem: Problem
@@ -58,7 +58,8 @@ class StreamedSearch:
 
     def _search_on(self, arrays: Arrays) -> None:
         self.arrays = arrays
-        self.__dict__.pop("coarse", None)  # that of other arrays
+        for name in ("coarse", "_slot_sizes"):  # those of other arrays
+            self.__dict__.pop(name, None)
         self.guide = Frontier(self.arrays, streaming=True, guide=True)
 
     @cached_property
@@ -195,7 +196,7 @@ class StreamedSearch:
         if self.best is not None:
             now = self.best.assignment.operations
             trials.append(np.array([arrays.number[now[one.name]] for one in arrays.operations]))
-        for size, devices in product(self._slot_sizes(), trials):
+        for size, devices in product(self._slot_sizes, trials):
             if self.effort.over:
                 return
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
@@ -283,7 +284,7 @@ class StreamedSearch:
         trials = [
             (stages, frontier, buffers)
             for slots in (2, 1)
-            for size in self._slot_sizes()
+            for size in self._slot_sizes
             for frontier, stages in frontiers
             if (buffers := self._buffers(frontier, slots, size)) is not None
         ]
@@ -295,6 +296,7 @@ class StreamedSearch:
             if found.possible:
                 yield found
 
+    @cached_property
     def _slot_sizes(self) -> list[float]:
         """A few sizes of slots: the largest that weights need, and some that are clearly smaller."""
         frontier = Frontier(self.coarse, streaming=True, guide=True)
@@ -374,7 +376,7 @@ class StreamedSearch:
 
     def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""
-        sizes, tried = self._slot_sizes(), set[tuple[float, ...]]()
+        sizes, tried = self._slot_sizes, set[tuple[float, ...]]()
         improved = True
         while improved and not effort.over:
             improved = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,9 +57,10 @@ def bench(monkeypatch: Any) -> KernelBench:
     """Of a card on which each kernel takes its results and ``HIDDEN`` bytes; the CPU stands in for it."""
     steps = itertools.accumulate(itertools.cycle((0, 2048 + HIDDEN)))
     monkeypatch.setattr(kernel_workspace._Kernels, "_allocated", lambda _: next(steps))
-    made = KernelBench(Topology((DeviceSpec(0, "cuda:0", 1 << 20, 1e12, 1e11, 4e-6),)))
-    made._before = {CPU: 0}
-    monkeypatch.setattr(made, "_left", lambda _: 1 << 20)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *_, **__: nullcontext())
+    made = KernelBench(Topology(()))
+    made._room = {CPU: 1 << 20}
+    monkeypatch.setattr(made, "_left", made._room.get)
     return made
 
 
@@ -73,15 +76,53 @@ def test_results_are_no_workspace(bench: KernelBench) -> None:
 
 
 def test_what_an_operation_is_made_of_counts_while_it_lives(bench: KernelBench) -> None:
-    # the square, 2048 bytes, lives while its sum is made
-    assert measured(bench, aten.mse_loss.default, torch.ones(4, 128), torch.ones(4, 128), 0) >= HIDDEN
+    # two of its three kernels make temporaries of 2048 bytes; one of them lives while the other is made
+    linear, square = torch.ones(4, 128), torch.ones(128, 128)
+    assert measured(bench, aten.linear.default, linear, square) == HIDDEN
+    assert measured(bench, aten.glu.default, torch.ones(4, 256)) == HIDDEN
+    assert measured(bench, aten.cosine_similarity.default, linear, linear) > 2048 + HIDDEN
 
 
-def test_what_has_no_room_or_may_refuse_zeros_is_not_run(bench: KernelBench, monkeypatch: Any) -> None:
+def test_what_has_no_room_or_may_refuse_zeros_is_not_run(bench: KernelBench) -> None:
     assert measured(bench, aten.multinomial.default, torch.ones(4, 128), 1) == 0
     assert measured(bench, aten.bmm.default, torch.ones(2, 3), torch.ones(2, 3)) == 0  # it fails there too
-    monkeypatch.setattr(bench, "_left", lambda _: 100)
+    assert measured(bench, aten.index_select.default, torch.ones(0, 3), 0, torch.zeros(1).long()) == 0
+    bench._room[CPU] = 100
     assert measured(bench, aten.cumsum.default, torch.ones(4, 128), 1) == 0
+
+
+@torch.library.custom_op("graphplan_tests::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("it is the caller's, and was not asked to run")
+
+
+def test_operations_of_others_are_not_run(bench: KernelBench) -> None:
+    assert measured(bench, torch.ops.graphplan_tests.noted.default, torch.ones(4, 128)) == 0
+
+
+def test_cards_are_those_of_the_plan_one_of_each_kind(monkeypatch: Any) -> None:
+    names = ["H200", "H200", "T4", "T4"]
+    answers = {
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 4,
+        "get_device_name": lambda card: names[card.index],
+        "memory_allocated": lambda _: 1000,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+    def warm(card: torch.device) -> None:
+        if card.index == 2:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(kernel_workspace, "_warm", warm)
+    card = DeviceSpec(0, "cuda:1", 1 << 20, 1e12, 1e11, 4e-6)
+    specs = [
+        replace(card, key=index, device=f"cuda:{index}", memory=index << 20) for index in (1, 0, 2, 3, 7)
+    ]
+    made = KernelBench(Topology((*specs, replace(card, key="cpu", device="cpu"))))
+    assert made._room == {torch.device("cuda", 1): 1 << 20, torch.device("cuda", 3): 3 << 20}
 
 
 def test_without_a_card_nothing_is_measured() -> None:
