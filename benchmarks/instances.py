@@ -7,9 +7,13 @@ are in CPU memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))  # tests build these graphs too
 
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
 

@@ -172,33 +172,14 @@ def main() -> None:
     for row in Bench(asked).rows():
         rows.append(asdict(row))
         write("offload", {"workload": dict(vars(asked)), "rows": rows})
-    header = [
-        "form",
-        "share",
-        "GiB",
-        "peak GiB",
-        "planned",
-        "forward s",
-        "copies s",
-        "estimate s",
-        "generate s",
-    ]
-    gib = 1 << 30
+    names = [name for name in rows[0] if name not in ("budget", "peak", "planned")]
+    sizes = ("budget", "peak", "planned")
     cells = [
-        [
-            row["form"],
-            row["share"],
-            f"{row['budget'] / gib:.1f}",
-            f"{row['peak'] / gib:.2f}",
-            f"{(row['planned'] or 0) / gib:.2f}",
-            f"{row['forward']:.4f}",
-            f"{row['copies'] or 0:.4f}",
-            f"{row['estimated'] or 0:.4f}",
-            f"{row['generate']:.3f}",
-        ]
+        [row[name] if isinstance(row[name], str) else f"{row[name] or 0:.4f}" for name in names]
+        + [f"{(row[name] or 0) / (1 << 30):.2f}" for name in sizes]
         for row in rows
     ]
-    print(table(header, cells))
+    print(table([*names, *(f"{name} GiB" for name in sizes)], cells))
 
 
 if __name__ == "__main__":
