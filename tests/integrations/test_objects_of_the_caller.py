@@ -86,6 +86,9 @@ def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # transformers 5.24 renames it
 @pytest.mark.parametrize("form", ["position", "dict"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_a_cache_that_is_no_argument_by_name_is_extended(form: str) -> None:
