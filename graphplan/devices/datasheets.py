@@ -1,9 +1,9 @@
 """Speeds of known accelerators, for plans on machines that nobody has measured.
 
 FLOP/s are those of a large bf16 matrix product (fp16 where a card has no bf16), about four fifths of
-the maker's dense figure with 32-bit accumulation; bytes/s are the maker's, and nine tenths of what the way to
-the host moves: PCIe 3, 4 or 5, or NVLink-C2C. What was measured on the machine itself is better:
-:func:`graphplan.measure_devices`.
+the maker's dense figure with 32-bit accumulation; bytes/s are the maker's. Those to the host are what
+large copies reach of PCIe 3, 4 or 5, or of NVLink-C2C: 55 GB/s were measured on an H200. What was
+measured on the machine itself is better: :func:`graphplan.measure_devices`.
 """
 
 from __future__ import annotations

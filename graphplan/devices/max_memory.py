@@ -86,10 +86,15 @@ def links_to_host(
 
 def _card(device: str) -> Card | None:
     """The kind of a card of this machine; None for another device, and where it is not known."""
+    index = _index_here(device)
+    return None if index is None else find_card(torch.cuda.get_device_name(index))
+
+
+def _index_here(device: str) -> int | None:
+    """Of a CUDA card of this machine; None for another device."""
     kind, _, index = device.partition(":")
-    if kind != "cuda" or not torch.cuda.is_available() or int(index) >= torch.cuda.device_count():
-        return None
-    return find_card(torch.cuda.get_device_name(int(index)))
+    here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
+    return int(index) if here else None
 
 
 def _check_links(links: object, keys: Set[DeviceKey]) -> None:
@@ -201,14 +206,14 @@ def _spec(key: object, memory: int) -> DeviceSpec:
 def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     (flops, bandwidth), taken = _ACCELERATOR, 0
     origin: Origin = "default"
-    kind, _, index = device.partition(":")
+    kind = device.partition(":")[0]
     machine = current_machine.get()
     if machine is not None and kind == machine.device_type:
         taken = machine.workspace
     if (card := _card(device)) is not None:
         flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
-    if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-        taken = taken_beside(int(index), memory)
+    if (index := _index_here(device)) is not None:
+        taken = taken_beside(index, memory)
     overhead = _ACCELERATOR_OVERHEAD
     return DeviceSpec(key, device, memory, flops, bandwidth, overhead, taken=taken, origin=origin)
 

@@ -7,6 +7,7 @@ distinct operation runs once, on zeros. What it allocates is read from the alloc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,12 +16,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.devices.topology import Topology, round_up
+from graphplan.errors import first_line
 from graphplan.ir.liveness import LiveStorages
 from graphplan.passes.frontend.tensor_meta import TensorMeta
-from graphplan.warnings import unwarned
+from graphplan.warnings import unwarned, warn
 
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
 """Parts of the names of operations that may refuse zeros on the card, after which no process can use it."""
+
+
+_UNKNOWN = "What kernels take there beside their results counts as fake tensors show it: give a reserve"
+
+logger = logging.getLogger("graphplan")
 
 
 class KernelBench:
@@ -41,7 +48,8 @@ class KernelBench:
                 continue
             try:
                 _warm(card)
-            except RuntimeError:  # no memory, or no such products: so it says when the plan is to run
+            except RuntimeError as error:  # no memory, or a card without such products
+                warn(f"nothing could be measured on device {spec.key!r} ({first_line(error)}). {_UNKNOWN}")
                 continue
             kinds.add(torch.cuda.get_device_name(card))
             ours = sum(tensor.nbytes for tensor in placed if tensor.device == card)
@@ -99,9 +107,11 @@ def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytr
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             with _Kernels(card, given) as kernels:
                 out = target(*args, **kwargs)
-    except (
-        Exception
-    ):  # no memory, no such kernel, nothing that can be done with zeros: it says so when it runs
+    except torch.OutOfMemoryError:
+        warn(f"{target} could not be measured on {card}: no memory is free there. {_UNKNOWN}")
+        return 0
+    except Exception as error:  # no such kernel, or nothing that can be done with zeros: a run says so itself
+        logger.info("%s was not measured on %s: %s", target, card, first_line(error))
         return 0
     own = LiveStorages(given)
     own.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))

@@ -343,7 +343,7 @@ class StreamedSearch:
             first = self._judge(relaxation, found.completions[0])
             if self.offer(first) or not first.excess:
                 break
-            if min(first.seconds, found.completions[0].seconds) > 1.25 * self.seconds:
+            if min(first.seconds, found.completions[0].seconds) > self.seconds:
                 break
             buffers = relaxation.buffers
             assert buffers is not None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import graphplan
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.devices.topology import DeviceSpec, Topology
@@ -91,6 +92,15 @@ def test_what_has_no_room_or_may_refuse_zeros_is_not_run(bench: KernelBench) -> 
     assert measured(bench, aten.cumsum.default, torch.ones(4, 128), 1) == 0
 
 
+def test_where_memory_is_not_enough_that_is_said(bench: KernelBench, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernel_workspace, "_zeros", full)
+    with pytest.warns(graphplan.GraphplanWarning, match="aten.cumsum.* no memory is free .*give a reserve"):
+        assert measured(bench, aten.cumsum.default, torch.ones(4, 128), 1) == 0
+
+
 @torch.library.custom_op("graphplan_tests::noted", mutates_args=())
 def noted(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("it is the caller's, and was not asked to run")
@@ -121,7 +131,8 @@ def test_cards_are_those_of_the_plan_one_of_each_kind(monkeypatch: Any) -> None:
     specs = [
         replace(card, key=index, device=f"cuda:{index}", memory=index << 20) for index in (1, 0, 2, 3, 7)
     ]
-    made = KernelBench(Topology((*specs, replace(card, key="cpu", device="cpu"))))
+    with pytest.warns(graphplan.GraphplanWarning, match="device 2 .*full.*give a reserve"):
+        made = KernelBench(Topology((*specs, replace(card, key="cpu", device="cpu"))))
     assert made._room == {torch.device("cuda", 1): 1 << 20, torch.device("cuda", 3): 3 << 20}
 
 

@@ -12,6 +12,8 @@ from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.bounds import label_dp
+from graphplan.passes.placement.bounds.label_dp import search_labels
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Effort
@@ -66,19 +68,36 @@ def test_a_weight_that_takes_most_of_the_card_is_streamed_where_that_is_faster()
     assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
 
 
-@pytest.mark.parametrize("mib", [26.2, 34.2, 42.2])
-def test_a_large_weight_at_the_end_keeps_its_place(mib: float) -> None:
+def layers_and_head(share: float, head: int) -> tuple[Problem, list[str]]:
+    """32 layers of small and large weights, then a head of ``head`` MiB; and the names of large weights."""
+    layer = [MIB // 4, MIB // 16, MIB // 16, MIB // 4, MIB, MIB, MIB]
+    sizes = [*layer * 32, head * MIB]
+    problem = one_card(stack(sizes, [50 * nbytes for nbytes in sizes]), share * sum(sizes) / MIB)
+    return problem, [name for name, weight in problem.graph.weights.items() if weight.nbytes == MIB]
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8])
+def test_a_large_weight_at_the_end_keeps_its_place(share: float) -> None:
     """It would take a slot of its size: small ones, through which more of the others go, are faster."""
-    layer, head = [MIB // 4, MIB // 16, MIB // 4, MIB, MIB, MIB], 10 * MIB
-    problem = one_card(stack([*layer * 12, head], 5 * 10**7), mib)
-    names = list(problem.graph.weights)
-    lacking = sum(weight.nbytes for weight in problem.graph.weights.values()) - (mib - 2.1) * MIB
-    large = [name for name in names if problem.graph.weights[name].nbytes == MIB]
+    problem, large = layers_and_head(share, 9)
+    lacking = sum(one.nbytes for one in problem.graph.weights.values()) - problem.topology[0].room + 2.1 * MIB
     count = -int(-lacking // MIB)
     by_hand = on_card(problem, *(large[i * len(large) // count] for i in range(count)))
     assert by_hand.feasible
     found = place(problem)
     assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_labels_keep_room_for_what_no_slot_takes(aware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _ = layers_and_head(0.8, 40)
+    allowed = {name: frozenset[DeviceKey]({0}) for name in problem.graph.operations}
+    search = StreamedSearch(replace(problem, allowed=allowed), Effort.default(1000))
+    if not aware:
+        monkeypatch.setattr(label_dp._Detours, "seconds", lambda *_: 0.0)
+    small = next(one for one in search._configurations(search.effort) if 0 < one.buffers.nbytes[0] <= MIB)
+    completions = search_labels(small, 30, float("inf"), search.effort).completions
+    assert bool(completions) == aware
 
 
 def test_what_fits_is_not_streamed() -> None:
