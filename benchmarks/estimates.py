@@ -74,6 +74,7 @@ def main() -> None:
         again = graphplan.plan(model, budgets, devices=profiled, **options)
         row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}
         rows.append({**row, "by its profile / measured": again.makespan / seconds})
+        print(rows[-1], flush=True)
     shown = [
         [row["model"], f"{1e3 * row['seconds']:.2f}", *(f"{row[k]:.2f}" for k in list(row)[2:])]
         for row in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import untraced
@@ -29,6 +30,14 @@ _ELEMENTWISE = (
     aten.binary_cross_entropy.default,
 )
 """Losses whose result has memory for the loss of each element, also where it is their sum or mean."""
+
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+"""torch 2.11 counts none whose keys have fewer heads."""
 
 _LENGTHS = (64, 128)
 """Tokens at which longer recurrences are run, each round of which takes and computes the same."""
@@ -215,7 +224,13 @@ def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     packet = getattr(func, "_overloadpacket", None)
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if packet in _ATTENTION:
+        return _attention_flops(*args[:3])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Of two products of matrices a head of the query; keys and values may have fewer heads."""
+    *heads, length, width = query.shape
+    return 2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1])

@@ -15,10 +15,11 @@ from architectures import TABLE
 from builders import largest_difference
 from torch import nn
 from torch.utils import _pytree as pytree
-from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 import graphplan
 from graphplan.capture.model.model_weights import tensor_bytes
+
+quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def hand_made() -> Mlp:
 def by_torchao(config: Any) -> Any:
     def make() -> Mlp:
         model = Mlp().eval()
-        quantize_(model, config)
+        quantization.quantize_(model, config)
         return model
 
     return make
@@ -83,9 +84,9 @@ def by_torchao(config: Any) -> Any:
 
 KINDS = {
     "by hand": (hand_made, 1),
-    "int8": (by_torchao(Int8WeightOnlyConfig()), 1),
-    "int4": (by_torchao(IntxWeightOnlyConfig(torch.int4)), 1),
-    "float8": (by_torchao(Float8WeightOnlyConfig()), 1),
+    "int8": (by_torchao(quantization.Int8WeightOnlyConfig()), 1),
+    "int4": (by_torchao(quantization.IntxWeightOnlyConfig(torch.int4)), 1),
+    "float8": (by_torchao(quantization.Float8WeightOnlyConfig()), 1),
 }
 
 
@@ -124,7 +125,7 @@ def test_quantised_weights_that_no_accelerator_holds_are_computed_with_on_the_cp
 def test_a_quantised_llama() -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Llama"]
     model, inputs = architecture.build()
-    quantize_(model, Int8WeightOnlyConfig())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     with torch.no_grad():
         expected = model(**inputs)
     total = 2 * sum(map(tensor_bytes, {id(p): p for p in model.parameters()}.values()))

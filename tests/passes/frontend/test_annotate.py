@@ -93,6 +93,20 @@ def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
 
 
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+def test_attention_of_fewer_heads_of_keys_is_measured() -> None:
+    # torch 2.11 refuses to count its FLOPs: its workspace was 0 bytes
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    with simulate({0: "1GiB"}):
+        graph = graph_of(Attention(), torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), types=("sim", "cpu"))
+    operation = graph.operations["scaled_dot_product_attention"]
+    assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
+    assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
 def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import graphplan.passes.frontend.fake_interpreter as module
 
