@@ -15,6 +15,11 @@ A part of a sliced weight is a view of it on the CPU, or a copy that is kept on 
     w_part = torch.narrow(w, 0, 0, 4096)
     w_part_1 = self._part_1.current(w)   # copied anew if w has changed
 
+A value that a CUDA device copies to the CPU is waited for where it is first read there::
+
+    mm_on_cpu = mm.to('cpu', non_blocking=True)   # enqueues the copy, to pinned memory
+    mm_arrived = arrived(mm_on_cpu, 'cuda:0')
+
 The backward pass of a training step takes what the forward pass has saved, one by one, and adds gradients to
 those that the parameters have, where these reside::
 
@@ -49,6 +54,12 @@ def part_attribute(index: int) -> str:
 def is_bound(attribute: str) -> bool:
     """Whether an attribute of a graph module is a stream or a part, which a module's codes share."""
     return attribute.startswith(("_stream_", "_part_"))
+
+
+def arrived(value: torch.Tensor, device: str) -> torch.Tensor:
+    """``value``, once what is enqueued on the current stream of the CUDA device that copies it is done."""
+    torch.cuda.current_stream(device).synchronize()
+    return value
 
 
 def take_saved(saved: list[Any], index: int) -> Any:

@@ -14,7 +14,7 @@ beside them, and hidden as far as nothing waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
@@ -143,9 +143,9 @@ class Measured:
     Attributes:
         timeline: seconds since the call began, of each operation, move and copy of weights.
         peak_bytes: device key -> the most bytes that were allocated; devices that count none are left out.
-        mark_seconds: device key -> how long an operation is measured to take that does nothing.
+        operation_seconds: what each operation took, without what measuring it did.
     """
 
     timeline: Timeline
     peak_bytes: Mapping[DeviceKey, int]
-    mark_seconds: Mapping[DeviceKey, float] = field(default_factory=dict)
+    operation_seconds: Mapping[str, float]

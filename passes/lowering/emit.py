@@ -29,6 +29,7 @@ from graphplan.errors import NoGraphError, VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
     add_gradient,
+    arrived,
     constant_attribute,
     part_attribute,
     stream_attribute,
@@ -73,6 +74,7 @@ class _Lowering:
         self.home: dict[str, DeviceKey] = dict(schedule.assignment.weights)
         self.name_of = {node: capture.weights.get(name, name) for name, node in self.source.items()}
         self.return_device: fx.Node | None = None
+        self.arriving: dict[tuple[str, DeviceKey], torch.device] = {}
         self.branches: dict[str, fx.GraphModule] = {}
         self.streams: dict[DeviceKey, fx.Node] = {}
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
@@ -84,6 +86,7 @@ class _Lowering:
         forward: set[fx.Node] = set()
         for index, step in enumerate(self.schedule.steps):
             if index == backward:
+                self._await_copies()
                 forward = set(self.out.nodes)
             if isinstance(step, Move):
                 self._move(step)
@@ -91,6 +94,7 @@ class _Lowering:
                 self._run(step)
             else:
                 self._stream(step)
+        self._await_copies()
         self._output()
         for node in self.out.nodes if forward else ():
             node.meta["backward"] = node not in forward
@@ -117,7 +121,7 @@ class _Lowering:
     def _instance(self, name: str, key: DeviceKey) -> fx.Node:
         node = self.env.get((name, key))
         if node is not None:
-            return node
+            return self._await_copy(name, key) if (name, key) in self.arriving else node
         in_place = self.home.get(name) == DISK and self.devices[key].type == CPU
         if name not in self.graph.weights or (self.home[name] != key and not in_place):
             raise VerificationError(f"lowering needs {name!r} on {key!r}, where the schedule has not put it")
@@ -151,8 +155,23 @@ class _Lowering:
         moved = self._call("to", (node, target), f"{step.value}_{suffix}")
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
+        source = self.devices[step.source]
+        # a gradient stays: pinned memory would be up to twice as large
+        if source.type == "cuda" and self.devices[step.destination].type == CPU and step.kind != "gradient":
+            moved.kwargs = {"non_blocking": True}
+            self.arriving[step.value, step.destination] = source
         if step.kind == "gradient":
             self._add_gradient(step.value, step.destination, owned=True)
+
+    def _await_copy(self, name: str, key: DeviceKey) -> fx.Node:
+        """The value on the CPU, once its copy is done."""
+        source, node = self.arriving.pop((name, key)), self.env[name, key]
+        self.env[name, key] = self._call(arrived, (node, str(source)), f"{name}_arrived")
+        return self.env[name, key]
+
+    def _await_copies(self) -> None:
+        for name, key in list(self.arriving):
+            self._await_copy(name, key)
 
     def _add_gradient(self, name: str, key: DeviceKey, *, owned: bool) -> None:
         parameter = self.graph.values[name].gradient_of

@@ -3,12 +3,13 @@
 The generated code runs node by node with a mark before and after each. On CUDA a mark is an event on the
 stream that the node's work is enqueued on, so that nothing waits while it runs; a copy of streamed
 weights is marked on the copy stream. Elsewhere work is done when the host returns, and a mark is the
-host's clock. Marks take time of their own: where operations are short, the forward pass is slower.
+host's clock. Marks take time of their own: where operations are short, the forward pass is slower. How much
+is measured on an operation of one element; an operation that began on a GPU when the host had enqueued it
+and its marks already, took none of it.
 """
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch import fx
 from graphplan._compat.torch import uncompiled
 from graphplan.devices.machine import current_machine
 from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import SIMULATED, DeviceKey
+from graphplan.devices.topology import CPU, SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Measured, Timeline
@@ -34,7 +35,7 @@ from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
 Kind = Literal["run", "move", "load", "wait"]
-_IDLE = 10  # times that marks around nothing are measured
+_TINY = 20  # times that marks around an operation of one element are measured
 _NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
 
 
@@ -73,12 +74,12 @@ class Profile:
         """
         graph, topology = self.plan.graph, self.plan.topology
         samples: dict[DeviceKey, list[Sample]] = {}
-        for event in self.timeline.events:
-            operation = graph.operations.get(event.name) if event.kind == "run" else None
-            if operation is not None and topology[event.device].type != SIMULATED:
-                seconds = event.end - event.start - self.measured.mark_seconds.get(event.device, 0.0)
+        for name, seconds in self.measured.operation_seconds.items():
+            operation = graph.operations.get(name)
+            key = self.plan.schedule.assignment.operations.get(name)
+            if operation is not None and key is not None and topology[key].type != SIMULATED:
                 cost = operation.flops, operation.bytes_accessed, seconds
-                samples.setdefault(event.device, []).append(Sample(operation.type, *cost))
+                samples.setdefault(key, []).append(Sample(operation.type, *cost))
         speeds = {}
         for key, found in samples.items():
             spec = topology[key]
@@ -122,8 +123,12 @@ class Profile:
         save_model_explorer(self.plan, Path(path), title, self.measured)
 
 
-Mark = Callable[[], float]
-"""The seconds from the call's begin to a moment, once all work is done."""
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """``seconds`` from the call's begin, known once all work is done; ``told``: when the host was there."""
+
+    seconds: Callable[[], float]
+    told: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +136,18 @@ class _Measured:
     kind: Kind
     name: str
     device: DeviceKey
-    start: Mark
-    end: Mark
+    start: _Mark
+    end: _Mark
     weights: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end.seconds() - self.start.seconds()
+
+    def without(self, marking: float) -> float:
+        """Seconds less what marks took, where the device waited for the host."""
+        waited = self.start.seconds() < self.end.told
+        return max(0.0, self.seconds - marking * waited)
 
 
 class Recorder(fx.Interpreter):
@@ -150,7 +164,7 @@ class Recorder(fx.Interpreter):
         self.plan, self.before = plan, before
         self.spans: list[_Measured] = []
         self.bases: dict[torch.device, torch.cuda.Event] = {}
-        self.idle: dict[DeviceKey, list[tuple[Mark, Mark]]] = {}
+        self.marking: dict[DeviceKey, float] = {}
         self.began = 0.0
         self.measured: Measured | None = None
 
@@ -161,45 +175,65 @@ class Recorder(fx.Interpreter):
             self._begin(machine)
         else:
             first = self.before
-            self.spans, self.bases, self.idle, self.began = first.spans, first.bases, first.idle, first.began
+            self.spans, self.bases, self.began = first.spans, first.bases, first.began
+            self.marking = first.marking
         results: Sequence[Any] = self.run(*tensors)
         self.env = {}  # which holds on to the results, and so to what a training step saves
         for device in self.bases:
             torch.cuda.synchronize(device)
         ended = time.perf_counter()
-        marks = {key: min(end() - start() for start, end in pairs) for key, pairs in self.idle.items()}
-        self.measured = Measured(self._timeline(ended), self._peaks(machine), marks)
+        took = {
+            span.name: span.without(self.marking.get(span.device, 0.0))
+            for span in self.spans
+            if span.kind == "run"
+        }
+        self.measured = Measured(self._timeline(ended), self._peaks(machine), took)
         return results
 
     def _begin(self, machine: object) -> None:
-        """Forget peaks, and set the clocks."""
-        devices = [device for device in self.plan.devices.values() if device.type == "cuda"]
-        for device in devices:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self.bases[device] = torch.cuda.Event(enable_timing=True)
-            self.bases[device].record(torch.cuda.current_stream(device))
+        """Measure marks, forget peaks, and set the clocks."""
+        devices = self.plan.devices.items()
+        timed = {key: device for key, device in devices if device.type in (CPU, "cuda")}
+        self._set_clocks(timed)
+        self.marking = {key: self._marking(device) for key, device in timed.items()}
+        self._set_clocks(timed)
         if isinstance(machine, SimulatedMachine):
             machine.reset_peaks()
-        self.began = time.perf_counter()
-        self.idle = {key: self._idle(device) for key, device in self.plan.devices.items()}
+
+    def _set_clocks(self, devices: Mapping[DeviceKey, torch.device]) -> None:
+        for device in devices.values():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                self.bases[device] = torch.cuda.Event(enable_timing=True)
+                self.bases[device].record(torch.cuda.current_stream(device))
         self.began = time.perf_counter()
 
-    def _idle(self, device: torch.device) -> list[tuple[Mark, Mark]]:
-        """Marks around a node that does nothing."""
-        node = fx.Graph().call_function(operator.pos, (1.0,))
-        found = []
-        for _ in range(_IDLE):
+    def _marking(self, device: torch.device) -> float:
+        """Seconds that marks, and the interpreter, add to a short operation."""
+        one = torch.ones(1, device=device)
+        node = fx.Graph().create_node("call_function", lambda: torch.neg(one), name="tiny")
+        marked = []
+        for _ in range(_TINY):
             start = self._mark(device)
             super().run_node(node)
-            found.append((start, self._mark(device)))
-        return found
+            marked.append((start, self._mark(device)))
+        plain = self._mark(device)
+        for _ in range(_TINY):
+            torch.neg(one)
+        end = self._mark(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        of_one = (end.seconds() - plain.seconds()) / _TINY
+        return max(0.0, min(end.seconds() - start.seconds() for start, end in marked) - of_one)
 
     def run_node(self, n: fx.Node) -> Any:
         step = n.meta.get("move") or n.meta.get("stream")
         devices = self.plan.devices
         if isinstance(step, Move):
             source, target = devices.get(step.source), devices.get(step.destination)
+            if "non_blocking" in n.kwargs:
+                target = source  # whose stream copies; the host waits later
             return self._span("move", step.value, step.destination, n, (source or target, target or source))
         if isinstance(step, Load):
             return self._load(n, step)
@@ -253,19 +287,19 @@ class Recorder(fx.Interpreter):
         self.spans.append(_Measured("load", ", ".join(step.weights), step.device, start, end, step.weights))
         return result
 
-    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> Mark:
+    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:
         if device is None or device.type != "cuda":
             passed = time.perf_counter() - self.began
-            return lambda: passed
+            return _Mark(lambda: passed, passed)
         base, event = self.bases[device], torch.cuda.Event(enable_timing=True)
         event.record(stream or torch.cuda.current_stream(device))
-        return lambda: float(base.elapsed_time(event)) / 1e3
+        return _Mark(lambda: float(base.elapsed_time(event)) / 1e3, time.perf_counter() - self.began)
 
     def _timeline(self, ended: float) -> Timeline:
         events = []
         for span in self.spans:
-            start = max(0.0, span.start())
-            end = max(start, span.end())
+            start = max(0.0, span.start.seconds())
+            end = max(start, span.end.seconds())
             if span.kind != "wait" or end - start > _NO_WAIT:
                 events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
         return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))

@@ -107,6 +107,47 @@ def test_what_does_not_fit_stays_on_the_cpu_and_says_so(share: float) -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
 
 
+class Results(nn.Module):
+    """Long work, then results of several sizes, one of which the CPU goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(2048, 2048, bias=False), nn.Linear(2048, 16)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for _ in range(20):
+            x = torch.tanh(1.7 * self.inner(x))  # about as large as before
+        return {"large": x, "part": x[:, ::3], "mean": x.mean(), "last": self.last(x)}
+
+
+def test_results_are_there_when_the_call_returns() -> None:
+    torch.manual_seed(0)
+    model = Results().eval()
+    budgets = {0: "1GiB", "cpu": "4GiB"}
+    pin = {"last.weight": "cpu", "last.bias": "cpu"}
+    placed = graphplan.partition(model, budgets, (torch.randn(512, 2048),), pin={**pin, "last": "cpu"})
+    assert "non_blocking" in placed.code
+    for _ in range(5):
+        x = torch.randn(512, 2048)
+        results = placed(x)
+        seen = {name: tensor.clone() for name, tensor in results.items()}  # what is there now
+        torch.cuda.synchronize(0)
+        assert all(torch.equal(seen[name], results[name]) for name in seen)
+        assert all(tensor.device.type == "cpu" for tensor in results.values())
+        assert largest_difference(seen, model(x)) < 1e-3
+
+
+def test_a_profile_explains_the_time_of_a_call() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).eval()
+    x = torch.randn(4, 64, device="cuda:0")
+    budgets = {0: "64MiB"}
+    placed = graphplan.partition(model, budgets, (x,))
+    placed(x)
+    profile = placed.profile(x)
+    assert set(profile.measured.operation_seconds) == set(placed.plan.graph.operations)
+    assert 0 < sum(profile.measured.operation_seconds.values()) < profile.seconds
+
+
 def allocated_after_calls(placed: Any, x: torch.Tensor) -> int:
     """Bytes on the GPU, after one call and after a hundred more the same."""
     placed(x)

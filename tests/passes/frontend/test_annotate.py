@@ -101,7 +101,8 @@ def test_attention_of_fewer_heads_of_keys_is_measured() -> None:
             return nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
 
     with simulate({0: "1GiB"}):
-        graph = graph_of(Attention(), torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), types=("sim", "cpu"))
+        inputs = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+        graph = graph_of(Attention(), *inputs, types=("sim", "cpu"))
     operation = graph.operations["scaled_dot_product_attention"]
     assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
