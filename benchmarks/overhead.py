@@ -146,8 +146,10 @@ def main() -> None:
     asked = parser.parse_args()
     key = asked.device if asked.device == "cpu" else int(asked.device)
     torch.manual_seed(0)
-    rows = [row for workload in (linears(), llama()) for row in measure(workload, asked.rounds, key)]
-    rows += measure(llama(tokens=asked.tokens), asked.generations, key)
+    rows = list[dict[str, Any]]()
+    for workload in (linears(), llama(), llama(tokens=asked.tokens)):
+        rows += measure(workload, asked.generations if workload.tokens else asked.rounds, key)
+        print(f"{workload.name}: {[round(row['best_ms'], 2) for row in rows[-4:]]} ms", flush=True)
     figures = ("best_ms", "median_ms", "ratio_of_best", "ratio_of_median")
     cells = [[row["workload"], row["form"], *(f"{row[key]:.2f}" for key in figures)] for row in rows]
     print(table(("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median"), cells))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
+from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
@@ -45,6 +46,7 @@ from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import Layout
+from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
 
@@ -130,19 +132,24 @@ class Compiler:
         """Capture, annotate and place a call, with larger sizes as the options say.
 
         ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is
-        planned as it is, a later one ahead, as far as there is room.
+        planned as it is, a later one ahead, as far as there is room for that and to be fast.
         """
-        placed, tried = self.homes is not None, list[Annotator]()
+        placed, tried, slow = self.homes is not None, list[Annotator](), list[Planned]()
         for ahead in aheads or ((*AHEAD, 0.0) if placed else (0.0,)):
             annotator = self.captures.annotated(call, entry, ahead)
             if annotator in tried:  # the caller has set the limits
                 continue
             tried.append(annotator)
             try:
-                return self._planned([Member(annotator, 1.0, call)])[0]
+                found = self._planned([Member(annotator, 1.0, call)])[0]
+                if not placed or not lacks_room(found.plan):
+                    return found
+                slow.append(found)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
+        if slow:  # those for smaller sizes are no slower
+            return min(slow, key=lambda one: one.plan.makespan)
         if placed:
             lacking.args = (f"{lacking}{_PLACED}",)
         try:
@@ -219,7 +226,10 @@ class Compiler:
         ``barely`` as in :class:`graphplan.runtime.module.module_state.Compile`.
         """
         self.model_copy.enter(modes)
+        settled = self.homes is not None
         planned = self.plan(call, entry, None if barely else self.aheads(call, entry))
+        if settled:
+            _tell_of_slow_call(planned.plan)
         self.commit(planned)
         return self.lower(planned)
 
@@ -270,6 +280,16 @@ PASSES: Sequence[Callable[[CompileState], CompileState]] = (
     place_step,
     check_budgets,
 )
+
+
+def _tell_of_slow_call(plan: Plan) -> None:
+    """A call that has no room beside the weights is told of before it is waited for."""
+    if lacks_room(plan):
+        warn(
+            f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
+            f"weights it would be {seconds_with_room(plan):.2g} s. They are where an earlier call had room: "
+            "partition the model with an example of this call, on the same device, or with calls= for both"
+        )
 
 
 def plan_of(choice: Choice) -> Plan:

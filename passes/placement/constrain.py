@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from graphplan.devices.topology import DISK, DeviceKey, Topology
+from graphplan.devices.topology import DISK, DeviceKey, Topology, round_up
 from graphplan.errors import PlanError
 from graphplan.ir.constraints import Constraints, names_in, operations_named
 from graphplan.ir.graph import Graph
@@ -42,14 +42,37 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
     for name, key in constraints.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed, constraints)
-    return replace(
-        problem,
-        graph=graph,
-        fixed_weights=fixed,
-        allowed=allowed,
-        offload=constraints.offload,
-        balance=constraints.balance,
+    return where_buffers_suffice(
+        replace(
+            problem,
+            graph=graph,
+            fixed_weights=fixed,
+            allowed=allowed,
+            offload=constraints.offload,
+            balance=constraints.balance,
+        )
     )
+
+
+def where_buffers_suffice(problem: Problem) -> Problem:
+    """The same problem, where no device runs what reads a weight that is too large for its prefetch buffer.
+
+    They are weights in CPU memory, or on disk, by an earlier plan. Where none is left, nothing is ruled out.
+    """
+    graph, topology, allowed = problem.graph, problem.topology, dict(problem.allowed)
+    away = [name for name, key in problem.fixed_weights.items() if key in (topology.cpu, DISK)]
+    for name in away if problem.streaming else ():
+        if name not in graph.streamable:
+            continue
+        nbytes = round_up(graph.weights[name].nbytes)
+        limits = {s.key: problem.prefetch_limits.get(s.key, s.room) for s in topology.accelerators}
+        full = {key for key, limit in limits.items() if nbytes > limit}
+        for reader in graph.readers.get(name, ()) if full else ():
+            if graph.operations[reader].host_only:
+                continue
+            able = allowed.get(reader, frozenset(spec.key for spec in topology.computing))
+            allowed[reader] = able - full or able
+    return replace(problem, allowed=allowed)
 
 
 def _where_written(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:

@@ -54,6 +54,21 @@ def test_generate_needs_no_further_plan(family: str) -> None:
             assert len(placed.plans) == len(plans)
 
 
+def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
+    # its calls were planned for a caller on the CPU, wherever the example was
+    model = build("llama")
+    with graphplan.simulate(budgets_of(model, 0.6, 1 << 22)) as machine:
+        example = {name: tensor.to("sim:0") for name, tensor in example_of("llama").items()}
+        placed = graphplan.partition(model, machine.max_memory, kwargs=example, **LIMITS)
+        plans = placed.plans
+        assert [plan.schedule.host for plan in plans] == [0, 0, 0]
+        inputs = inputs_of("llama")
+        there = {name: tensor.to("sim:0") for name, tensor in inputs.items()}
+        found = placed.generate(**there, max_new_tokens=12, do_sample=False)
+        assert torch.equal(found.cpu(), model.generate(**inputs, max_new_tokens=12, do_sample=False))
+        assert len(placed.plans) == len(plans)
+
+
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_where_the_first_placement_has_no_room_there_are_others(

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, EntryCall
-from graphplan.devices.topology import DISK
+from graphplan.devices.topology import CPU, DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.rehearsal import Rehearsed
 from graphplan.integrations.transformers.generate_calls import calls_of_generate
@@ -44,7 +44,8 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
         return [first]
     if not options.size_limits.given:
         return [first]
-    others = list(_plannable(compiler, calls_of_generate(compiler, call)))
+    rehearsed = [_where_the_caller_is(other, call) for other in calls_of_generate(compiler, call)]
+    others = list(_plannable(compiler, rehearsed))
     found, lacking = _plan_in_turn(compiler, others, first)
     if lacking is None:
         return found
@@ -129,6 +130,20 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
         return None
 
 
+def _where_the_caller_is(other: Rehearsed, example: BoundCall) -> Rehearsed:
+    """The call with its tensors on the device of the example's; they were on the CPU."""
+    device = example.device
+    if device is None or device.type in (CPU, "meta"):
+        return other
+    with FakeTensorMode():
+        call = other.asked.call.mapped(lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf)
+    return replace(other, asked=replace(other.asked, call=call))
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
     """The call, with the tensors of its caches on the devices that planned calls leave them on."""
     call = other.asked.call
@@ -137,8 +152,7 @@ def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
         for leaf, (number, position) in other.made_by.items():
             device = _left_on(planned.get(number), position)
             if device is not None:
-                made = leaves[leaf]
-                leaves[leaf] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device)
+                leaves[leaf] = _like(leaves[leaf], device)
     return replace(call, leaves=tuple(leaves))
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import Assignment, PrefetchBuffer
+from graphplan.passes.placement.constrain import where_buffers_suffice
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
@@ -53,7 +54,7 @@ def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
         for spec in problem.topology.devices:
             limit = sizes.get(spec.key, 0) + spec.room - other.peak(spec.key).nbytes
             limits[spec.key] = min(limit, limits.get(spec.key, limit))
-    return replace(beside(problem, others), prefetch_limits=limits)
+    return where_buffers_suffice(replace(beside(problem, others), prefetch_limits=limits))
 
 
 def _deepest(found: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 
 KIB = 1024
+MIB = 1 << 20
 
 
 def placed_chain(budgets: dict[Any, int], count: int = 6, **constraints: Any) -> dict[str, Any]:
@@ -201,3 +203,54 @@ def test_what_one_operation_writes_must_be_together() -> None:
     problem = Problem(graph, topology, "cpu", fixed_weights={"mean": 0, "variance": "cpu"})
     with pytest.raises(graphplan.PlanError, match="'mean' on 0, 'variance' on 'cpu'"):
         constrain(problem, Constraints())
+
+
+def beside_a_buffer(nbytes: int, **changes: Any) -> Problem:
+    """A chain whose second and third weights an earlier plan has left on the CPU; the third is large."""
+    graph = chain(4)
+    weights = [replace(w, nbytes=64 * KIB) if w.name == "w2" else w for w in graph.weights.values()]
+    topology = read_max_memory({0: MIB, 1: MIB, "cpu": MIB})
+    homes = {"w0": 0, "w1": "cpu", "w2": "cpu", "w3": 1}
+    problem = Problem(
+        graph.changed(weights=weights),
+        topology,
+        "cpu",
+        fixed_weights=homes,
+        prefetch_limits={0: nbytes, 1: 128 * KIB},
+    )
+    return constrain(replace(problem, **changes), Constraints())
+
+
+def test_what_reads_a_weight_larger_than_the_buffer_runs_elsewhere() -> None:
+    assert beside_a_buffer(63 * KIB).allowed == {"v2": {1, "cpu"}}
+    assert beside_a_buffer(64 * KIB).allowed == {}
+    assert beside_a_buffer(KIB).allowed == {"v1": {1, "cpu"}, "v2": {1, "cpu"}}
+    assert beside_a_buffer(KIB, streaming=False).allowed == {}  # copied one by one
+
+
+def test_a_call_from_an_accelerator_is_planned_as_well_as_one_from_the_cpu() -> None:
+    # it was planned for inputs of twice the size, which have room on the CPU alone: 300 times as slow
+    model = nn.Sequential(
+        nn.Embedding(4096, 256), *(nn.Linear(256, 256, bias=False) for _ in range(24))
+    ).eval()
+    ids = torch.randint(0, 4096, (15, 16))
+    budgets = {0: 4 * MIB, "cpu": 64 * MIB}
+    speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
+    with torch.no_grad(), graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (ids,), devices=speeds)
+        first = placed.plan
+        assert largest_difference(placed(ids.to("sim:0")).cpu(), model(ids)) < 1e-5
+        again = placed.plans[-1]
+    assert again is not first
+    assert again.makespan < 2 * first.makespan
+
+
+def test_a_call_that_has_no_room_to_be_fast_is_told_of() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(24))).eval()
+    speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
+    with torch.no_grad(), graphplan.simulate({0: 4 * MIB, "cpu": 64 * MIB}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (torch.ones(15, 256),), devices=speeds)
+        large = torch.randn(2048, 256)
+        with pytest.warns(graphplan.GraphplanWarning, match=r"estimated to take .* more memory .* calls="):
+            result = placed(large)
+    assert largest_difference(result, model(large)) < 1e-5
