@@ -69,6 +69,21 @@ def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
         assert len(placed.plans) == len(plans)
 
 
+def test_room_is_left_for_a_fast_prefill() -> None:
+    # beside the weights of the fastest forward pass without a cache, it had room on the CPU alone
+    transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 1024}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    speeds = {0: graphplan.Speed(1e13, 1e12, 4e-6), "cpu": graphplan.Speed(1e9, 1e9, 4e-6)}
+    ids = torch.randint(0, 1024, (1, 48))
+    with graphplan.simulate({0: int(0.4 * bytes_of(model)) + 200_000, "cpu": 1 << 26}) as machine:
+        call = {"input_ids": ids.to("sim:0"), "use_cache": False}
+        placed = graphplan.partition(model, machine.max_memory, kwargs=call, max_length=64, devices=speeds)
+        forward, prefill, decode = placed.plans
+    assert max(prefill.makespan, decode.makespan) < 2 * forward.makespan
+
+
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_where_the_first_placement_has_no_room_there_are_others(
@@ -85,7 +100,7 @@ def test_where_the_first_placement_has_no_room_there_are_others(
 
     monkeypatch.setattr(Compiler, "plan", lack_room_once)
     if together:
-        monkeypatch.setattr(generate_plan, "_plan_around", lambda *_: None)
+        monkeypatch.setattr(generate_plan, "_plan_around", lambda *_, **__: None)
     with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
         how = (

@@ -1,8 +1,9 @@
 """Plan a call so that the calls which ``generate`` makes after it have room too, up to the caller's limits.
 
 The example's call is planned first, and the others with the weights where it puts them. Where one of these
-lacks room there, it is the one that decides where the weights are; and where that is not enough, all are
-placed together. Without limits nothing else is planned: what has no room later moves the weights.
+lacks room there, or room to be fast, it is the one that decides where the weights are; and where that is not
+enough, all are placed together. Without limits nothing else is planned: what has no room later moves the
+weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphplan.analysis.lack_of_room import lacks_room
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, EntryCall
@@ -46,19 +48,23 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
         return [first]
     rehearsed = [_where_the_caller_is(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))
-    found, lacking = _plan_in_turn(compiler, others, first)
-    if lacking is None:
-        return found
     example = EntryCall(call)
-    again = _plan_around(compiler, lacking.call, example, others) or _plan_all(compiler, example, others)
-    if again is not None:
-        return again
+    for fast in (True, False):
+        found, lacking = _plan_in_turn(compiler, others, first, fast=fast)
+        if lacking is None:
+            return found
+        again = _plan_around(compiler, lacking.call, example, others, fast=fast)
+        if again is None and fast:
+            again = _plan_all(compiler, example, others)
+        if again is not None:
+            return again
+        compiler.restart()
+        compiler.commit(first)
+    assert lacking is not None
     warn(
         "the budgets have room for the example inputs, but not for generate() up to max_batch and "
-        f"max_length: {str(lacking.error).splitlines()[0]}"
+        f"max_length: {lacking.why}"
     )
-    compiler.restart()
-    compiler.commit(first)
     return [first]
 
 
@@ -67,7 +73,7 @@ class _Lacking:
     """A call for which there is no room, and why."""
 
     call: EntryCall
-    error: InfeasibleError
+    why: str
 
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
@@ -82,22 +88,27 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
 
 
 def _plan_in_turn(
-    compiler: Compiler, others: Sequence[Rehearsed], first: Planned
+    compiler: Compiler, others: Sequence[Rehearsed], first: Planned, *, fast: bool
 ) -> tuple[list[Planned], _Lacking | None]:
-    """Plan and commit calls one by one, caches where the calls before leave them; or say which cannot be."""
+    """Plan and commit calls one by one, caches where the calls before leave them; or say which cannot be.
+
+    ``fast``: nor may one be slow for lack of room.
+    """
     planned = {0: first}
     for other in others:
         try:
             found = compiler.plan(_brought(other, planned), other.asked.entry)
         except InfeasibleError as error:
-            return [], _Lacking(other.asked, error)
+            return [], _Lacking(other.asked, str(error).splitlines()[0])
+        if fast and lacks_room(found.plan):
+            return [], _Lacking(other.asked, "some of its forward passes would be slow")
         compiler.commit(found)
         planned[other.number] = found
     return [first, *(planned[other.number] for other in others)], None
 
 
 def _plan_around(
-    compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed]
+    compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed], *, fast: bool
 ) -> list[Planned] | None:
     """Plan and commit all calls, with the weights where one of them has room; None where others lack it."""
     logger.info("planning the forward pass of generate() that lacked memory first")
@@ -108,8 +119,10 @@ def _plan_around(
     except InfeasibleError as error:
         logger.info("no memory for all forward passes of generate(): %s", error)
         return None
+    if fast and lacks_room(first.plan):
+        return None
     compiler.commit(first)
-    found, lacking = _plan_in_turn(compiler, others, first)
+    found, lacking = _plan_in_turn(compiler, others, first, fast=fast)
     return found if lacking is None else None
 
 
