@@ -107,7 +107,7 @@ class Bench:
         torch.cuda.synchronize(0)
         setup = time.perf_counter() - start
         ids = self.ids
-        logits = model(input_ids=ids, use_cache=False).logits.float().cpu()
+        logits = model(input_ids=ids, use_cache=False).logits.cpu().float()
         if self.expected is None:
             self.expected = logits
         apart = float((logits - self.expected).abs().max() / self.expected.abs().max())
