@@ -104,7 +104,8 @@ def _offload(data: Data) -> str:
         f"{ours['budget'] / 1e9:.1f} GB: {100 * ours['share']:.0f} % of the weights, and 2 GiB. "
         "accelerate's map is of weights alone, so it is given the budget without the 2 GiB; graphplan fills "
         "them with more weights, as far as activations leave room. No forward pass can be faster than the "
-        f"copies of the weights that graphplan streams: {1e3 * ours['copies']:.0f} ms.\n\n{markdown(header, rows)}"
+        f"copies of the weights that graphplan streams: {1e3 * ours['copies']:.0f} ms.\n\n"
+        f"{markdown(header, rows)}"
     )
 
 
