@@ -29,6 +29,12 @@ class Solution:
     lower_bound: float
     proof: str
 
+    @property
+    def gap(self) -> float:
+        """Share of the seconds that lies above the bound."""
+        seconds = self.evaluation.seconds
+        return 1 - self.lower_bound / seconds if seconds else 0.0
+
 
 def certify(evaluation: Evaluation, bound: Bound) -> Solution:
     """A placement with its bound, as far as :func:`checked` lets it pass."""

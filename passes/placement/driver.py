@@ -18,7 +18,7 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
-from graphplan.passes.placement.params import Effort, Limits
+from graphplan.passes.placement.params import Effort, Limits, SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
@@ -52,7 +52,7 @@ def place(
     """
     found = attempt(problem, limits, near)
     if found is not None:
-        return found
+        return _searched_on(found, problem, limits)
     # the search is no proof: what fits larger budgets may fit the given ones
     with _effort(problem, limits).share(0.5) as part:
         advice = smallest_budgets(problem, part, probe)
@@ -61,6 +61,17 @@ def place(
         if again.feasible:
             return certify(again, Bound())
     raise explain_infeasible(problem, advice)
+
+
+def _searched_on(found: Solution, problem: Problem, limits: Limits) -> Solution:
+    """Searched with more work where the gap is large, unless earlier plans leave little to choose."""
+    params = SearchParams()
+    settled = bool(problem.prefetch_limits) or problem.balance
+    if found.gap <= params.large_gap or settled or limits.left is not None or not limits.proves:
+        return found
+    more = replace(limits, effort=limits.effort * params.more_work)
+    again = attempt(problem, more, found.evaluation.assignment)
+    return found if again is None or again.evaluation.seconds > found.evaluation.seconds else again
 
 
 def probe(

@@ -51,6 +51,8 @@ class SearchParams:
         streaming_effort: times the default where weights are streamed: copies and buffers are searched too.
         call_effort: times the default for each search of one call among several: more makes the calls'
             own placements better, and not what they have in common.
+        large_gap: relative gap above which a placement is searched for again, from the one that was found.
+        more_work: times the default for that: it has halved the time of some, and takes up to a minute.
     """
 
     segment_cuts: int = 400
@@ -78,6 +80,8 @@ class SearchParams:
     visits_per_second: int = 15_000_000
     streaming_effort: float = 3.0
     call_effort: float = 0.3
+    large_gap: float = 0.5
+    more_work: float = 4.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
