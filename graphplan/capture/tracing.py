@@ -32,6 +32,7 @@ from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.exported_program import from_exported
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.quiet import quiet
+from graphplan.capture.transformers.caches import caches_in, refuse_opaque
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
@@ -80,6 +81,8 @@ def capture(
     if in_transform():
         raise CaptureError(_TRANSFORMED)
     _refuse_nested(call)
+    for name, cache in caches_in(call.kwargs).items():
+        refuse_opaque(name, cache)
     host = call.on_cpu()
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)

@@ -13,9 +13,11 @@ the layer's tensors. For a cache of one layer::
 
 from __future__ import annotations
 
+import enum
 import inspect
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import know, know_containers, leaves_of, map_leaves, node_of, tell_torch
+from graphplan.errors import NoGraphError
 
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
@@ -39,7 +42,11 @@ _ROOM_FOR_ALL = "max_cache_len"
 _OWN_ENDING = "Cache"
 """How a class ends that a model's own file defines, and that is no subclass of transformers' ``Cache``."""
 
-_CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.layout, torch.Size)
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, range, type, enum.Enum),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.Size),
+    *(types.MethodType, types.FunctionType, types.BuiltinFunctionType),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +54,13 @@ class LayoutPart:
     """One part of a layout.
 
     Attributes:
-        kind: ``"leaf"``, ``"device"``, ``"constant"``, ``"sequence"``, ``"mapping"`` or ``"object"``.
+        kind: ``"leaf"``, ``"device"``, ``"constant"``, ``"sequence"``, ``"mapping"``, ``"object"``, or
+            ``"opaque"`` for what cannot be looked into.
         cls: the class of a sequence, a mapping, an object, or a constant.
         keys: of a mapping; names of an object's attributes.
         parts: in their order.
-        value: of a constant. For a leaf: the axes along which it grows with the length, or None of a counter.
+        value: of a constant; of what is opaque, its name and class.
+            For a leaf: the axes along which it grows with the length, or None of a counter.
     """
 
     kind: str
@@ -117,6 +126,8 @@ def with_caches(result: Any, caches: Mapping[str, Any]) -> Any:
     tell_torch()
     if not caches:
         return result
+    for name, cache in caches.items():
+        refuse_opaque(name, cache)
     marks = {id(cache): Given(name) for name, cache in caches.items()}
     marked = map_leaves(lambda leaf: marks.get(id(leaf), leaf), result, lambda value: id(value) in marks)
     return marked, dict(caches)
@@ -178,7 +189,9 @@ def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
     return _make(layout, iter(leaves))
 
 
-def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> LayoutPart:
+def _describe(
+    value: Any, leaves: list[Any], name: str, fixed: bool, above: tuple[int, ...] = ()
+) -> LayoutPart:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         axis = None if fixed else _TOKEN_AXIS.get((name, value.dim()))
@@ -197,18 +210,48 @@ def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> LayoutPa
     if isinstance(value, torch.device):
         return LayoutPart("device")
     cls = type(value)
+    if id(value) in above or not _can_be_made(value):
+        return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}")
+    above = (*above, id(value))
     if isinstance(value, dict):
-        parts = (_describe(v, leaves, str(k), fixed) for k, v in value.items())
+        parts = (_describe(v, leaves, str(k), fixed, above) for k, v in value.items())
         return LayoutPart("mapping", cls, tuple(value), tuple(parts))
     if isinstance(value, list | tuple | set | frozenset):
-        return LayoutPart("sequence", cls, (), tuple(_describe(v, leaves, name, fixed) for v in value))
-    if isinstance(value, types.MethodType | types.FunctionType) or not hasattr(value, "__dict__"):
-        return LayoutPart("constant", cls, value=value)
+        inside = (_describe(v, leaves, name, fixed, above) for v in value)
+        return LayoutPart("sequence", cls, (), tuple(inside))
     state = vars(value)
     fixed = fixed or _ROOM_FOR_ALL in state
-    return LayoutPart(
-        "object", cls, tuple(state), tuple(_describe(v, leaves, k, fixed) for k, v in state.items())
-    )
+    parts = (_describe(v, leaves, k, fixed, above) for k, v in state.items())
+    return LayoutPart("object", cls, tuple(state), tuple(parts))
+
+
+def _can_be_made(value: Any) -> bool:
+    """Whether an object is no more than its items, or what its ``__dict__`` has."""
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return not isinstance(value, defaultdict)
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        own = {slots} if isinstance(slots, str) else set(slots)
+        if any(hasattr(value, name) for name in own - {"__dict__", "__weakref__"}):
+            return False
+    return hasattr(value, "__dict__")
+
+
+def refuse_opaque(name: str, cache: Any) -> None:
+    """Raise NoGraphError where a cache, of this argument, has an attribute that cannot be looked into."""
+    part = next(_opaque(_flatten(cache)[1]), None)
+    if part is not None:
+        raise NoGraphError(
+            f"{name} has an attribute {part}, which may hold tensors that a graph does not see: keep them in "
+            "attributes, lists, tuples or dicts"
+        )
+
+
+def _opaque(part: LayoutPart) -> Iterator[str]:
+    if part.kind == "opaque":
+        yield part.value
+    for inner in part.parts:
+        yield from _opaque(inner)
 
 
 def _settled(symbol: Any) -> Any:

@@ -1,0 +1,111 @@
+"""Caches of a user's own, with attributes that a trace cannot look into."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import largest_difference
+
+import graphplan
+
+transformers = pytest.importorskip("transformers")
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+IDS = torch.arange(10).reshape(2, 5) + 3
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+
+class Watching(DynamicLayer):
+    """Keeps the last keys somewhere else too."""
+
+    make: Callable[[], Any] = deque
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen = type(self).make()
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.seen, deque):
+            self.seen.append(key_states)
+        elif isinstance(self.seen, Slotted):
+            self.seen.last = key_states
+        elif isinstance(self.seen, defaultdict):
+            self.seen["keys"].append(key_states)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+class WatchingCache(DynamicCache):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        kind = type("WatchingLayer", (Watching,), {"make": staticmethod(make)})
+        self.layers, self.layer_class_to_replicate = [kind(), kind()], kind
+
+
+def kept(cache: Any) -> list[Any]:
+    """The tensors that were kept elsewhere."""
+    found = []
+    for layer in cache.layers:
+        if isinstance(layer.seen, deque):
+            found += list(layer.seen)
+        elif isinstance(layer.seen, Slotted):
+            found.append(layer.seen.last)
+        elif isinstance(layer.seen, defaultdict):
+            found += layer.seen["keys"]
+    return found
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None, pad_token_id=0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def agree(placed: Any, model: Any, ours: Any, theirs: Any) -> None:
+    """Calls with a cache that grows give the same."""
+    for count in (5, 1, 2, 1):
+        found = placed(input_ids=IDS[:, :count], past_key_values=ours).logits
+        expected = model(input_ids=IDS[:, :count], past_key_values=theirs).logits
+        assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (deque, "a deque"),
+        (Slotted, "a Slotted"),
+        (lambda: defaultdict(list), "a defaultdict"),
+        (lambda: np.zeros(2), "a ndarray"),
+    ],
+)
+def test_what_cannot_be_looked_into_runs_module_by_module(make: Callable[[], Any], said: str) -> None:
+    # they were constants of the trace: the caller's own had fake tensors afterwards
+    model = llama()
+    ours, theirs = WatchingCache(make), WatchingCache(make)
+    with graphplan.simulate({0: "400KiB", 1: "400KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
+        with pytest.warns(graphplan.GraphplanWarning, match=f"'seen', {said}"):
+            agree(placed, model, ours, theirs)
+        for one, other in zip(kept(ours), kept(theirs), strict=True):
+            assert largest_difference([one.cpu()], [other]) < 1e-5
+
+
+def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:
+    model = llama()
+    ours, theirs = DynamicCache(), DynamicCache()
+    ours.owner = ours
+    with graphplan.simulate({0: "400KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
+        with pytest.warns(graphplan.GraphplanWarning, match="'owner', a DynamicCache"):
+            agree(placed, model, ours, theirs)
