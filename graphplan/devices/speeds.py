@@ -43,7 +43,7 @@ class Speed:
     origin: Origin = field(default="given", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth", "overhead"):
+        for name in (item.name for item in fields(self) if item.default is None):
             value = getattr(self, name)
             if value is not None and not is_figure(value, may_be_zero=name == "overhead"):
                 raise DeviceError(f"Speed({name}={value!r}): write a positive number, or None")
