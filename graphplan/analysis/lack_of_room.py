@@ -1,25 +1,50 @@
-"""Whether a call is slow for lack of memory: beside what it would take on one device if that had enough."""
+"""Whether a call is slow for lack of memory: beside what it would take if there were enough."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from graphplan.analysis.plan_problem import constrained_problem
+from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
-_SLOW = 5.0  # times as long as with room: some operations on the CPU cost a few times as much
+SLOW = 5.0  # times as long as with room: some operations on the CPU cost a few times as much
 
 
 def seconds_with_room(plan: PlanData) -> float:
-    """The least seconds with all operations on one device, but for rules, whatever memory that takes."""
-    problem = constrained_problem(plan)
-    found = []
-    for spec in problem.topology.computing:
-        operations = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
-        found.append(evaluate(problem, reside(problem, operations)).seconds)
-    return min(found)
+    """The least seconds of some simple placements, whatever memory they take.
+
+    All operations are on one device, or each where the weights before it are, but for the caller's rules.
+    """
+    problem = constrained_problem(replace(plan, prefetch_limits={}))
+    found = (problem.obey(operations) for operations in _simple(problem))
+    return min(evaluate(problem, reside(problem, operations)).seconds for operations in found)
+
+
+def slowness(plan: PlanData) -> float:
+    """How many times as long a call takes as it would with room."""
+    least = seconds_with_room(plan)
+    return plan.makespan / least if least else 1.0
 
 
 def lacks_room(plan: PlanData) -> bool:
     """Whether memory keeps a call from being nearly as fast as it might be."""
-    return plan.makespan > _SLOW * seconds_with_room(plan)
+    return slowness(plan) > SLOW
+
+
+def _simple(problem: Problem) -> Iterator[dict[str, DeviceKey]]:
+    graph, topology = problem.graph, problem.topology
+    for spec in topology.computing:
+        yield dict.fromkeys(graph.operations, spec.key)
+    if not topology.accelerators:
+        return
+    here, found = topology.accelerators[0].key, {}
+    keys = {spec.key for spec in topology.accelerators}
+    for name, operation in graph.operations.items():
+        homes = (problem.fixed_weights.get(value) for value in operation.inputs)
+        here = found[name] = next((key for key in homes if key in keys), here)
+    yield found

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
-from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
+from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
@@ -51,6 +51,7 @@ from graphplan.warnings import warn
 logger = logging.getLogger("graphplan")
 
 _SETTLED = ", with the weights where they are"  # what a proof says that holds beside an earlier plan alone
+_WORTH = 2.0  # times as slow as one for the sizes at hand may be a plan for larger ones, which come next
 AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs, pass them to "
@@ -134,22 +135,24 @@ class Compiler:
         ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is
         planned as it is, a later one ahead, as far as there is room for that and to be fast.
         """
-        placed, tried, slow = self.homes is not None, list[Annotator](), list[Planned]()
+        placed, tried, slow = self.homes is not None, list[Annotator](), list[tuple[float, Planned]]()
         for ahead in aheads or ((*AHEAD, 0.0) if placed else (0.0,)):
             annotator = self.captures.annotated(call, entry, ahead)
-            if annotator in tried:  # the caller has set the limits
+            if annotator in tried or (slow and ahead):  # the caller has set the limits; or it is as slow
                 continue
             tried.append(annotator)
             try:
                 found = self._planned([Member(annotator, 1.0, call)])[0]
-                if not placed or not lacks_room(found.plan):
-                    return found
-                slow.append(found)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
-        if slow:  # those for smaller sizes are no slower
-            return min(slow, key=lambda one: one.plan.makespan)
+                continue
+            times = slowness(found.plan) if placed else 1.0
+            if times <= SLOW:
+                return found
+            slow.append((times, found))
+        if slow:  # where nothing is fast, a plan for more sizes saves planning
+            return slow[-1][1] if _WORTH * slow[-1][0] < slow[0][0] else slow[0][1]
         if placed:
             lacking.args = (f"{lacking}{_PLACED}",)
         try:
@@ -228,10 +231,23 @@ class Compiler:
         self.model_copy.enter(modes)
         settled = self.homes is not None
         planned = self.plan(call, entry, None if barely else self.aheads(call, entry))
-        if settled:
-            _tell_of_slow_call(planned.plan)
         self.commit(planned)
-        return self.lower(planned)
+        program = self.lower(planned)
+        if settled:
+            self._tell_of_slow_call(planned.plan, entry)
+        return program
+
+    def _tell_of_slow_call(self, plan: Plan, entry: str) -> None:
+        """A call that has no room beside the weights is told of before it is waited for, once."""
+        told = self.model_copy.told
+        if (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
+            told.add(key)
+            warn(
+                f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
+                f"weights it would be {seconds_with_room(plan):.2g} s. They are where an earlier call had "
+                "room: partition the model with an example of this call, on the same device, or with calls= "
+                "for both"
+            )
 
     @property
     def _formulation(self) -> Formulation:
@@ -280,16 +296,6 @@ PASSES: Sequence[Callable[[CompileState], CompileState]] = (
     place_step,
     check_budgets,
 )
-
-
-def _tell_of_slow_call(plan: Plan) -> None:
-    """A call that has no room beside the weights is told of before it is waited for."""
-    if lacks_room(plan):
-        warn(
-            f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
-            f"weights it would be {seconds_with_room(plan):.2g} s. They are where an earlier call had room: "
-            "partition the model with an example of this call, on the same device, or with calls= for both"
-        )
 
 
 def plan_of(choice: Choice) -> Plan:

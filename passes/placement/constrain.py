@@ -61,17 +61,18 @@ def where_buffers_suffice(problem: Problem) -> Problem:
     """
     graph, topology, allowed = problem.graph, problem.topology, dict(problem.allowed)
     away = [name for name, key in problem.fixed_weights.items() if key in (topology.cpu, DISK)]
+    limits = {key: limit for key, limit in problem.prefetch_limits.items() if topology[key].is_accelerator}
     for name in away if problem.streaming else ():
         if name not in graph.streamable:
             continue
         nbytes = round_up(graph.weights[name].nbytes)
-        limits = {s.key: problem.prefetch_limits.get(s.key, s.room) for s in topology.accelerators}
         full = {key for key, limit in limits.items() if nbytes > limit}
         for reader in graph.readers.get(name, ()) if full else ():
             if graph.operations[reader].host_only:
                 continue
             able = allowed.get(reader, frozenset(spec.key for spec in topology.computing))
-            allowed[reader] = able - full or able
+            for member in next((group for group in graph.together if reader in group), (reader,)):
+                allowed[member] = able - full or able
     return replace(problem, allowed=allowed)
 
 

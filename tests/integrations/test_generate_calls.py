@@ -84,6 +84,17 @@ def test_room_is_left_for_a_fast_prefill() -> None:
     assert max(prefill.makespan, decode.makespan) < 2 * forward.makespan
 
 
+def test_where_no_call_can_be_fast_the_first_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    # all were planned together, for more seconds than one by one
+    monkeypatch.setattr(generate_plan, "lacks_room", lambda plan: bool(plan.fixed_weights))
+    monkeypatch.setattr(generate_plan, "_plan_all", None)
+    model = build("llama")
+    with graphplan.simulate(budgets_of(model, 0.6, 1 << 22)) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match=r"a forward pass of generate\(\) is estimated"):
+            placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **SHORT)
+        assert len(placed.plans) == 3
+
+
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_where_the_first_placement_has_no_room_there_are_others(

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphplan.analysis.lack_of_room import lacks_room
+from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, EntryCall
@@ -49,28 +49,46 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
     rehearsed = [_where_the_caller_is(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))
     example = EntryCall(call)
-    for fast in (True, False):
+    for fast in (False,) if lacks_room(first.plan) else (True, False):
         found, lacking = _plan_in_turn(compiler, others, first, fast=fast)
         if lacking is None:
+            _tell_of_slow_calls(found)
             return found
-        again = _plan_around(compiler, lacking.call, example, others, fast=fast)
-        if again is None and fast:
-            again = _plan_all(compiler, example, others)
+        again = _plan_around(compiler, lacking.call, example, others, fast=not lacking.why)
         if again is not None:
             return again
         compiler.restart()
         compiler.commit(first)
+        if lacking.why:  # no order of planning them one by one has room
+            break
     assert lacking is not None
+    again = _plan_all(compiler, example, others)
+    if again is not None:
+        return again
     warn(
         "the budgets have room for the example inputs, but not for generate() up to max_batch and "
         f"max_length: {lacking.why}"
     )
+    compiler.restart()
+    compiler.commit(first)
     return [first]
+
+
+def _tell_of_slow_calls(found: Sequence[Planned]) -> None:
+    """Warn where a call of ``generate`` has no room to be fast, whatever decides where the weights are."""
+    for one in found[1:]:
+        if lacks_room(one.plan):
+            warn(
+                f"a forward pass of generate() is estimated to take {one.plan.makespan:.2g} s; with more "
+                f"memory beside the weights it would be {seconds_with_room(one.plan):.2g} s: lower max_batch "
+                "or max_length, or give more memory"
+            )
+            return
 
 
 @dataclass(frozen=True, slots=True)
 class _Lacking:
-    """A call for which there is no room, and why."""
+    """A call for which there is no room, and why; or no room to be fast."""
 
     call: EntryCall
     why: str
@@ -101,7 +119,7 @@ def _plan_in_turn(
         except InfeasibleError as error:
             return [], _Lacking(other.asked, str(error).splitlines()[0])
         if fast and lacks_room(found.plan):
-            return [], _Lacking(other.asked, "some of its forward passes would be slow")
+            return [], _Lacking(other.asked, "")
         compiler.commit(found)
         planned[other.number] = found
     return [first, *(planned[other.number] for other in others)], None

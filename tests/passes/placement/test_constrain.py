@@ -13,6 +13,7 @@ from torch import nn
 
 import graphplan
 from graphplan import Graph, Operation, Value, Weight
+from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.constrain import constrain
@@ -245,12 +246,42 @@ def test_a_call_from_an_accelerator_is_planned_as_well_as_one_from_the_cpu() -> 
     assert again.makespan < 2 * first.makespan
 
 
-def test_a_call_that_has_no_room_to_be_fast_is_told_of() -> None:
+def slow_for_large_inputs() -> tuple[nn.Module, dict[Any, int], dict[Any, graphplan.Speed]]:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(24))).eval()
     speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
-    with torch.no_grad(), graphplan.simulate({0: 4 * MIB, "cpu": 64 * MIB}) as machine:
+    return model, {0: 4 * MIB, "cpu": 64 * MIB}, speeds
+
+
+def test_calls_that_have_no_room_to_be_fast_are_told_of_once_and_share_a_plan() -> None:
+    model, budgets, speeds = slow_for_large_inputs()
+    large = torch.randn(2200, 256)
+    with torch.no_grad(), graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.ones(15, 256),), devices=speeds)
-        large = torch.randn(2048, 256)
-        with pytest.warns(graphplan.GraphplanWarning, match=r"estimated to take .* more memory .* calls="):
-            result = placed(large)
-    assert largest_difference(result, model(large)) < 1e-5
+        with pytest.warns(graphplan.GraphplanWarning, match=r"more memory .* calls=") as told:
+            results = [placed(large[:rows]) for rows in (2049, 2050, 2060, 2100, 2200)]
+        for result in results:
+            assert largest_difference(result, model(large[: len(result)])) < 1e-5
+    assert len(told) == 1
+    assert len(placed.plans) == 2
+
+
+def test_room_for_a_call_is_beyond_all_budgets_and_buffers() -> None:
+    model, budgets, speeds = slow_for_large_inputs()
+    with torch.no_grad(), graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (torch.ones(15, 256),), devices=speeds)
+        with pytest.warns(graphplan.GraphplanWarning, match="new kind of call"):
+            placed(torch.randn(2048, 256))
+        slow = placed.plans[-1]
+        tight = replace(slow, prefetch_limits=dict.fromkeys(slow.prefetch_limits, KIB))
+    assert lacks_room(slow)
+    assert not lacks_room(placed.plan)
+    assert seconds_with_room(slow) == seconds_with_room(tight) < slow.makespan / 100
+
+
+def test_a_pinned_weight_says_nothing_of_what_more_memory_would_save() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 512)).eval()
+    speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
+    budgets, x = {0: 450 * KIB, "cpu": MIB}, torch.ones(64, 256)
+    plan = graphplan.plan(model, budgets, (x,), pin={"1.weight": "cpu"}, devices=speeds)
+    assert plan.device_of("1") == "cpu"
+    assert "more memory on GPU 0 would save" in plan.bottleneck().headline
