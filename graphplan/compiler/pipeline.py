@@ -51,6 +51,7 @@ from graphplan.warnings import warn
 logger = logging.getLogger("graphplan")
 
 _SETTLED = ", with the weights where they are"  # what a proof says that holds beside an earlier plan alone
+_NOTICED = 1e-3  # seconds of a call: of shorter ones nobody asks why they are slow
 _WORTH = 2.0  # times as slow as one for the sizes at hand may be a plan for larger ones, which come next
 AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
@@ -239,8 +240,8 @@ class Compiler:
 
     def _tell_of_slow_call(self, plan: Plan, entry: str) -> None:
         """A call that has no room beside the weights is told of before it is waited for, once."""
-        told = self.model_copy.told
-        if (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
+        told, noticed = self.model_copy.told, plan.makespan > _NOTICED
+        if noticed and (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
             told.add(key)
             warn(
                 f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
