@@ -16,6 +16,9 @@ import graphplan
 transformers = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+# transformers 5.24 has another name for the argument
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 IDS = torch.arange(10).reshape(2, 5) + 3
 
 
