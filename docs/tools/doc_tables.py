@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,11 +110,7 @@ def _offload(data: Data) -> str:
     )
 
 
-def _gpu_overhead(data: Data) -> str:
-    return _overhead(data).replace("## Overhead of a forward pass", "### On a GPU").replace("CPU", "GPU")
-
-
-def _overhead(data: Data) -> str:
+def _overhead(data: Data, title: str = "## Overhead of a forward pass", where: str = "CPU") -> str:
     said = []
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
         times = [
@@ -121,8 +118,8 @@ def _overhead(data: Data) -> str:
         ]
         said.append(f"- {workload}: {', '.join(times)}.")
     return (
-        "## Overhead of a forward pass\n\nModels so small that Python, not the kernels, takes the time. Best "
-        "of many runs on the CPU:\n\n" + "\n".join(said)
+        f"{title}\n\nModels so small that Python, not the kernels, takes the time. Best of many runs on the "
+        f"{where}:\n\n" + "\n".join(said)
     )
 
 
@@ -170,7 +167,7 @@ _RENDERERS: dict[str, Callable[[Data], str]] = {
     "real_models": _real_models,
     "offload": _offload,
     "overhead": _overhead,
-    "gpu_overhead": _gpu_overhead,
+    "gpu_overhead": partial(_overhead, title="### On a GPU", where="GPU"),
     "loading": _loading,
     "planning_time": _planning_time,
     "sweep": _sweep,

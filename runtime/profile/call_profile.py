@@ -22,7 +22,7 @@ from torch import fx
 from graphplan._compat.torch import uncompiled
 from graphplan.devices.machine import current_machine
 from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import CPU, SIMULATED, DeviceKey
+from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Measured, Timeline
@@ -147,6 +147,7 @@ class _Measured:
     def without(self, marking: float) -> float:
         """Seconds less what marks took, where the device waited for the host."""
         waited = self.start.seconds() < self.end.told
+        # marks are measured apart, and not always as long
         return max(0.0, self.seconds - marking * waited)
 
 
@@ -193,7 +194,7 @@ class Recorder(fx.Interpreter):
     def _begin(self, machine: object) -> None:
         """Measure marks, forget peaks, and set the clocks."""
         devices = self.plan.devices.items()
-        timed = {key: device for key, device in devices if device.type in (CPU, "cuda")}
+        timed = {key: device for key, device in devices if device.type != SIMULATED}
         self._set_clocks(timed)
         self.marking = {key: self._marking(device) for key, device in timed.items()}
         self._set_clocks(timed)

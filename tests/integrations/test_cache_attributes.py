@@ -112,3 +112,12 @@ def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
         with pytest.warns(graphplan.GraphplanWarning, match="'owner', a DynamicCache"):
             agree(placed, model, ours, theirs)
+
+
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+def test_a_generator_holds_no_tensors() -> None:
+    model = llama()
+    ours, theirs = WatchingCache(torch.Generator), WatchingCache(torch.Generator)
+    with graphplan.simulate({0: "400KiB", 1: "400KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
+        agree(placed, model, ours, theirs)

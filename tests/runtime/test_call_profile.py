@@ -14,7 +14,7 @@ from test_formats import check_collection, check_node_data, check_trace
 
 import graphplan
 from graphplan import Plan
-from graphplan.runtime.profile.call_profile import Profile
+from graphplan.runtime.profile.call_profile import Profile, _Mark, _Measured
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +90,20 @@ def test_profiling_positional_calls_and_results() -> None:
     assert [e.name for e in found.timeline.events if e.kind == "run"] == list(placed.plan.graph.operations)
     assert found.peak_bytes == {}
     assert "-" in found.summary()
+
+
+def test_operations_are_counted_without_what_marks_take(profile: Profile) -> None:
+    took = {e.name: e.end - e.start for e in profile.timeline.events if e.kind == "run"}
+    seconds = profile.measured.operation_seconds
+    assert seconds.keys() == took.keys()
+    here = [name for name in took if profile.plan.schedule.assignment.operations[name] == "cpu"]
+    assert all(0 <= seconds[name] <= took[name] for name in took)
+    assert sum(seconds[name] for name in here) < sum(took[name] for name in here) or not here
+
+
+@pytest.mark.parametrize(("told", "left"), [(3.5, 1.5), (2.0, 1.5), (0.9, 2.0)])
+def test_a_device_that_is_behind_the_host_has_no_part_in_marks(told: float, left: float) -> None:
+    # it began at 1 s; the host had enqueued all of the operation by then, or had not
+    start, end = _Mark(lambda: 1.0, 0.5), _Mark(lambda: 3.0, told)
+    assert _Measured("run", "op", 0, start, end).without(0.5) == left
+    assert _Measured("run", "op", 0, start, end).without(9.0) == (0.0 if told > 1 else 2.0)

@@ -44,7 +44,7 @@ _OWN_ENDING = "Cache"
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, range, type, enum.Enum),
-    *(torch.dtype, torch.layout, torch.memory_format, torch.Size),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator, torch.Stream, torch.Event),
     *(types.MethodType, types.FunctionType, types.BuiltinFunctionType),
 )
 

@@ -54,12 +54,12 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
         if lacking is None:
             _tell_of_slow_calls(found)
             return found
-        again = _plan_around(compiler, lacking.call, example, others, fast=not lacking.why)
+        again = _plan_around(compiler, lacking.call, example, others, fast=lacking.why is None)
         if again is not None:
             return again
         compiler.restart()
         compiler.commit(first)
-        if lacking.why:  # no order of planning them one by one has room
+        if lacking.why is not None:  # no order of planning them one by one has room
             break
     assert lacking is not None
     again = _plan_all(compiler, example, others)
@@ -88,10 +88,10 @@ def _tell_of_slow_calls(found: Sequence[Planned]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Lacking:
-    """A call for which there is no room, and why; or no room to be fast."""
+    """A call for which there is no room, and why; None where there is none to be fast."""
 
     call: EntryCall
-    why: str
+    why: str | None
 
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
@@ -119,7 +119,7 @@ def _plan_in_turn(
         except InfeasibleError as error:
             return [], _Lacking(other.asked, str(error).splitlines()[0])
         if fast and lacks_room(found.plan):
-            return [], _Lacking(other.asked, "")
+            return [], _Lacking(other.asked, None)
         compiler.commit(found)
         planned[other.number] = found
     return [first, *(planned[other.number] for other in others)], None

@@ -45,7 +45,7 @@ def lowered(on_cpu: set[str], kind: str = "cuda") -> list[str]:
 
 
 def line_of(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = node.target if isinstance(node.target, str) else node.target.__name__
     given = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
     return f"{node.name} = {name}({', '.join(given)})"
 

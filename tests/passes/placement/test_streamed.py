@@ -14,9 +14,9 @@ from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.bounds import label_dp
 from graphplan.passes.placement.bounds.label_dp import search_labels
-from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.driver import attempt, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
@@ -178,3 +178,14 @@ def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> 
     search = StreamedSearch(problem, Effort.default(len(problem.graph.operations)))
     assert search.begin()
     assert search.seconds < 0.0203
+
+
+def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
+    problem = second_set(1126)["1126.08-random-8-cpu"]().problem
+    once = attempt(problem, Limits(), None)
+    assert once is not None
+    assert once.gap > 0.5
+    found = place(problem)
+    assert found.evaluation.seconds < 0.8 * once.evaluation.seconds
+    settled = place(replace(problem, prefetch_limits={0: 1 << 40}))  # by an earlier plan
+    assert settled.evaluation.seconds == once.evaluation.seconds
