@@ -20,7 +20,7 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import on_one_device, reside
 
 
 def baselines(problem: Problem) -> list[Baseline]:
@@ -56,8 +56,7 @@ def peak_activation(problem: Problem) -> int:
     alone = replace(
         problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}
     )
-    everywhere = dict.fromkeys(problem.graph.operations, spec.key)
-    peak = evaluate(alone, reside(alone, everywhere)).peak(spec.key)
+    peak = evaluate(alone, on_one_device(alone, spec.key)).peak(spec.key)
     return peak.nbytes - peak.weights
 
 

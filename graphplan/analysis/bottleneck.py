@@ -23,7 +23,7 @@ from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Limits
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import on_one_device
 from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned
 
@@ -220,8 +220,7 @@ class BottleneckSearch:
         most = 0
         for call in self.calls:
             problem = call.with_homes({})
-            everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
-            most = max(most, evaluate(problem, reside(problem, everywhere)).peak(spec.key).nbytes)
+            most = max(most, evaluate(problem, on_one_device(problem, spec.key)).peak(spec.key).nbytes)
         return most - spec.room
 
     # -- speed ------------------------------------------------------------------------------------

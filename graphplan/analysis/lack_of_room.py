@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphplan.analysis.plan_problem import constrained_problem
-from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import on_one_device, reside
 
 SLOW = 5.0  # times as long as with room: some operations on the CPU cost a few times as much
 
@@ -21,8 +21,7 @@ def seconds_with_room(plan: PlanData) -> float:
     All operations are on one device, or each where the weights before it are, but for the caller's rules.
     """
     problem = constrained_problem(replace(plan, prefetch_limits={}))
-    found = (problem.obey(operations) for operations in _simple(problem))
-    return min(evaluate(problem, reside(problem, operations)).seconds for operations in found)
+    return min(evaluate(problem, found).seconds for found in _simple(problem))
 
 
 def slowness(plan: PlanData) -> float:
@@ -36,10 +35,10 @@ def lacks_room(plan: PlanData) -> bool:
     return slowness(plan) > SLOW
 
 
-def _simple(problem: Problem) -> Iterator[dict[str, DeviceKey]]:
+def _simple(problem: Problem) -> Iterator[Assignment]:
     graph, topology = problem.graph, problem.topology
     for spec in topology.computing:
-        yield dict.fromkeys(graph.operations, spec.key)
+        yield on_one_device(problem, spec.key)
     if not topology.accelerators:
         return
     here, found = topology.accelerators[0].key, {}
@@ -47,4 +46,4 @@ def _simple(problem: Problem) -> Iterator[dict[str, DeviceKey]]:
     for name, operation in graph.operations.items():
         homes = (problem.fixed_weights.get(value) for value in operation.inputs)
         here = found[name] = next((key for key in homes if key in keys), here)
-    yield found
+    yield reside(problem, problem.obey(found))

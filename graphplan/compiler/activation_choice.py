@@ -25,7 +25,7 @@ from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import on_one_device
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
@@ -222,8 +222,7 @@ class _Choice:
         """Bytes that all accelerators together lack, were the step on one of them."""
         devices = problem.topology.accelerators or problem.topology.computing
         roomiest = max(devices, key=lambda spec: spec.room)
-        everything = reside(problem, dict.fromkeys(problem.graph.operations, roomiest.key))
-        peak = evaluate(problem, everything).memory.peaks[roomiest.key]
+        peak = evaluate(problem, on_one_device(problem, roomiest.key)).peak(roomiest.key)
         return peak.nbytes - sum(spec.room for spec in devices)
 
     def _posed(self, member: Member) -> Problem:

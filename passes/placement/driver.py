@@ -20,7 +20,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_f
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits, SearchParams
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside, unread_weights
+from graphplan.passes.placement.residence import on_one_device, reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
@@ -116,8 +116,7 @@ def _runs(problem: Problem) -> bool:
 def _without_operations(problem: Problem) -> Evaluation:
     """A placement of a model that returns its inputs or weights as they are, or sizes of them."""
     key = problem.topology.computing[0].key
-    assignment = reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
-    return evaluate_filled(problem, assignment, unread_weights(problem))
+    return evaluate_filled(problem, on_one_device(problem, key), unread_weights(problem))
 
 
 def _bound_without_operations(found: Evaluation) -> Bound:

@@ -11,7 +11,7 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside, unread_weights
+from graphplan.passes.placement.residence import on_one_device, unread_weights
 
 Probe = Callable[[Problem, Effort], Evaluation | None]
 
@@ -62,11 +62,8 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
 
 def _everything_on_one(problem: Problem) -> Advice | None:
     """All that may run there on one device, whatever it takes: an answer that needs no search."""
-    found, unread = [], unread_weights(problem)
-    for spec in problem.topology.devices:
-        if spec.computes:
-            operations = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
-            found.append(evaluate_filled(problem, reside(problem, operations), unread))
+    unread, keys = unread_weights(problem), [spec.key for spec in problem.topology.computing]
+    found = [evaluate_filled(problem, on_one_device(problem, key), unread) for key in keys]
     finite = [one for one in found if math.isfinite(one.seconds)]
     least = min(finite, key=lambda one: sum(one.excess.values()), default=None)
     return None if least is None else Advice(least, peaks_or_given(problem.topology, least))

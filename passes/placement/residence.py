@@ -69,6 +69,11 @@ def reside(
     return Assignment(dict(operations), found)
 
 
+def on_one_device(problem: Problem, key: DeviceKey) -> Assignment:
+    """Every operation on one device, but for those that may not run there, with the weights that it reads."""
+    return reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
+
+
 def siblings(problem: Problem) -> dict[str, str]:
     """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
     graph, fixed = problem.graph, problem.fixed_weights
