@@ -94,7 +94,7 @@ def _generate(
     """The code, and the modules that it calls, by attribute."""
     graph, schedule = planned.plan.graph, planned.plan.schedule
     lowered = lower(planned.capture, graph, schedule, topology)
-    quicken(lowered.graph, keep_grad=options.grad)
+    quicken(lowered.graph)
     verify_lowered(lowered, graph, schedule, topology)
     attributes = dict[str, nn.Module](lowered.branches)
     if options.compile is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -12,15 +11,13 @@ from graphplan.compiler.compile_state import Choice, CompileState, Member, in_pa
 from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
+from graphplan.ir.graph_difference import graph_difference
 from graphplan.ir.plan_data import PlanData
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.training.knapsack import Savings, savings_of
-from graphplan.report.text import shape_text
-
-_KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
 
 def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
@@ -110,38 +107,9 @@ def _require_room(found: Evaluation, state: CompileState) -> None:
 
 
 def _refuse(planned: Graph, here: Graph) -> NoReturn:
-    if planned.trains != here.trains:
-        kinds = ("a forward pass", "a training step")
-        raise PlanError(
-            f"the plan is of {kinds[planned.trains]}, and {kinds[here.trains]} is asked for: see train="
-        )
+    difference = graph_difference(here, planned, ("the model", "the plan"))
     raise PlanError(
-        f"the plan is of another graph: {next(_differences(planned, here))}. Give partition the model, the "
-        "example inputs, the optimizer of a training step, and the versions of torch and transformers with "
-        "which it was planned, or plan again"
+        f"the plan is of another graph: {difference or 'operations take other bytes'}. Give partition the "
+        "model, the example inputs, the optimizer of a training step (train=), and the versions of torch and "
+        "transformers with which it was planned, or plan again"
     )
-
-
-def _differences(planned: Graph, here: Graph) -> Iterator[str]:
-    """What is not the same in two graphs that differ."""
-    for name in planned.inputs:
-        one, other = planned.values[name], here.values.get(name)
-        if other is not None and (one.shape, one.dtype) != (other.shape, other.dtype):
-            yield f"its {name} is {shape_text(one)}, that of the example {shape_text(other)}"
-    before, now = planned.to_dict(), here.to_dict()
-    for one in (*before["operations"], *now["operations"]):  # it differs even where they compute the same
-        one.pop("workspace", None)
-    for kind in _KINDS:
-        if len(before[kind]) != len(now[kind]):
-            yield f"it has {len(before[kind])} {kind}, the model has {len(now[kind])}"
-        for one, other in zip(before[kind], now[kind], strict=False):
-            if one != other:
-                yield _difference(kind, one, other)
-    yield "sizes are known in one and not in the other"
-
-
-def _difference(kind: str, one: object, other: object) -> str:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return f"{kind} are {one!r}, in the model {other!r}"
-    field = next(name for name in one if one[name] != other.get(name))
-    return f"{field} of {one['name']!r} is {one[field]!r}, in the model {other.get(field)!r}"

@@ -14,28 +14,28 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 
 
-def graph_difference(graph: Graph, other: Graph) -> str:
+def graph_difference(graph: Graph, other: Graph, called: tuple[str, str] = ("this plan", "the other")) -> str:
     """What tells the call of ``other`` from that of ``graph``, in words; empty where it is the same."""
-    return next(_differences(graph, other), "")
+    return next(_differences(graph, other, called), "")
 
 
-def _differences(graph: Graph, other: Graph) -> Iterator[str]:
+def _differences(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterator[str]:
     if graph.trains != other.trains:
         kinds = ("a forward pass", "a training step")
         yield f"it is of {kinds[other.trains]}, not of {kinds[graph.trains]}"
-    yield from _unlike_weights(graph, other)
+    yield from _unlike_weights(graph, other, called)
     yield from _unlike_inputs(graph, other)
-    yield from _unlike_operations(graph, other)
+    yield from _unlike_operations(graph, other, called)
 
 
-def _unlike_weights(graph: Graph, other: Graph) -> Iterator[str]:
+def _unlike_weights(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterator[str]:
     here, there = _own(graph), _own(other)
     for name in sorted(here.keys() ^ there.keys()):
-        yield f"only {'this plan' if name in here else 'the other'} has the weight {name!r}"
+        yield f"only {called[name not in here]} has the weight {name!r}"
     for name in (name for name in here if name in there):
         ours, theirs = (f"{one.dtype}{list(one.shape)}" for one in (here[name], there[name]))
         if ours != theirs:
-            yield f"{name!r} is {theirs} there, and {ours} here"
+            yield f"{name!r} is {theirs} in {called[1]}, and {ours} in {called[0]}"
 
 
 def _own(graph: Graph) -> dict[str, Weight]:
@@ -54,9 +54,9 @@ def _unlike_inputs(graph: Graph, other: Graph) -> Iterator[str]:
             yield f"its input {beside!r} is {theirs.dtype}{list(theirs.shape)}, not {list(ours.shape)}"
 
 
-def _unlike_operations(graph: Graph, other: Graph) -> Iterator[str]:
+def _unlike_operations(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterator[str]:
     rewritten = _rewritten(graph) | _rewritten(other)
-    for one, another in ((graph, other), (other, graph)):
+    for one, another, who in ((graph, other, called[0]), (other, graph, called[1])):
         for name, operation in one.operations.items():
             known = another.operations.get(name)
             alike = known is not None and (known.target, known.module_path) == (
@@ -65,7 +65,7 @@ def _unlike_operations(graph: Graph, other: Graph) -> Iterator[str]:
             )
             if not alike and operation.module_path not in rewritten:
                 where = f" of {operation.module_path!r}" if operation.module_path else ""
-                yield f"only {'this plan' if one is graph else 'the other'} has {operation.target}{where}"
+                yield f"only {who} has {operation.target}{where}"
 
 
 def _rewritten(graph: Graph) -> set[str]:

@@ -169,26 +169,6 @@ class PlanData:
         kept = (operation for operation in self.graph.operations.values() if operation.offloads)
         return {name: self.graph.values[name].copy_bytes for op in kept for name in op.inputs}
 
-    @property
-    def first_device(self) -> DeviceKey:
-        """Where the first operation runs."""
-        return self.stages[0].device if self.stages else self.topology.keys[0]
-
-    @property
-    def last_device(self) -> DeviceKey:
-        """Where the last operation runs."""
-        return self.stages[-1].device if self.stages else self.topology.keys[0]
-
-    def next_device(self, key: DeviceKey) -> DeviceKey | None:
-        """The device after ``key`` in the caller's order, or None after the last.
-
-        Raises:
-            DeviceError: no such device in this plan.
-        """
-        keys = self.topology.keys
-        index = keys.index(self.topology[key].key)
-        return keys[index + 1] if index + 1 < len(keys) else None
-
     def device_map(self) -> dict[str, DeviceKey]:
         """Module name -> device, as accelerate and transformers read it.
 
@@ -213,11 +193,6 @@ class PlanData:
         """
         copies = self.schedule.copies()
         return tuple(c for c in copies if isinstance(c, Load) or c.kind == "weight")
-
-    @cached_property
-    def io_transfers(self) -> tuple[Transfer, ...]:
-        """Inputs copied from the caller's device and outputs copied back."""
-        return tuple(self.schedule.moves("input", "output", "writeback"))
 
     @property
     def transfer_bytes(self) -> int:

@@ -6,10 +6,9 @@ microsecond more than the builtin that eager code calls, which does the same. Be
     mul = torch.ops.aten.mul.Tensor(x, w)                    mul = torch.mul(x, w)
     view = torch.ops.aten.view.default(mul, [1, -1, 16])     view = mul.view(1, -1, 16)
     part = torch.ops.aten.slice.Tensor(view, 2, 0, 8)        part = view.narrow(2, 0, 8)
-    on_0 = part.unsqueeze(1); on_1 = part.unsqueeze(1)       on_0 = part.unsqueeze(1)
 
 Only overloads whose builtin is known to take the same arguments in the same places are replaced, and only
-calls whose arguments have the expected forms. Where autograd is off, two equal views of one value are one.
+calls whose arguments have the expected forms.
 """
 
 from __future__ import annotations
@@ -66,60 +65,24 @@ METHODS: dict[torch._ops.OpOverload, str] = {
 }
 """Overload with a list of sizes or dimensions -> the method that takes them one by one."""
 
-_WRITES = {aten.add_.Tensor: "add_", aten.mul_.Tensor: "mul_", aten.copy_.default: "copy_"}
-_VIEWS = (
-    aten.unsqueeze.default,
-    aten.transpose.int,
-    aten.select.int,
-    aten.expand.default,
-    aten.permute.default,
-    aten.slice.Tensor,
-)
+_SAME_METHODS: dict[torch._ops.OpOverload, tuple[str, int]] = {
+    aten.add_.Tensor: ("add_", 2),
+    aten.mul_.Tensor: ("mul_", 2),
+    aten.copy_.default: ("copy_", 2),
+    aten.to.dtype: ("to", 2),
+    aten.contiguous.default: ("contiguous", 1),
+}
+"""Overload -> the method that takes the same arguments, where there are so many of them."""
+
 _INT_MAX = (1 << 63) - 1
 
 
-def quicken(graph: fx.Graph, *, keep_grad: bool = False) -> None:
-    """Rewrite a lowered graph in place.
-
-    Args:
-        graph: its weights are read and its values moved as before.
-        keep_grad: keep views apart, which autograd tells from one another once they are written to.
-    """
-    if not keep_grad:
-        _share_views(graph)
+def quicken(graph: fx.Graph) -> None:
+    """Rewrite a lowered graph in place: its weights are read and its values moved as before."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             _rewrite(node)
     graph.lint()
-
-
-def _share_views(graph: fx.Graph) -> None:
-    """Let equal views of one value be one: they are of the same memory, whatever is written to it."""
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target not in _VIEWS or node.kwargs or _is_changed(node) or _is_moved(node):
-            continue
-        key = (node.target, repr(node.args))
-        first = known.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-def _is_changed(node: fx.Node) -> bool:
-    """Whether something takes this very tensor to write to, or hands it to the caller."""
-    return any(user.op == "output" or _schema_writes(user) for user in node.users)
-
-
-def _is_moved(node: fx.Node) -> bool:
-    """Whether the schedule has a move of this very value, which another's would repeat."""
-    return any("move" in user.meta for user in node.users)
-
-
-def _schema_writes(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_method" and str(node.target).endswith("_")
-    return node.target._schema.is_mutable
 
 
 def _rewrite(node: fx.Node) -> None:
@@ -133,15 +96,10 @@ def _rewrite(node: fx.Node) -> None:
         sizes = node.args[1] if len(node.args) == 2 and not node.kwargs else None
         if isinstance(sizes, list | tuple) and sizes:
             _to_method(node, METHODS[target], (node.args[0], *sizes))
-    elif target in _WRITES:
-        if len(node.args) == 2 and not node.kwargs:
-            _to_method(node, _WRITES[target], node.args)
-    elif target is aten.to.dtype:
-        if len(node.args) == 2 and not node.kwargs:
-            _to_method(node, "to", node.args)
-    elif target is aten.contiguous.default:
-        if len(node.args) == 1 and not node.kwargs:
-            _to_method(node, "contiguous", node.args)
+    elif target in _SAME_METHODS:
+        method, count = _SAME_METHODS[target]
+        if len(node.args) == count and not node.kwargs:
+            _to_method(node, method, node.args)
     elif target is aten.slice.Tensor:
         _narrow(node)
 

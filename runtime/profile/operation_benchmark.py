@@ -106,17 +106,11 @@ def _copies(tensors: Sequence[torch.Tensor], count: int) -> list[tuple[torch.Ten
 
 
 _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": functional.gelu,
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "rsqrt": torch.rsqrt,
-    "cos": torch.cos,
-    "sin": torch.sin,
-    "neg": torch.neg,
-    "hardtanh": functional.hardtanh,
+    **{name: getattr(functional, name) for name in ("gelu", "hardtanh", "relu", "silu")},
+    **{
+        name: getattr(torch, name)
+        for name in ["cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "sin", "tanh"]
+    },
     "pow": lambda x: x.pow(2),
     "contiguous": lambda x: x.t().contiguous(),
     "clone": lambda x: x.t().clone(memory_format=torch.contiguous_format),
@@ -132,10 +126,7 @@ _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cumsum": lambda x: x.cumsum(-1),
 }
 _OF_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
+    **{name: getattr(torch, name) for name in ("add", "div", "mul", "sub")},
     "cat": lambda a, b: torch.cat([a, b], -1),
 }
 _OF_IMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

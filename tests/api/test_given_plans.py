@@ -85,13 +85,13 @@ ATTEMPT = driver.attempt
 @pytest.mark.parametrize(
     ("model", "x", "said"),
     [
-        (stack(depth=5), X, "it has 8 operations, the model has 10"),
+        (stack(depth=5), X, "only the model has the weight '8.bias'"),
         (
             stack(width=32),
             torch.randn(2, 32),
-            r"its input is float32\[2, 64\], that of the example float32\[2, 32\]",
+            r"'0.weight' is float32\[64, 64\] in the plan, and float32\[32",
         ),
-        (stack(), torch.randn(3, 64), "of another graph"),
+        (stack(), torch.randn(3, 64), r"its input 'input' is float32\[2, 64\], not \[3, 64\]"),
     ],
 )
 def test_another_graph_is_an_error(model: nn.Module, x: torch.Tensor, said: str) -> None:

@@ -186,7 +186,7 @@ def test_inputs_come_from_and_results_return_to_where_the_caller_is() -> None:
         assert on_cpu(IDS.to("sim:1"))["logits"].device == torch.device("sim:1")
         left = graphplan.partition(model, budgets, args=(IDS,), return_outputs=False)
         assert left(IDS)["logits"].device.type == "sim"
-        assert left.plan.io_transfers[-1].kind == "input"
+        assert [move.kind for move in left.plan.schedule.moves("input", "output")] == ["input"]
 
 
 def test_examples_on_a_device_are_planned_from_there() -> None:

@@ -69,7 +69,10 @@ def test_another_model_or_call_is_named() -> None:
     plan = planned(stack(), CPU)
     assert difference(plan, planned(stack(blocks=3), CPU)) == "only the other has the weight '2.0.bias'"
     double = graphplan.plan(stack().double(), CPU, (torch.ones(2, 64, dtype=torch.float64),))
-    assert difference(plan, double) == "'0.0.weight' is float64[64, 64] there, and float32[64, 64] here"
+    assert (
+        difference(plan, double)
+        == "'0.0.weight' is float64[64, 64] in the other, and float32[64, 64] in this plan"
+    )
     assert "[3, 64], not [2, 64]" in difference(plan, planned(stack(), CPU, batch=3))
     gelu = stack()
     gelu[0][1] = nn.GELU()  # type: ignore[index]
