@@ -1,7 +1,7 @@
 """What ``torch.export`` does beside tracing that no capture needs. Tested with torch 2.13.
 
-It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
-``no_grad`` blocks are split off and put back, and sizes are computed anew, symbol by symbol, in each layer.
+It is a third of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
+``no_grad`` blocks are split off and put back, and what the cache of fake results notes is tried each time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import proxy_tensor, sym_node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from graphplan._compat import Replacement, private
 
 _TESTED = "2.13"
-
-_OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_max")
 
 
 def less_work(*, keep_grad: bool) -> list[Replacement]:
@@ -28,13 +26,6 @@ def less_work(*, keep_grad: bool) -> list[Replacement]:
     Changes of the gradient mode are left in it only if ``keep_grad``.
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
-    sizes = private(sym_node, "SymNode", "torch", _TESTED)
-    if hasattr(ShapeEnv(), "_replacements_version_counter"):  # torch 2.11 does not say what it has replaced
-        known = [name for name in _OF_TWO_SIZES if private(sizes, name, "torch", _TESTED)]
-        found += [(sizes, name, _remembered) for name in known]
-        found.append((sizes, "maybe_as_int", _number))
-    private(proxy_tensor, "_extract_tensor_metadata", "torch", _TESTED)
-    found.append((proxy_tensor, "_extract_tensor_metadata", lambda _: _nothing))
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch", _TESTED)
     found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
@@ -85,48 +76,6 @@ def _with_changes_of_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """An operation of two sizes that is computed once; its results are objects of their own."""
-    tracing = proxy_tensor.get_proxy_mode
-    known: dict[Any, tuple[Any, Any, Any]] = {}  # with the operands, so that no other has their id
-
-    def operation(a: Any, b: Any) -> Any:
-        if tracing() is not None:  # it goes into the graph
-            return own(a, b)
-        x, y, env = a._expr, b._expr, a.shape_env
-        key = (id(x), id(y), id(env), env._replacements_version_counter, a.pytype, b.pytype)
-        entry = known.get(key)
-        if entry is None:
-            entry = known[key] = x, y, own(a, b)
-        return _twin(entry[2])
-
-    return operation
-
-
-def _twin(size: Any) -> Any:
-    """As ``copy.copy``, which takes four times as long; a Llama of 126 layers asks for half a million."""
-    made = object.__new__(type(size))
-    made.__dict__.update(size.__dict__)
-    return made
-
-
-def _number(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
-    """Whether a size is a number, and which, looked up once."""
-    known: dict[Any, tuple[Any, int | None]] = {}
-
-    def maybe_as_int(size: Any) -> int | None:
-        expression, env = size._expr, size.shape_env
-        if env is None:
-            return own(size)
-        key = (id(expression), id(env), env._replacements_version_counter)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = size, own(size)
-        return found[1]
-
-    return maybe_as_int
-
-
 _ALIKE: set[str] = set()
 """The keys of fake results of which such notes have made the like."""
 
@@ -152,7 +101,3 @@ def _tried_once(own: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return info
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a second description of each tensor, beside ``meta["val"]``."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy import functions, numbers
 
 from graphplan._compat import private
 
 _TESTED = "2.13"
+_INFINITY = private(numbers, "int_oo", "torch", _TESTED)
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
-
-
-def _functions() -> Any:
-    return importlib.import_module("torch.utils._sympy.functions")
-
-
-def _infinity() -> Any:
-    return private(importlib.import_module("torch.utils._sympy.numbers"), "int_oo", "torch", _TESTED)
 
 
 def plain_expression(expression: Any) -> Any:
@@ -37,9 +30,8 @@ def plain_expression(expression: Any) -> Any:
     Raises:
         KeyError: it has a function that is neither sympy's nor torch's.
     """
-    infinity = _infinity()
-    if expression == infinity or expression == -infinity:
-        return ["infinity", 1 if expression == infinity else -1]
+    if expression == _INFINITY or expression == -_INFINITY:
+        return ["infinity", 1 if expression == _INFINITY else -1]
     if isinstance(expression, bool | int | float):
         return expression
     if expression.is_Boolean and not expression.args:
@@ -58,7 +50,7 @@ def plain_expression(expression: Any) -> Any:
 
 
 def _class_named(name: str) -> Any:
-    found = getattr(_functions(), name, None) or getattr(sympy, name, None)
+    found = getattr(functions, name, None) or getattr(sympy, name, None)
     if not (isinstance(found, type) and issubclass(found, sympy.Basic)):
         raise KeyError(f"{name!r} is no function of sizes")
     return found
@@ -70,7 +62,7 @@ def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
         return sympy.sympify(plain)
     kind, *arguments = plain
     if kind == "infinity":
-        return arguments[0] * _infinity()
+        return arguments[0] * _INFINITY
     if kind == "Symbol":
         return symbols[arguments[0]]
     if kind == "Rational":

@@ -244,12 +244,8 @@ def _returns_first(node: fx.Node) -> bool:
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output") or mutated_arguments(node):
-            continue
-        if _has_effects(node):
-            continue
-        graph.erase_node(node)
+    kept = ("placeholder", "output")
+    graph.eliminate_dead_code(lambda n: n.op in kept or bool(mutated_arguments(n)) or _has_effects(n))
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -249,7 +249,7 @@ class _Slicer:
         """An operation of the module that ``origin`` is of, with the value that it has in the trace."""
         name = f"{origin.name}_{suffix}"
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
-        node.meta = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
+        node.meta = {key: value for key, value in origin.meta.items() if key != "val"}
         known_args, known_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         node.meta["val"] = target(*known_args, **known_kwargs)
         return node

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.sizes.dynamic_sizes import finite_bound
+from graphplan.capture.sizes.dynamic_sizes import largest_size
 from graphplan.warnings import warn
 
 
@@ -51,19 +51,15 @@ def is_tensor_meta(value: Any) -> bool:
 
 def _size(size: Any, sizes: Mapping[Any, int]) -> int:
     """A size as the plan counts it: a dynamic one at its bound, as one that the data decides."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
+    bound = largest_size(size, sizes)
+    if bound is not None:
+        return bound
+    warn(
+        "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks may be "
+        "higher than planned"
+    )
     expression = size.node.expr.xreplace(sizes)
-    if isinstance(expression, int) or expression.is_number:
-        return int(expression)
-    bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
-    if bound is None:
-        warn(
-            "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks "
-            "may be higher than planned"
-        )
-        return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
-    return bound
+    return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
 
 
 def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:

@@ -11,16 +11,15 @@ A state is how many machines of each class the stages after a cut use: equal mac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.placement.params import ROUNDING
+from graphplan.passes.placement.segment_dp import used_devices
 
 Floats = NDArray[np.float64]
 State = tuple[int, ...]  # machines of each class that the stages from a cut on use
@@ -62,19 +61,8 @@ class Segments:
 
 
 def states_of(counts: Sequence[int]) -> list[State]:
-    """How many machines of each class are used, in an order in which one more comes later.
-
-    Where there are too many, machines are used in the order in which they were given, from the last.
-    """
-    if math.prod(n + 1 for n in counts) <= PARAMS.states:
-        return sorted(product(*(range(n + 1) for n in counts)), key=sum)
-    used = [0] * len(counts)
-    found: list[State] = [tuple(used)]
-    for c in reversed(range(len(counts))):
-        for _ in range(counts[c]):
-            used[c] += 1
-            found.append(tuple(used))
-    return found
+    """The states of so many machines of each class; where there are too many, from the last class on."""
+    return used_devices(counts, PARAMS.states, reversed(range(len(counts))))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ exact; :class:`~graphplan.passes.placement.arrays.Arrays` and the evaluator have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -320,7 +320,7 @@ class SegmentDP:
 
     def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
         """How many devices of each of these classes are used, in an order in which one more comes later."""
-        return _states(classes, 0 if self.in_order else self.effort.params.relaxed_states)
+        return used_devices([*map(len, classes)], 0 if self.in_order else self.effort.params.relaxed_states)
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)
@@ -536,17 +536,19 @@ def _kept_until(arrays: Arrays) -> Ints:
     return found
 
 
-def _states(classes: list[list[int]], most: int) -> list[tuple[int, ...]]:
+def used_devices(
+    counts: Sequence[int], most: int, order: Iterable[int] | None = None
+) -> list[tuple[int, ...]]:
     """How many devices of each class are used, in an order in which one more comes later.
 
-    Where there are too many, the classes are filled one after the other.
+    Where there are more than ``most`` ways, the classes are filled one after the other, in this order.
     """
-    if math.prod(len(members) + 1 for members in classes) <= most:
-        return sorted(product(*(range(len(members) + 1) for members in classes)), key=sum)
-    used = [0] * len(classes)
+    if math.prod(count + 1 for count in counts) <= most:
+        return sorted(product(*(range(count + 1) for count in counts)), key=sum)
+    used = [0] * len(counts)
     found = [tuple(used)]
-    for c, members in enumerate(classes):
-        for _ in members:
+    for c in range(len(counts)) if order is None else order:
+        for _ in range(counts[c]):
             used[c] += 1
             found.append(tuple(used))
     return found

@@ -90,25 +90,6 @@ def test_modes_of_gradients_are_no_subgraphs_where_none_are_kept() -> None:
     assert not any("grad" in str(node.target) for node in found.graph.nodes)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.fx.experimental.symbolic_shapes.ShapeEnv(), "_replacements_version_counter"),
-    reason="this torch does not say when it has replaced a size, so that none is remembered",
-)
-def test_an_operation_of_sizes_is_computed_once_and_its_results_are_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    env = torch.fx.experimental.symbolic_shapes.ShapeEnv()
-    source = torch._dynamo.source.ConstantSource("x")
-    size = env.create_symintnode(env.create_symbol(5, source), hint=5, source=source).node
-    computed: list[Any] = []
-    own = type(size).mul
-    operation = export_work._remembered(lambda a, b: computed.append(b) or own(a, b))
-    first, second = operation(size, size), operation(size, size)
-    assert len(computed) == 1
-    assert first is not second
-    assert (first.expr, first.hint, first.pytype) == (second.expr, 25, int)
-
-
 def test_a_fake_result_is_made_again_once_for_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     own = FakeTensorMode._output_from_cache_entry

@@ -110,7 +110,7 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
         axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         if not isinstance(whole, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in sections):
             continue
-        total = _largest(whole.shape[axis], found)
+        total = largest_size(whole.shape[axis], found)
         if total is not None:
             parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
             found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
@@ -122,7 +122,7 @@ def _most_chosen(vals: Sequence[Any], sizes: Mapping[Any, int]) -> int | None:
     """How many elements are chosen at most: as many as the mask has, or the tensor; None if that is open."""
     tensors = [val for val in vals if isinstance(val, torch.Tensor)]
     masks = [tensor for tensor in tensors if tensor.dtype == torch.bool]
-    shapes = [[_largest(size, sizes) for size in tensor.shape] for tensor in masks or tensors]
+    shapes = [[largest_size(size, sizes) for size in tensor.shape] for tensor in masks or tensors]
     counts = [math.prod(size for size in shape if size is not None) for shape in shapes if None not in shape]
     return max(counts) if len(counts) == len(shapes) else None
 
@@ -131,7 +131,8 @@ def _is_open(expression: Any) -> bool:
     return getattr(expression, "is_symbol", False) and expression.name.startswith("u")
 
 
-def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
+def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
+    """As :func:`exact_size`, or the bound of what the data decides; None where that has none."""
     known = exact_size(size, sizes)
     if known is not None:
         return known
