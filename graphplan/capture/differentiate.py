@@ -29,11 +29,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import mark_backward_nodes
+from graphplan._compat.torch import mark_backward_nodes, storage_of
 from graphplan.capture.captured_graph import Capture, TrainingStep
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.structure import written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError, first_line
 
@@ -268,12 +269,17 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
 
 
 def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
-    """The gradients, each a node of its own: what is an input, or another's gradient, is copied."""
+    """The gradients, each a node of its own, and complete: what is not is copied."""
     seen: set[fx.Node] = set()
     found: list[fx.Node | None] = []
     for node in gradients:
         made = node
-        if node is not None and (node.op == "placeholder" or node in seen or not node.meta.get("backward")):
+        if node is not None and (
+            node.op == "placeholder"
+            or node in seen
+            or not node.meta.get("backward")
+            or _is_written_later(node)
+        ):
             with graph.inserting_before(graph.output_node()):
                 made = graph.call_function(aten.clone.default, (node,))
             made.meta.update(node.meta)
@@ -282,6 +288,17 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
             seen.add(made)
         found.append(made)
     return found
+
+
+def _is_written_later(gradient: fx.Node) -> bool:
+    """Whether an operation after this one writes to its memory, through a view of it, say."""
+    memory, after = storage_of(gradient.meta["val"]), gradient.next
+    while after.op != "output":
+        written = written_arguments(after.target, after.args, after.kwargs)
+        if any(storage_of(argument.meta["val"]) == memory for argument in written):
+            return True
+        after = after.next
+    return False
 
 
 def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.capture.structure import leaves_of, unflatten
+from graphplan.capture.structure import unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
 from graphplan.errors import GraphplanError, InputError, first_line
@@ -101,13 +101,8 @@ class _BeforeWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}  # defaults are left out
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in leaves_of(given.get(argument.name)):
-                        self._keep(tensor)
+        for written in written_arguments(func, args, kwargs):
+            self._keep(written)
         return func(*args, **kwargs)
 
     def _keep(self, tensor: Any) -> None:

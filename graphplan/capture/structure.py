@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import Registry
@@ -188,3 +189,13 @@ def torch_knows() -> Iterator[None]:
 def tell_torch() -> None:
     """Inside a block of :func:`torch_knows`, what has become known since it began."""
     _tracing[-1].put(dict(_own))
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of an operation's arguments, or of the items of its lists, that its schema says it writes to."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}  # without defaults
+    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [leaf for name in written for leaf in leaves_of(given.get(name))]

@@ -15,7 +15,7 @@ made it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.structure import written_arguments
 
 aten = torch.ops.aten
 
@@ -50,7 +51,8 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     drop_checks(graph)
     _fold_lifted_constants(graph)
     folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
-    _fold(graph, folds)
+    step = capture.step  # its gradients are known by their names
+    _fold(graph, folds, () if step is None else {*step.gradients, *step.input_gradients})
     _let_views_copy(graph)
     _copy_windows(capture)
     _name_states(graph)
@@ -145,10 +147,10 @@ _FOLDS: list[_Fold] = [
 ]
 
 
-def _fold(graph: fx.Graph, folds: Iterable[_Fold]) -> None:
+def _fold(graph: fx.Graph, folds: Iterable[_Fold], kept: Collection[str]) -> None:
     rule = {target: holds for targets, holds in folds for target in targets}
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if node.op != "call_function" or node.name in kept:
             continue
         holds = rule.get(node.target)
         if holds is None or not isinstance(node.args[0], fx.Node) or not holds(node):
@@ -203,23 +205,14 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
         return []
     if target in (aten.detach_.default, aten.lift_fresh_copy.default):
         return []
-    names = [argument.name for argument in target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if target in _UNTOLD_WRITERS:
-        flag = "use_input_stats" if target is aten.instance_norm.default else "training"
-        written = ["running_mean", "running_var"] if given.get(flag) else []
+    if target not in _UNTOLD_WRITERS:
+        written = written_arguments(target, node.args, node.kwargs)
     else:
-        written = [
-            argument.name
-            for argument in target._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    found: list[fx.Node] = []
-    for name in written:
-        value = given.get(name)
-        items = value if isinstance(value, list | tuple) else [value]
-        found += [item for item in items if isinstance(item, fx.Node)]
-    return found
+        names = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        flag = "use_input_stats" if target is aten.instance_norm.default else "training"
+        written = [given.get("running_mean"), given.get("running_var")] if given.get(flag) else []
+    return [argument for argument in written if isinstance(argument, fx.Node)]
 
 
 def _name_states(graph: fx.Graph) -> None:

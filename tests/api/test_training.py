@@ -750,3 +750,49 @@ def test_nothing_is_left_on_the_devices() -> None:
         del placed, result
         gc.collect()
         assert machine.live_bytes(0) == 0
+
+
+class Changed(nn.Module):
+    """A loss of a parameter that is changed on its way, with another and the batch."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+        self.w, self.d = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (x @ self.change(self.w, self.d)).pow(2).mean()}
+
+
+def written(w: torch.Tensor, where: Any, value: Any) -> torch.Tensor:
+    w = w.clone()
+    w[where] = value
+    return w
+
+
+ROWS, SOME = slice(1, 3), torch.tensor([0, 2])
+CHANGES = {
+    "rows filled": lambda w, d: written(w, ROWS, 0),
+    "rows set": lambda w, d: written(w, ROWS, d),
+    "a column set": lambda w, d: written(w, (slice(None), 1), d.flatten()),
+    "a filled copy of another's product": lambda w, d: written(w * d.sum(), ROWS, 1),
+    "index_copy": lambda w, d: w.index_copy(0, SOME, d),
+    "index_copy of both": lambda w, d: w.index_copy(0, SOME, d).index_add(0, SOME, d),
+    "index_add": lambda w, d: w.index_add(0, SOME, d),
+    "as_strided_scatter": lambda w, d: w.as_strided_scatter(d, (2, 2), (2, 1), 2),
+    "the same shape": lambda w, d: w.expand(4, 2).reshape(4, 2).view(4, 2) + d.expand(2, 2).repeat(2, 1),
+    "the same type": lambda w, d: w.to(torch.float32).contiguous() + torch.cat([d, d[:]]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_of_parameters_that_are_changed_on_their_way(change: Any) -> None:
+    torch.manual_seed(0)
+    model = Changed(change).train()
+    x = torch.randn(3, 4)
+    model(x)["loss"].backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    placed: Any = graphplan.partition(model, CPU, kwargs={"x": x}, train=True, strict=True)
+    placed(x=x)["loss"].backward()
+    assert gap(gradients_of(placed), expected) < 1e-6
