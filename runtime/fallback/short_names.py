@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -56,6 +56,14 @@ def unplaced(module: nn.Module) -> nn.Module:
     plain = object.__new__(original_class(module))
     for name, value in module.__dict__.items():
         if name != "_graphplan":
-            own = isinstance(value, MethodType) and value.__self__ is module
-            plain.__dict__[name] = MethodType(value.__func__, plain) if own else value
+            is_method = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
+            plain.__dict__[name] = _plain_method(value, module, plain) if is_method else value
     return plain
+
+
+def _plain_method(method: MethodType, module: nn.Module, plain: nn.Module) -> MethodType:
+    """A method of the module or a submodule, as its own class has it; of ``plain`` in place of ``module``."""
+    owner, function = cast(nn.Module, method.__self__), method.__func__
+    if getattr(type(owner), function.__name__, None) is function:  # of the class that was made, it may be
+        function = getattr(original_class(owner), function.__name__)
+    return MethodType(function, plain if owner is module else owner)

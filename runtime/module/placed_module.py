@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -205,6 +206,9 @@ def _start(
     state.streams.storages.clear()
     state.parts.clear()
     started = state.start(module, args, kwargs, entry)
+    for name, value in started.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is started:
+            started.__dict__[name] = MethodType(value.__func__, module)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     begun = module._graphplan
     begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train

@@ -33,7 +33,9 @@ _ADAPTERS = {
     "active_adapter",
     "merged_adapters",
 }
-_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS}
+# what generate() calls between forward passes: PEFT sets another for its time
+_GENERATES = {"prepare_inputs_for_generation"}
+_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS, *_GENERATES}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
 _OF_CLASSES = (FunctionType, classmethod, staticmethod, property, partialmethod)

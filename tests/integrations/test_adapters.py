@@ -1,0 +1,70 @@
+"""PEFT's ways of changing a placed model for a time."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import torch
+from builders import largest_difference
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import graphplan
+
+IDS = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+CPU = {"cpu": "1GiB"}
+
+
+def adapted(config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, pad_token_id=0, eos_token_id=None))
+    return peft.get_peft_model(llama, config).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_prompts_that_are_disabled_for_a_time(before: bool) -> None:
+    """PEFT sets ``forward`` to the base model's own, and then to the method that it was."""
+    model = adapted(peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    eager = copy.deepcopy(model)
+    enabled = logits(eager)
+    with eager.disable_adapter():
+        disabled = logits(eager)
+    assert largest_difference(enabled, disabled) > 1e-3
+    if before:
+        with model.disable_adapter():
+            logits(model)
+    placed = graphplan.partition(model, CPU, kwargs={"input_ids": IDS})
+    for _ in range(2):
+        assert largest_difference(logits(placed), enabled) < 1e-5
+        with placed.disable_adapter():
+            for _ in range(2):
+                assert largest_difference(logits(placed), disabled) < 1e-5
+    assert largest_difference(logits(placed), enabled) < 1e-5
+    assert largest_difference(logits(graphplan.unplace(placed)), enabled) < 1e-5
+
+
+def test_an_adapted_model_that_has_generated_is_not_captured_again() -> None:
+    """PEFT's ``generate`` sets a method of the base model, and sets it back."""
+    model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    how = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**how)
+    placed: Any = graphplan.partition(model, CPU, kwargs={"input_ids": IDS})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphplan.GraphplanWarning)
+        for _ in range(2):
+            logits(placed)
+            assert torch.equal(placed.generate(**how), expected)
+            plans = len(placed.plans)
+        logits(placed)
+    assert len(placed.plans) == plans
