@@ -6,7 +6,7 @@ Two ways, tried in this order: ``transformers.exporters`` for transformers model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -253,12 +253,15 @@ def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: boo
         raise CaptureError(f"the exporter drops {list(dropped)}")
     prepare: Prepare | None = Without(dropped) if dropped else None
     if any(type(value) is not type(given.get(name)) for name, value in traced.items()):
-        prepare = partial(_prepare_for_export, model_copy.module)
+        prepare = partial(_precomputed, model_copy.module, dropped)
     return from_exported(exported, call, model_copy, prepare)
 
 
-def _prepare_for_export(module: nn.Module, call: BoundCall) -> BoundCall:
-    """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
-    from transformers.exporters.utils import prepare_for_export  # optional package
+def _precomputed(module: nn.Module, dropped: Sequence[str], call: BoundCall) -> BoundCall:
+    """What the exporter makes of a call's arguments before it traces: to be done to later calls too."""
+    from transformers.exporters.utils import precompute_export_inputs  # optional package
 
-    return bound_call(prepare_for_export(module, dict(call.on_cpu().kwargs))[1])
+    inputs = {name: value for name, value in call.on_cpu().kwargs.items() if name not in dropped}
+    with torch.no_grad():
+        precompute_export_inputs(module, inputs)
+    return bound_call(inputs)

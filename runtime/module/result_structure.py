@@ -122,10 +122,9 @@ class _StructureWriter:
 
     def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
         """Write the lines that make of the object at ``place`` what it is after the call."""
-        alike = before.kind == after.kind and before.cls is after.cls
         if not _has_leaves(after) and before == after:
             return
-        if alike and after.kind == "object":
+        if _changes_in_place(before, after) and after.kind == "object":
             state = f"o{len(self.lines)}"
             self.lines.append(f"{state} = {place}.__dict__")
             own, device = dict(zip(before.keys, before.parts, strict=True)), _device(after, self.taken)
@@ -134,7 +133,7 @@ class _StructureWriter:
             if device != "None":
                 names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
                 self.lines += [f"{state}[{name!r}] = {device}" for name in names]
-        elif alike and after.kind == "sequence" and len(before.parts) == len(after.parts):
+        elif _changes_in_place(before, after):
             for index, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
                 self._change(f"{place}[{index}]", old, new)
         else:
@@ -146,6 +145,20 @@ class _StructureWriter:
             self.lines.append(f"{place} = {self._made(after)}")
         elif before is not None and after.kind != "device":
             self._change(place, before, after)
+
+
+def _changes_in_place(before: LayoutPart, after: LayoutPart) -> bool:
+    """Whether what is there becomes what it is after the call, and need not be replaced: as a tuple must."""
+    if not _has_leaves(after) and before == after:
+        return True
+    if before.kind != after.kind or before.cls is not after.cls:
+        return False
+    if after.kind != "sequence":
+        return after.kind == "object"
+    same_length = len(before.parts) == len(after.parts)
+    if issubclass(after.cls, list) or not same_length:
+        return same_length
+    return issubclass(after.cls, tuple) and all(map(_changes_in_place, before.parts, after.parts))
 
 
 def _device(part: LayoutPart, taken: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import largest_difference
 from torch import nn
 
 import graphplan
@@ -243,3 +244,19 @@ def test_the_values_of_a_generated_mask_decide_nothing() -> None:
         placed = graphplan.partition(model, machine.max_memory, example, strict=True)
         for args in (example, (torch.randn(3, 5, 8), torch.randn(3, 6, 8))):
             assert torch.allclose(placed(*args), model(*args), atol=1e-5)
+
+
+def test_inputs_of_another_type_than_the_model_are_cast_by_the_model() -> None:
+    """The exporter casts them before it traces; a model of transformers casts images itself."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=8)
+    model = transformers.CLIPVisionModel(config).eval().to(torch.bfloat16)
+    images = torch.randn(2, 3, 32, 32)
+    placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, kwargs={"pixel_values": images}, strict=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert largest_difference(placed(pixel_values=images)[0], model(pixel_values=images)[0]) == 0
+    assert placed.plan.method == "transformers"
+    assert len(placed.plans) == 1

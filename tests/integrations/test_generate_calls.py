@@ -16,7 +16,7 @@ import graphplan
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.integrations.transformers import generate_plan
 
-pytest.importorskip("transformers")
+cache_utils = pytest.importorskip("transformers.cache_utils")
 
 LIMITS = {"max_batch": 4, "max_length": 64}
 SHORT = {"max_batch": 2, "max_length": 12}
@@ -259,3 +259,18 @@ def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.Mon
         assert len(placed.plans) < 3
         found = placed.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))
+
+
+def test_a_quantised_cache_grows_in_one_graph() -> None:
+    """Its layers have pairs of a tensor and its scale, which are replaced at each token."""
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no cache of 8-bit floats")
+    model = build("llama").eval()
+    inputs = inputs_of("llama")
+    how = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "do_sample": False}
+    expected = model.generate(**inputs, max_new_tokens=6, **how)
+    placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
+    assert torch.equal(placed.generate(**inputs, max_new_tokens=6, **how), expected)
+    plans = len(placed.plans)
+    assert torch.equal(placed.generate(**inputs, max_new_tokens=6, **how), expected)
+    assert len(placed.plans) == plans <= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +97,7 @@ def from_program(
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
     """
     _refuse_transforms(program.graph)
+    _write_numbers(program.graph)
     taken = _read_inputs(program, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     inputs = taken.of_call
@@ -136,6 +138,20 @@ def _refuse_transforms(graph: fx.Graph) -> None:
         raise NoGraphError(
             "the trace has torch.vmap or jvp in it, which run in no other order than they were traced in"
         )
+
+
+def _write_numbers(graph: fx.Graph) -> None:
+    """Write numbers that the trace has settled where they are read: a counter that only one size allows."""
+    for node in graph.nodes:
+        number = node.meta.get("val")
+        if type(number) in (bool, int, float) and node.op in ("placeholder", "call_function"):
+            for user in list(node.users):
+                write = functools.partial(_written, node, number)
+                user.args, user.kwargs = fx.map_arg(user.args, write), fx.map_arg(user.kwargs, write)
+
+
+def _written(node: fx.Node, number: float, argument: fx.Node) -> Any:
+    return number if argument is node else argument
 
 
 def _name_modules(graph: fx.Graph, path: str) -> None:

@@ -33,7 +33,7 @@ from graphplan.errors import NoGraphError
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
 """Attributes that count tokens: a trace must not take their values for constants."""
 
-_TOKEN_AXIS = {("keys", 4): 2, ("values", 4): 2}
+_TOKEN_AXIS = {(name, 4): 2 for name in ("keys", "values", "_quantized_keys", "_quantized_values")}
 """(attribute, its number of dimensions) -> the axis along which it grows with the tokens."""
 
 _ROOM_FOR_ALL = "max_cache_len"

@@ -102,11 +102,12 @@ def _export(
     module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]
 ) -> Exported:
     """``varying``: the roles of axes that are dynamic."""
-    from transformers.exporters.utils import prepare_for_export  # optional package
+    from transformers.exporters import utils  # optional package
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    _, prepared, flags = prepare_for_export(module, given)
+    with patched(Patch.of(utils, "module_dtype", lambda _: lambda _: None)):  # it would cast to that
+        _, prepared, flags = utils.prepare_for_export(module, given)
     inputs = dict(prepared)
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
