@@ -18,7 +18,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
 from graphplan.capture.model.model_weights import ModelWeights
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster.cluster_planning import Cluster
 from graphplan.compiler.cluster.stage_compiler import (
@@ -64,6 +64,7 @@ class RankBuilder:
         runners: by that and by the sizes of what crosses the network.
         traffic: bytes that this rank has sent, by name of the value.
         group: of the ranks that have stages; None for all.
+        dims: name of a tensor of the example -> how many dimensions it has.
     """
 
     request: Request
@@ -79,10 +80,14 @@ class RankBuilder:
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
     group: dist.ProcessGroup | None = None
+    dims: dict[str, int] = field(default_factory=dict)
 
     def build(self, annotator: Annotator) -> ClusterModule:
         """The module that the rank calls."""
         self.group = group_of(self.plan.used)
+        asked = annotator.capture.signature
+        leaves = zip(asked.names, asked.leaves, strict=True)
+        self.dims = {name: len(one.shape) for name, one in leaves if isinstance(one, TensorLeaf)}
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
         weights, rank = self._weights(), dist.get_rank()
@@ -154,14 +159,26 @@ class RankBuilder:
         While text is generated, there is to be room for more of it, if there is.
 
         Raises:
-            InputError: the call takes caches, which only ``generate`` keeps where they are.
+            InputError: the call takes caches, which only ``generate`` keeps where they are; or a tensor that
+                is divided has other dimensions than the example's, so that its first may be no batch.
         """
+        if self.plan.microbatches > 1 and not form.caches_stay:
+            self._require_batches(micro)
         for ahead in AHEAD if form.caches_stay else ():
             try:
                 return self._prepared(micro, form, ahead)
             except InfeasibleError as error:
                 logger.info("no room for such sizes: %s", error)
         return self._prepared(micro, form, 0.0)
+
+    def _require_batches(self, micro: BoundCall) -> None:
+        for name, leaf in zip(leaf_names(micro), micro.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() != self.dims.get(name, leaf.dim()):
+                raise InputError(
+                    f"{name} has {leaf.dim()} dimensions, the example's has {self.dims[name]}: batches are "
+                    "divided into microbatches along the first, which may be another here. Give an example "
+                    "of such a call, or microbatches=1"
+                )
 
     def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
         stay = form.caches_stay

@@ -273,6 +273,22 @@ def differs() -> None:
             say(f"ClusterError: {error}")
 
 
+def no_batches() -> None:
+    """Calls whose first dimension is no batch that divides; the ranks go on."""
+    machines = [{"cpu": "1GiB"}] * dist.get_world_size()
+    model = chain()
+    placed: Any = graphplan.partition(
+        model, machines=machines, args=(torch.ones(4, 8),), microbatches=2, return_outputs="all"
+    )
+    for x in (torch.ones(8), torch.ones(0, 8)):
+        try:
+            placed(x)
+            say("no error")
+        except graphplan.InputError as error:
+            say(f"InputError: {error}")
+    say(f"then {difference(placed(torch.ones(6, 8)), model(torch.ones(6, 8))) < 1e-6}")
+
+
 def weights() -> None:
     """Weights that rank 0 sends, or that each rank reads from a checkpoint, or from a folder."""
     import tempfile
@@ -626,6 +642,7 @@ CASES: dict[str, Callable[..., None]] = {
     "fault": fault,
     "generation": generation,
     "interleaved": interleaved,
+    "no_batches": no_batches,
     "interleaved_more": interleaved_more,
     "memory": memory,
     "plain": plain,

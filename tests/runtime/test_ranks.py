@@ -74,7 +74,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
-    cases = ["plain", "--", "differs", "--", "profile", str(traces)]
+    cases = ["plain", "--", "differs", "--", "no_batches", "--", "profile", str(traces)]
     if TRAINS:
         cases += ["--", "training", "--", "steps", str(checkpoint), "2", "--", "planned", "gpipe", "2MiB"]
     return [said_by_case(output) for output in outputs_of(3, *cases)]
@@ -177,6 +177,14 @@ def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, 
         assert "ClusterError: ranks 0, 2 and rank 1 differ in machines=, or another argument" in budgets
         assert "ClusterError: ranks 0, 2 and rank 1 differ in the weights' names and sizes" in weights
         assert "ClusterError: ranks 0, 2 and rank 1 differ in the traced graph" in code
+
+
+def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
+    for cases in three:
+        vector, empty, then = said(cases["no_batches"])
+        assert "InputError: input has 1 dimensions, the example's has 2" in vector
+        assert "InputError: a batch of 0 rows does not divide into 2 microbatches" in empty
+        assert then == "then True"
 
 
 def test_calls_of_other_sizes_on_one_rank_are_found(two: list[dict[str, str]]) -> None:

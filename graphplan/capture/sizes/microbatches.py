@@ -40,10 +40,10 @@ def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
     if count == 1:
         return [call]
     rows = batch_of(call)
-    if rows % count:
+    if rows % count or not rows:
         raise InputError(
             f"a batch of {rows} rows does not divide into {count} microbatches of equal size: pad it to "
-            f"{-(-rows // count) * count} rows, or choose other microbatches"
+            f"{max(1, -(-rows // count)) * count} rows, or choose other microbatches"
         )
     each = rows // count
 
