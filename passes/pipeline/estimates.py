@@ -8,6 +8,7 @@ accelerator costs one transfer. Stages that are chosen are then placed for true.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,9 +37,10 @@ class Estimates:
         flight: what is on its way.
         exact: (class, start, end) -> seconds of the placement of a stretch that was placed; infinite where
             nothing fits.
-        scale: class -> factor by which estimates are low, as far as placements have shown.
+        scale: (class, whether weights are streamed) -> factor by which estimates are low, as placements have
+            shown.
         refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
-            nor do those that contain them, and receive and send as much.
+            nor do those, it is assumed, that need as many bytes of each kind.
     """
 
     boundaries: Boundaries
@@ -47,7 +49,7 @@ class Estimates:
     network: Link
     flight: Flight = field(default_factory=Flight)
     exact: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    scale: dict[int, float] = field(default_factory=dict)
+    scale: dict[tuple[int, bool], float] = field(default_factory=dict)
     refused: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     @property
@@ -63,23 +65,27 @@ class Estimates:
 
     def seconds(self) -> list[Floats]:
         """Of each class of machines: (cuts, cuts) seconds of a stretch without what it sends."""
-        found = [table * self.scale.get(c, 1.0) for c, table in enumerate(self._compute)]
+        found = [
+            table * np.where(streams, self.scale.get((c, True), 1.0), self.scale.get((c, False), 1.0))
+            for c, (table, streams) in enumerate(zip(self._compute, self._streams, strict=True))
+        ]
         for (c, start, end), value in self.exact.items():
             found[c][start, end] = value
         for c, start, end, kept in self.refused:
             if not kept:
-                found[c][self._containing(start, end)] = np.inf
+                found[c][self._as_large(start, end)] = np.inf
         for table in found:
             table[self._backwards] = np.inf
         return found
 
     def calibrate(self) -> None:
         """Let estimates be as those of the stretches that were placed are in the middle."""
-        for c, estimated in enumerate(self._compute):
-            pairs = [(v, estimated[key[1:]]) for key, v in self.exact.items() if key[0] == c]
-            ratios = [value / before for value, before in pairs if math.isfinite(value) and before > 0]
-            if ratios:
-                self.scale[c] = float(np.median(ratios))
+        ratios = defaultdict[tuple[int, bool], list[float]](list)
+        for (c, *stretch), value in self.exact.items():
+            before = float(self._compute[c][tuple(stretch)])
+            if math.isfinite(value) and before > 0:
+                ratios[c, bool(self._streams[c][tuple(stretch)])].append(value / before)
+        self.scale.update({key: float(np.median(found)) for key, found in ratios.items()})
 
     @cached_property
     def transfers(self) -> Floats:
@@ -103,7 +109,7 @@ class Estimates:
     def fits(self, c: int, after: int) -> NDArray[np.bool_]:
         """Whether activations that are kept for the backward pass have room, if so many stages follow.
 
-        How much less a training step may save is not estimated: a stage is out where it, or a part of it, did
+        How much less a training step may save is not estimated: a stage is out where it, or one as large, did
         not fit with as few microbatches.
         """
         kept = self.flight.kept(after)
@@ -111,15 +117,15 @@ class Estimates:
             found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
             for of, start, end, with_kept in self.refused:
                 if of == c and with_kept <= kept:
-                    found[self._containing(start, end)] = False
+                    found[self._as_large(start, end)] = False
             return found
         return np.asarray(self.needs(kept) <= sum(s.room for s in self.machines[c].computing))
 
-    def _containing(self, start: int, end: int) -> NDArray[np.bool_]:
-        """(cuts, cuts) whether a stretch needs all that one does: its weights, and as large buffers."""
-        found: NDArray[np.bool_] = np.asarray(self.buffers >= self.buffers[start, end])
-        found[start + 1 :] = False
-        found[:, :end] = False
+    def _as_large(self, start: int, end: int) -> NDArray[np.bool_]:
+        """(cuts, cuts) whether a stretch needs all that one does: weights, activations and buffers."""
+        found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
+        for nbytes in (self.weights, self._live, self._saved, self.buffers):
+            found &= nbytes >= nbytes[start, end]
         return found
 
     def needs(self, kept: int) -> Floats:
@@ -192,6 +198,12 @@ class Estimates:
     @cached_property
     def _compute(self) -> list[Floats]:
         return [self._class_seconds(machine) for machine in self.machines]
+
+    @cached_property
+    def _streams(self) -> list[NDArray[np.bool_]]:
+        """Of each class of machines: (cuts, cuts) whether accelerators hold too little for a stretch."""
+        rooms = [[spec.room for spec in machine.accelerators] for machine in self.machines]
+        return [self.weights + self._live > (sum(room) if room else np.inf) for room in rooms]
 
     def _class_seconds(self, machine: Topology) -> Floats:
         accelerators = machine.accelerators

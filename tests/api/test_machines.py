@@ -376,3 +376,25 @@ def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
 def test_without_torchrun_there_is_no_group() -> None:
     with pytest.raises(graphplan.ClusterError, match="torchrun"):
         graphplan.partition(Stack(), machines=[{"cpu": "1GiB"}], args=(X,))
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [
+        [{0: "900KiB"}, {0: "900KiB"}, {0: "900KiB"}],
+        [{0: "900KiB"}, {0: "2MiB"}, {"cpu": "3MiB"}],
+    ],
+)
+def test_host_memory_makes_no_pipeline_slower(machines: list[dict[Any, str]]) -> None:
+    """One machine may stream the whole model then, which an estimate may take for faster than it is."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+    def seconds(*budgets: dict[Any, str]) -> float:
+        inputs = (torch.zeros(32, 256, device="meta"),)
+        network, how = graphplan.Link(12.5e9, 2e-5), {"microbatches": 4, "objective": "throughput"}
+        plan: Any = graphplan.plan(model, machines=list(budgets), args=inputs, network=network, **how)
+        return float(plan.seconds)
+
+    with_host = [{**one, "cpu": "4MiB"} if 0 in one else one for one in machines]
+    assert seconds(*with_host[:1], *machines[1:]) <= seconds(*machines) * 1.001
+    assert seconds(*with_host) <= seconds(*machines) * 1.001

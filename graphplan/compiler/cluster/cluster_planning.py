@@ -124,17 +124,18 @@ class StageSearch:
             *(cluster.class_machines, cluster.flight),
         )
         best: list[Stretch] | None = None
-        least = math.inf
-        for number in range(PARAMS.rounds + PARAMS.refusals):
-            if number >= PARAMS.rounds and best is not None:
-                break
+        least, placed, refused = math.inf, 0, 0
+        while placed < PARAMS.rounds and refused < (PARAMS.refusals if best is None else PARAMS.rounds):
             stages = self._not_refused()
             if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
                 self._place(stage)
-            if not any(self.placed[stage] is None for stage in stages):
+            if any(self.placed[stage] is None for stage in stages):
+                refused += 1
+            else:
+                placed += 1
                 seconds = self.seconds(stages)
                 if seconds < least:
                     best, least = stages, seconds
