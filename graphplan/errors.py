@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "BudgetError",
@@ -111,7 +112,8 @@ class InfeasibleError(GraphplanError):
 
     Attributes:
         needed: device key -> bytes: budgets that do. Near the smallest when all grow in the proportion in
-            which they were given; one device may do with less where others have more.
+            which they were given; one device may do with less where others have more. With ``machines=``,
+            keys are pairs of the machine's index and the device key.
         available: device key -> bytes that ``max_memory`` allowed.
         operation: the operation at which the tightest device reaches its need, or None.
         device: the key of that tightest device, or None.
@@ -121,7 +123,7 @@ class InfeasibleError(GraphplanError):
         self,
         message: str,
         *,
-        needed: Mapping[int | str, int] | None = None,
+        needed: Mapping[Any, int] | None = None,
         available: Mapping[int | str, int] | None = None,
         operation: str | None = None,
         device: int | str | None = None,

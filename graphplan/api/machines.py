@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,8 +27,8 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.speeds import with_speeds
-from graphplan.devices.topology import Link
-from graphplan.errors import InputError, PlanError
+from graphplan.devices.topology import Link, Topology
+from graphplan.errors import BudgetError, DeviceError, InputError, PlanError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight, PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import rounds_divide
@@ -75,11 +75,18 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
             raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
     if asked.network is not None and not isinstance(asked.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
-    read = (with_speeds(read_max_memory(one, asked.links, asked.reserve), asked.devices) for one in machines)
+    read = (_read_machine(index, one, asked) for index, one in enumerate(machines))
     each = _stages_per_machine(asked, len(machines))
     trains = grad or asked.train, asked.train
     flight = Flight(count, asked.schedule, *trains, len(machines), each)
     return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
+
+
+def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions) -> Topology:
+    try:
+        return with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
+    except (BudgetError, DeviceError) as error:
+        raise type(error)(f"machines[{index}]: {error}") from error
 
 
 def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
@@ -254,7 +261,9 @@ def partition_machines(
     require_same(
         {
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
-            "machines=, or another argument": f"{machines!r} {asked!r} {request.options!r}",
+            "machines=": repr(machines),
+            **{f"{each.name}=": repr(getattr(asked, each.name)) for each in fields(asked)},
+            "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()
             ),

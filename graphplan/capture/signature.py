@@ -76,7 +76,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(f"the inputs do not fit forward{signature}: {error}") from error
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        unknown = [] if takes_any else [name for name in kwargs if name not in signature.parameters]
+        also = f"; it takes no {', '.join(map(repr, unknown))}" if unknown else ""
+        raise InputError(f"the inputs do not fit forward{signature}: {error}{also}") from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():

@@ -88,7 +88,6 @@ Dtype = Annotated[
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        min=0,
         metavar="SECONDS",
         help="Time for the search, after the trace. Default: a fixed amount of work.",
     ),

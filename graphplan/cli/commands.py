@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from graphplan.cli.console import (
     show_warnings_in_one_line,
     working,
 )
-from graphplan.errors import GraphplanError, InputError
+from graphplan.errors import GraphplanError, InfeasibleError, InputError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
@@ -32,6 +33,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 def run() -> None:
     """Run the command; an error of ours is one line on stderr and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a character that it cannot write is no error
+            stream.reconfigure(errors="replace")
     show_warnings_in_one_line()
     as_json = "--json" in sys.argv
     try:
@@ -261,6 +265,8 @@ def compare(
         print_json({"model": named.name, "inputs": named.inputs, "planners": comparison_digest(rows)})
     else:
         print(f"{named.name}, example inputs: {named.inputs}\n\n{comparison_text(rows)}")
+    if not rows[0].feasible:
+        raise InfeasibleError(rows[0].error)
 
 
 @app.command()

@@ -56,6 +56,7 @@ _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\bdevices(?= names\b)"), "--device"),
     (re.compile(r"\blinks(?= names\b)"), "--link"),
     (re.compile(r"\boffload=False\b"), "--no-offload"),
+    (re.compile(r"\btime_limit\b"), "--time-limit"),
 )
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 

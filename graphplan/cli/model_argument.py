@@ -208,9 +208,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
         raise InputError(f"no model comes of {word!r}: {type(error).__name__}: {text}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{word!r} returns a {type(model).__name__}, not a torch.nn.Module, or one and its inputs"
-        )
+        raise InputError(f"{word!r} gives {model!r:.60}, not a torch.nn.Module, or one and its inputs")
     dtype = ask.torch_dtype
     model = model.eval() if dtype is None else model.to(dtype).eval()
     name = type(model).__name__

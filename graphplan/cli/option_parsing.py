@@ -63,7 +63,7 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
         DeviceError: a word that is none.
     """
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
-    form = "KEY-KEY=BYTES a second, as 0-1=450GB"
+    form = "KEY-KEY=BYTES a second, above 0, as 0-1=450GB"
     for pair, speed in _pairs(words, "--link", form, DeviceError):
         source, _, destination = pair.partition("-")
         try:

@@ -62,8 +62,10 @@ def run_plan(
     Raises:
         PlanError: the plan is of another model, other inputs, or other versions.
         DeviceError: this machine lacks a device of the plan.
-        InputError: no such model, or it does not run.
+        InputError: no such model, it does not run, or the plan is of a training step.
     """
+    if plan.graph.trains:
+        raise InputError("the plan is of a training step, and this runs forward passes: use partition(plan=)")
     if simulated:
         plan = on_simulated_devices(plan)
     with _devices(plan, simulated=simulated):

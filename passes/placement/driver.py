@@ -20,7 +20,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_f
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits, SearchParams
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import on_one_device, reside, unread_weights
+from graphplan.passes.placement.residence import on_one_device, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
@@ -128,7 +128,7 @@ def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem
     """Problems to try in turn, and whether with streaming."""
     topology = problem.topology
     offloads = problem.offload and topology.cpu is not None and topology.accelerators
-    if alone is not None and not (offloads and _lack_memory(alone)):
+    if alone is not None:
         yield alone, _streams_anyway(alone)
     if offloads:
         # each weight resides somewhere, streamed ones in CPU memory
@@ -163,21 +163,6 @@ def accelerators_alone(problem: Problem) -> Problem | None:
     alone = replace(problem, allowed=rules, offload=False)
     room = sum(problem.topology[key].room for key in keys)
     return alone if _least_held(alone, keys) <= room else None
-
-
-def _lack_memory(problem: Problem) -> bool:
-    """Whether accelerators hold too little even as one device, but for bases of views that are moved away.
-
-    Where weights have homes already, nothing is said.
-    """
-    specs = problem.topology.accelerators
-    one, keys = specs[0].key, {spec.key for spec in specs}
-    if problem.fixed_weights:
-        return False
-    elsewhere = problem.obey(dict.fromkeys(problem.graph.operations, one))
-    there = {name: one for name, allowed in problem.allowed.items() if allowed & keys}
-    found = evaluate(problem, reside(problem, {**elsewhere, **there}))
-    return found.peak(one).nbytes > sum(spec.room for spec in specs)
 
 
 def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:

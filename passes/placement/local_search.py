@@ -99,7 +99,7 @@ class LocalSearch:
         """Take moves that save seconds and keep the budgets, until none does."""
         improved = True
         while improved and not self.effort.over:
-            improved = self._move_homes()
+            improved = False
             for move in sorted(self._moves(), key=lambda m: m.seconds):
                 if self.effort.over:
                     return
@@ -283,31 +283,12 @@ class LocalSearch:
             return False
         trial = self.devices.copy()
         trial[run] = move.device
-        return self._judge(trial, self.chosen, accepts)
-
-    def _judge(self, devices: Ints, chosen: Ints, accepts: Callable[[Floats], bool]) -> bool:
         self.effort.charge(float(10 * self.arrays.count))
-        peaks = self.arrays.peaks(devices, chosen)
-        if not accepts(peaks):
+        if not accepts(self.arrays.peaks(trial, self.chosen)):
             return False
-        self.devices, self.chosen = devices, chosen
+        self.devices = trial
         self._reset()
         return True
-
-    def _move_homes(self) -> bool:
-        """Let shared weights reside with another of their readers, where that saves seconds."""
-        improved = False
-        for item in self.arrays.shared:
-            here = self._copies(item, self.home[item], self.readers[item])
-            able = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
-            for device in [d for d in able if self.readers[item][d] and d != self.home[item]]:
-                if self._copies(item, device, self.readers[item]) < here - ROUNDING * self.seconds:
-                    chosen = self.chosen.copy()
-                    chosen[item] = device
-                    if self._judge(self.devices.copy(), chosen, self._saves):
-                        improved = True
-                        break
-        return improved
 
 
 def _fullness(arrays: Arrays, peaks: Floats) -> float:

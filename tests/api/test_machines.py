@@ -309,6 +309,7 @@ def test_an_error_names_budgets_that_do() -> None:
     text = str(caught.value)
     budgets = eval(text[text.index("machines=") + len("machines=") :])
     assert planned(budgets).stages
+    assert caught.value.needed == {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
 
 
 class Contrastive(nn.Module):
@@ -398,3 +399,8 @@ def test_host_memory_makes_no_pipeline_slower(machines: list[dict[Any, str]]) ->
     with_host = [{**one, "cpu": "4MiB"} if 0 in one else one for one in machines]
     assert seconds(*with_host[:1], *machines[1:]) <= seconds(*machines) * 1.001
     assert seconds(*with_host) <= seconds(*machines) * 1.001
+
+
+def test_an_error_names_the_machine() -> None:
+    with pytest.raises(graphplan.BudgetError, match=r"machines\[1\]: max_memory is empty"):
+        planned([{0: "1MiB"}, {}])

@@ -296,9 +296,10 @@ def test_compare_judges_three_planners(made: Made, run: Run) -> None:
 
 def test_compare_judges_the_others_where_we_find_nothing(made: Made, run: Run) -> None:
     words = ["compare", "factories:pair", "--max-memory", "0=1KiB,1=1KiB", "--json"]
-    code, out, _ = run(*words, cwd=made.folder)
+    code, out, err = run(*words, cwd=made.folder)
     rows = json.loads(out)["planners"]
-    assert code == 0
+    assert code == 3
+    assert json.loads(err)["error"]["type"] == "InfeasibleError"
     assert rows[0]["seconds"] is None
     assert rows[0]["error"].startswith("no placement fits")
     assert rows[1]["over"] > 0
@@ -389,7 +390,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:absent"], 2, "no attribute 'absent'"),
     (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
-    (["plan", "factories:number"], 2, "returns a int"),
+    (["plan", "factories:number"], 2, "gives 3, not a torch.nn.Module"),
     (["plan", "factories:failing", "--max-memory", "cpu=1MiB"], 2, "ValueError: no such thing"),
     (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "returns the model and its inputs"),
     (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not take its example inputs"),
@@ -501,3 +502,10 @@ def test_an_error_writes_pins_as_options_are_read(capsys: pytest.CaptureFixture[
     complain(PlanError(message), message, as_json=False)
     said = "--pin a=0 --pin b=cpu contradict each other; --max-memory 0=9,cpu=9"
     assert capsys.readouterr().err == f"graphplan: {said}\n"
+
+
+def test_a_terminal_that_lacks_characters_is_no_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    words = [sys.executable, "-m", "graphplan", "show", str(made.plan)]
+    done = subprocess.run(words, capture_output=True, timeout=120, check=True)
+    assert b"?s estimated" in done.stdout

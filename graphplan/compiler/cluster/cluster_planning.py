@@ -320,5 +320,7 @@ class StageSearch:
                 search = type(self)(self.model_copy, self.annotator, grown, self.options, self.batch)
                 if search.found() is not None:
                     budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
-                    return InfeasibleError(f"{said}. These budgets would do: machines={budgets}")
+                    needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
+                    do = f"These budgets would do: machines={budgets}"
+                    return InfeasibleError(f"{said}. {do}", needed=needed)
         return InfeasibleError(said)

@@ -22,7 +22,7 @@ from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement import driver, resident
+from graphplan.passes.placement import resident
 from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
@@ -72,24 +72,6 @@ def test_streamed_placements_over_the_budgets_are_repaired() -> None:
     """With all weights streamed there is no room for the slots: the largest but one has to reside."""
     instance = random_instance(50165, TINY)
     assert place(instance.problem).evaluation.feasible, instance
-
-
-def test_accelerators_that_hold_a_placement_do_not_lack_memory() -> None:
-    """The driver skips the search without offload only where there is nothing to find."""
-    placed = lacking = 0
-    for seed in range(120):
-        problem = random_instance(seed, TINY).problem
-        alone = driver.accelerators_alone(problem)
-        if alone is None or not driver._runs(problem):
-            continue
-        if driver._lack_memory(alone):
-            lacking += 1
-            space = Space(problem, alone=True)
-            assert space.count > 3_000 or space.best() is None, seed
-        else:
-            placed += 1
-    assert placed > 10
-    assert lacking > 0
 
 
 def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> None:
