@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placements import ample, best_of_all, cards, equal_cards, random_homes, random_units, stack
+from placements import ample, equal_cards, random_homes, random_units, stack
 from random_problems import MEDIUM, TINY, random_instance
 
 from graphplan.devices.topology import CPU
@@ -170,22 +170,6 @@ def test_balancing_moves_layers_to_the_emptier_card() -> None:
     search.balance(search.seconds * (1 + 1e-3))
     assert search.fullness <= 0.65
     assert (np.diff(search.devices) >= 0).all()  # still two segments
-
-
-def test_a_home_moves_to_the_reader_that_saves_copies() -> None:
-    graph = stack([MIB, MIB, MIB, 0], head="w0")
-    links = cards(2)
-    arrays = Arrays(Problem(graph, links, CPU, allowed={"v0": frozenset({0}), "v3": frozenset({1})}))
-    (item,) = arrays.shared
-    found = []
-    for home in (0, 1):
-        chosen = np.full(len(arrays.names), -1)
-        chosen[item] = home
-        search = LocalSearch(arrays, np.array([0, 0, 1, 1]), ample(), chosen)
-        search.climb()
-        found.append(search.seconds)
-    assert found[0] == pytest.approx(found[1])
-    assert found[0] == pytest.approx(best_of_all(arrays))
 
 
 def test_weights_that_nobody_reads_keep_their_room() -> None:
