@@ -13,6 +13,8 @@ traces::
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,12 @@ from graphplan._compat.torch import Registry
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Iterable[Any], Any], Any]
 IsLeaf = Callable[[Any], bool]
+
+CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.Size),
+)
+"""What nobody changes in place."""
 
 _own: dict[type, pytree.NodeDef] = {}
 _tracing: list[Registry] = []  # those of the thread that holds the capture lock

@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import operator
@@ -19,26 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-    enum.Enum,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
-"""What nobody changes in place."""
+from graphplan.capture.structure import CONSTANTS
 
+UNCHANGING = (*CONSTANTS, type(None), torch.device)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -162,7 +144,7 @@ def _weight(tensor: torch.Tensor, met: dict[int, int]) -> Hashable:
 
 def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
     """Something equal for equal values; other objects are equal to themselves alone."""
-    if isinstance(value, CONSTANTS):
+    if isinstance(value, UNCHANGING):
         return type(value), value
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")

@@ -17,7 +17,7 @@ from torch import fx
 
 from graphplan._compat.traced_tensors import is_fake, node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
-from graphplan.capture.repeated.module_traits import CONSTANTS, UnlikeError
+from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -112,7 +112,7 @@ def take_apart(
             return _Part("container", kind, tuple(map(part_of, value)))
         if kind in (dict, OrderedDict):
             return _Part("container", (kind, *value), tuple(map(part_of, value.values())))
-        if isinstance(value, CONSTANTS):
+        if isinstance(value, UNCHANGING):
             return _Part("constant", (kind, value), value=value)
         raise UnlikeError(f"a {kind.__name__} is passed")
 

@@ -13,7 +13,6 @@ the layer's tensors. For a cache of one layer::
 
 from __future__ import annotations
 
-import enum
 import inspect
 import sys
 import types
@@ -26,7 +25,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import know, know_containers, leaves_of, map_leaves, node_of, tell_torch
+from graphplan.capture.structure import (
+    CONSTANTS,
+    know,
+    know_containers,
+    leaves_of,
+    map_leaves,
+    node_of,
+    tell_torch,
+)
 from graphplan.errors import NoGraphError
 
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
@@ -42,11 +49,7 @@ _ROOM_FOR_ALL = "max_cache_len"
 _OWN_ENDING = "Cache"
 """How a class ends that a model's own file defines, and that is no subclass of transformers' ``Cache``."""
 
-_CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, range, type, enum.Enum),
-    *(torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator, torch.Stream, torch.Event),
-    *(types.MethodType, types.FunctionType, types.BuiltinFunctionType),
-)
+_CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 
 
 @dataclass(frozen=True, slots=True)
