@@ -24,7 +24,7 @@ from graphplan.api.arguments import (
 from graphplan.api.machines import partition_machines
 from graphplan.api.placer import Placer
 from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
-from graphplan.capture.model.shared_attributes import copy_to_run, of_class
+from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import with_progress
@@ -168,6 +168,7 @@ def partition(
 def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
     """What is placed when it is called, in place."""
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    trace_patched(shell)
     shell = of_class(shell, placed_class(type(model)))
     attach(shell, ModuleState([], start=placer))
     return shell

@@ -272,13 +272,14 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
     """The gradients, each a node of its own, and complete: what is not is copied."""
     seen: set[fx.Node] = set()
     found: list[fx.Node | None] = []
+    written = _last_writes(graph)
     for node in gradients:
         made = node
         if node is not None and (
             node.op == "placeholder"
             or node in seen
             or not node.meta.get("backward")
-            or _is_written_later(node)
+            or written.get(storage_of(node.meta["val"]), node) > node
         ):
             with graph.inserting_before(graph.output_node()):
                 made = graph.call_function(aten.clone.default, (node,))
@@ -290,15 +291,14 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
     return found
 
 
-def _is_written_later(gradient: fx.Node) -> bool:
-    """Whether an operation after this one writes to its memory, through a view of it, say."""
-    memory, after = storage_of(gradient.meta["val"]), gradient.next
-    while after.op != "output":
-        written = written_arguments(after.target, after.args, after.kwargs)
-        if any(storage_of(argument.meta["val"]) == memory for argument in written):
-            return True
-        after = after.next
-    return False
+def _last_writes(graph: fx.Graph) -> dict[int, fx.Node]:
+    """Memory -> the last operation that writes to it, through a view, say."""
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in written_arguments(node.target, node.args, node.kwargs):
+            if isinstance(argument, fx.Node):
+                found[storage_of(argument.meta["val"])] = node
+    return found
 
 
 def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -107,9 +108,25 @@ def _require_room(found: Evaluation, state: CompileState) -> None:
 
 
 def _refuse(planned: Graph, here: Graph) -> NoReturn:
-    difference = graph_difference(here, planned, ("the model", "the plan"))
+    difference = graph_difference(here, planned, ("the model", "the plan")) or next(_details(planned, here))
     raise PlanError(
-        f"the plan is of another graph: {difference or 'operations take other bytes'}. Give partition the "
-        "model, the example inputs, the optimizer of a training step (train=), and the versions of torch and "
-        "transformers with which it was planned, or plan again"
+        f"the plan is of another graph: {difference}. Give partition the model, the example inputs, the "
+        "optimizer of a training step (train=), and the versions of torch and transformers with which it was "
+        "planned, or plan again"
     )
+
+
+def _details(planned: Graph, here: Graph) -> Iterator[str]:
+    """What else differs: what operations read, the results, the bytes of weights, all else."""
+    for name, operation in planned.operations.items():
+        now = here.operations.get(name)
+        if now is not None and now.inputs != operation.inputs:
+            yield f"{name!r} reads {', '.join(operation.inputs)}, in the model {', '.join(now.inputs)}"
+    if planned.outputs != here.outputs:
+        yield f"its results are {', '.join(planned.outputs)}, those of the model {', '.join(here.outputs)}"
+    for name, weight in planned.weights.items():
+        own = here.weights.get(name)
+        if own is not None and own.held_bytes != weight.held_bytes:
+            taken = f"{weight.held_bytes} bytes with what training keeps, in the model {own.held_bytes}"
+            yield f"{name!r} takes {taken}"
+    yield "operations take other bytes or FLOPs"

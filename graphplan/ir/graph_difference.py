@@ -51,7 +51,8 @@ def _unlike_inputs(graph: Graph, other: Graph) -> Iterator[str]:
             return
         ours, theirs = graph.values[name], other.values[beside]
         if (ours.shape, ours.dtype, ours.nbytes) != (theirs.shape, theirs.dtype, theirs.nbytes):
-            yield f"its input {beside!r} is {theirs.dtype}{list(theirs.shape)}, not {list(ours.shape)}"
+            asked, given = (f"{one.dtype}{list(one.shape)}" for one in (ours, theirs))
+            yield f"its input {beside!r} is {given}, not {asked}"
 
 
 def _unlike_operations(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterator[str]:

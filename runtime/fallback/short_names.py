@@ -9,6 +9,8 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
+from graphplan.capture.model.shared_attributes import PATCHED
+
 # weak, since the class of a parametrized module holds the module
 _made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
 
@@ -51,19 +53,28 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-def unplaced(module: nn.Module) -> nn.Module:
-    """The module as its own class, with the attributes and weights that it has now."""
-    plain = object.__new__(original_class(module))
-    for name, value in module.__dict__.items():
-        if name != "_graphplan":
-            is_method = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
-            plain.__dict__[name] = _plain_method(value, module, plain) if is_method else value
+def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
+    """The module as its own class, with the attributes and weights that it has now.
+
+    ``wrapped``: with the ``forward`` that it has been given since it was placed, which may call the placed
+    one; else with the one that its graphs are of.
+    """
+    plain, attributes = object.__new__(original_class(module)), dict(module.__dict__)
+    if attributes.pop("_graphplan", None) is not None:
+        patched, given = attributes.pop(PATCHED, None), attributes.pop("forward", None)
+        forward = given if wrapped and given is not None else patched
+        attributes |= {} if forward is None else {"forward": forward}
+    for name, value in attributes.items():
+        is_method = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
+        plain.__dict__[name] = _plain_method(value, module, plain) if is_method else value
     return plain
 
 
 def _plain_method(method: MethodType, module: nn.Module, plain: nn.Module) -> MethodType:
     """A method of the module or a submodule, as its own class has it; of ``plain`` in place of ``module``."""
     owner, function = cast(nn.Module, method.__self__), method.__func__
-    if getattr(type(owner), function.__name__, None) is function:  # of the class that was made, it may be
-        function = getattr(original_class(owner), function.__name__)
+    made, original = type(owner), original_class(owner)
+    if made is not original:
+        name = next((name for name in dir(made) if getattr(made, name, None) is function), "")
+        function = getattr(original, name, function)
     return MethodType(function, plain if owner is module else owner)

@@ -118,10 +118,10 @@ def _routed(
 ) -> Served | None:
     """The call, if it has a form that was served before."""
     program = state.programs[known.index]
-    if program.entry != entry or program.modes != modes:
+    if program.entry != entry:
         return None
-    leaves = known.route.leaves(args, kwargs, program.host)
-    if leaves is None or not program.at_home(leaves):
+    leaves = known.route.leaves(args, kwargs, program.host)  # most forms differ at once, modes in the end
+    if leaves is None or program.modes != modes or not program.at_home(leaves):
         return None
     given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
     return Served(known.index, leaves, given)

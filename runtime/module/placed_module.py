@@ -206,6 +206,8 @@ def _start(
     state.streams.storages.clear()
     state.parts.clear()
     started = state.start(module, args, kwargs, entry)
+    if "forward" in module.__dict__:  # what the module has been given runs around the graphs
+        started.__dict__["forward"] = module.__dict__["forward"]
     for name, value in started.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is started:
             started.__dict__[name] = MethodType(value.__func__, module)
@@ -309,7 +311,7 @@ def unplace(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")
-    plain, memo = unplaced(module), dict[int, Any]()
+    plain, memo = unplaced(module, wrapped=True), dict[int, Any]()
     for tensor in (*plain.parameters(), *plain.buffers()):
         memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
-from graphplan.capture.model.shared_attributes import copy_to_run, of_class
+from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
@@ -104,7 +104,7 @@ def place_model(
     for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
     copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
-    copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
+    trace_patched(copied)
     copied = of_class(copied, placed_class(type(model)))
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)
 

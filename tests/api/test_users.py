@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -137,6 +139,84 @@ def test_a_patched_forward_is_the_models() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(model, {0: 22_000, 1: 22_000}, (X,))
         assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+
+
+class Scaling(nn.Module):
+    """A layer, and an attribute of which each graph has the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.by = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.layer(x) * self.by)
+
+
+VECTOR = torch.randn(3, 4)
+
+
+def scaling(**options: Any) -> tuple[Any, Any]:
+    """A placed model, and the same by itself."""
+    torch.manual_seed(0)
+    model = Scaling().eval()
+    return graphplan.partition(copy.deepcopy(model), {"cpu": "1GiB"}, (VECTOR,), **options), model
+
+
+def double(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, self.layer(x) * self.by * 2)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("example", [True, False])
+def test_a_patched_forward_is_kept_when_the_model_is_captured_again(example: bool) -> None:
+    model = Scaling().eval()
+    model.forward = MethodType(double, model)  # type: ignore[method-assign]  # what is tested
+    placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, (VECTOR,) if example else ())
+    assert largest_difference(placed(VECTOR), model(VECTOR)) < 1e-6
+    placed.by = model.by = 3.0
+    assert largest_difference(placed(VECTOR), model(VECTOR)) < 1e-6
+    assert largest_difference(graphplan.unplace(placed)(VECTOR), model(VECTOR)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_forward_that_is_given_later_runs_around_the_graphs() -> None:
+    placed, model = scaling()
+    own = placed.forward
+    placed.forward = lambda x: own(x) + 1
+    assert largest_difference(placed(VECTOR), model(VECTOR) + 1) < 1e-6
+    placed.by = model.by = 3.0
+    assert largest_difference(placed(VECTOR), model(VECTOR) + 1) < 1e-6
+    placed.forward = MethodType(double, placed)
+    for one in (placed, graphplan.unplace(placed), copy.deepcopy(placed)):
+        assert largest_difference(one(VECTOR), 2 * model(VECTOR)) < 1e-6
+    del placed.forward
+    assert largest_difference(placed(VECTOR), model(VECTOR)) < 1e-6
+    assert placed.layer.weight.device.type == "cpu"
+
+
+def test_a_hook_of_accelerate_on_a_placed_model() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class More(hooks.ModelHook):  # type: ignore[misc]  # no types
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return output + 5
+
+    placed, model = scaling()
+    hooks.add_hook_to_module(placed, More())
+    for _ in range(2):
+        assert largest_difference(placed(VECTOR), model(VECTOR) + 5) < 1e-6
+
+
+def test_methods_that_have_no_name_of_their_own() -> None:
+    torch.manual_seed(0)
+    model: Any = Scaling().eval()
+    model.kept = MethodType(functools.partial(lambda by, self, x: self.layer(x) * by, 2.0), model)
+    placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, (VECTOR,))
+    assert largest_difference(placed(VECTOR), model(VECTOR)) < 1e-6
+    placed.other = placed.forward
+    plain: Any = graphplan.unplace(placed)
+    assert largest_difference(plain.kept(VECTOR), model.kept(VECTOR)) < 1e-6
+    assert largest_difference(plain.other(VECTOR), model(VECTOR)) < 1e-6
 
 
 def test_hooks_of_the_whole_model_run_once() -> None:

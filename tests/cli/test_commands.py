@@ -251,7 +251,7 @@ def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path)
         ((), "Add --simulate"),
         (
             ("--simulate", "--length", "8"),
-            "of another graph: its input 'input_ids' is int64[1, 16], not [1, 8]",
+            "of another graph: its input 'input_ids' is int64[1, 16], not int64[1, 8]",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 def test_prompts_that_are_disabled_for_a_time(before: bool) -> None:
     """PEFT sets ``forward`` to the base model's own, and then to the method that it was."""
     model = adapted(peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))

@@ -73,7 +73,7 @@ def test_another_model_or_call_is_named() -> None:
         difference(plan, double)
         == "'0.0.weight' is float64[64, 64] in the other, and float32[64, 64] in this plan"
     )
-    assert "[3, 64], not [2, 64]" in difference(plan, planned(stack(), CPU, batch=3))
+    assert "float32[3, 64], not float32[2, 64]" in difference(plan, planned(stack(), CPU, batch=3))
     gelu = stack()
     gelu[0][1] = nn.GELU()  # type: ignore[index]
     assert difference(plan, planned(gelu, CPU)).startswith("only this plan has relu")

@@ -18,11 +18,20 @@ from torch.overrides import TorchFunctionMode
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError, first_line
 
+PATCHED = "_graphplan_patched"
+"""The attribute of a placed module with the ``forward`` of the model's own instance, if it had one."""
+
 _HOLDS = "Since it has tensors or modules in it, a placed model cannot share it: keep it outside the model"
 _TRACED = (
     "It has tensors of a trace in it, which a hook that knows the model itself has put there: empty it, "
     "remove that hook before you place the model, and register one with the placed model"
 )
+
+
+def trace_patched(module: nn.Module) -> None:
+    """Keep the ``forward`` that a model's instance has, which is traced, and have the class's be called."""
+    if "forward" in module.__dict__:
+        module.__dict__[PATCHED] = module.__dict__.pop("forward")
 
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:

@@ -21,6 +21,7 @@ from torch import nn
 
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
+from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
 from graphplan.runtime.module.changes.attribute_data import data_in, is_container
@@ -35,7 +36,8 @@ _ADAPTERS = {
 }
 # what generate() calls between forward passes: PEFT sets another for its time
 _GENERATES = {"prepare_inputs_for_generation"}
-_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS, *_GENERATES}
+_OURS = {"_graphplan", PATCHED, "_compiled_call_impl"}
+_NOT_READ = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
 _OF_CLASSES = (FunctionType, classmethod, staticmethod, property, partialmethod)
@@ -110,7 +112,7 @@ class ModelReading:
         if path:
             self.facts[repr(path)] = Fact(original_class(part))
         for name, value in vars(part).items():
-            if name not in _NOT_READ:
+            if name not in _NOT_READ and (path or name != "forward"):  # whose own runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
         for table_name in _HOOKS if path else ():
