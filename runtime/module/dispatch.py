@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.capture.model.modes import Differentiation, Modes
@@ -30,7 +32,9 @@ _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
     "removed, the model runs module by module, each where its weights reside, which is slower"
 )
-_MOST = 256  # programs, each with its plan and its code; and forms of calls that are remembered
+_MOST = 256  # programs, each with its plan and its code
+_ROUTES = 16  # forms of calls that are remembered
+_SIZES = 4096  # of calls that are remembered
 
 
 class TooManyPrograms(Exception):  # noqa: N818  # not an error: the module begins anew
@@ -90,22 +94,43 @@ def serve(
     guard = state.guard  # None while another thread places the module anew
     if guard is not None and guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
-    for known in state.routes:
+    sizes = _sizes(entry, args, kwargs)
+    likely = state.by_sizes.get(sizes, ())
+    for number, known in enumerate(chain(likely, state.routes)):
         served = _routed(state, known, entry, modes, args, kwargs)
         if served is not None:
+            if number >= len(likely):
+                _remember(state, sizes, known)
             return served
     call = bind_call(signature, args, kwargs)
-    index = _find(state, entry, call, modes)
+    index = _find(state, entry, call, modes, [known.index for known in likely])
     if isinstance(index, ServedByModules):
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
+    known = KnownForm(route, index, () if route is None else _places(signature, program.caches, kwargs))
     if route is not None:
-        known, order = KnownForm(route, index, _places(signature, program.caches, kwargs)), _by_reach(state)
-        state.routes = sorted([known, *state.routes[: _MOST - 1]], key=lambda one: order.index(one.index))
+        order = list(_by_reach(state))
+        state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda one: order.index(one.index))
+    if route is not None or all(one.index != index for one in likely):
+        _remember(state, sizes, known)
     given = {name: call.kwargs[name] for name in program.caches}
     traced = call if program.prepare is None else program.prepare(call)
     return Served(index, traced.leaves, given)
+
+
+def _sizes(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells most calls apart at once: the sizes of tensors, the types of all else."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    kinds = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
+    return entry, tuple(kwargs), tuple(kinds)
+
+
+def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> None:
+    """Let calls of these sizes try a form first."""
+    if len(state.by_sizes) >= _SIZES:
+        state.by_sizes = {}
+    state.by_sizes[sizes] = (known, *state.by_sizes.get(sizes, ())[: _ROUTES - 1])
 
 
 def _routed(
@@ -118,10 +143,10 @@ def _routed(
 ) -> Served | None:
     """The call, if it has a form that was served before."""
     program = state.programs[known.index]
-    if program.entry != entry:
+    if known.route is None or program.entry != entry or program.modes != modes:
         return None
-    leaves = known.route.leaves(args, kwargs, program.host)  # most forms differ at once, modes in the end
-    if leaves is None or program.modes != modes or not program.at_home(leaves):
+    leaves = known.route.leaves(args, kwargs, program.host)
+    if leaves is None or not program.at_home(leaves):
         return None
     given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
     return Served(known.index, leaves, given)
@@ -136,8 +161,10 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
     return ServedByModules(entry, call, form)
 
 
-def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
-    known = _known(state, entry, call, modes)
+def _find(
+    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int]
+) -> int | ServedByModules:
+    known = _known(state, entry, call, modes, likely)
     if known is not None:
         return known
     with CAPTURE_LOCK:
@@ -147,9 +174,11 @@ def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int 
         return _captured(state, entry, call, modes) if known is None else known
 
 
-def _known(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
+def _known(
+    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int] = ()
+) -> int | ServedByModules | None:
     device = call.device
-    for index in _by_reach(state):
+    for index in chain(likely, _by_reach(state)):
         program = state.programs[index]
         here = program.entry == entry and (device is None or device == program.host)
         alike = here and program.modes == modes and program.signature.mismatch(call) is None
@@ -159,12 +188,12 @@ def _known(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int
     return None if form is None else ServedByModules(entry, call, form)
 
 
-def _by_reach(state: ModuleState) -> list[int]:
+def _by_reach(state: ModuleState) -> Iterator[int]:
     """The programs, those for the smallest sizes first: plans for larger ones had less room to be fast in.
 
     Of several for the same sizes the first is first: later ones are for what has less room.
     """
-    return sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
+    yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
 
 
 @outside_inference_mode

@@ -122,7 +122,7 @@ class Code:
 class KnownForm:
     """A form of call that has been served, and by which program."""
 
-    route: Route
+    route: Route | None  # None: calls of it are bound and flattened
     index: int
     caches: tuple[tuple[str, int | str], ...]  # with the position or name of the argument that each is
 
@@ -154,6 +154,7 @@ class ModuleState:
     as_written: set[str] = field(default_factory=set)
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
+    by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict)
     device_types: tuple[str, ...] = ()
     reader: ModeReader | None = None
     guard: ModuleGuard | None = None
@@ -195,7 +196,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, codes={}, routes=[], reader=None, guard=None)
+        copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = Modulewise(list(self.modulewise.forms))
         copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, CallTurns()
         copied.running = RunningCalls()

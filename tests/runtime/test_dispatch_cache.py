@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 import weakref
 from typing import Any
 
@@ -18,7 +19,7 @@ import graphplan
 from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
 from graphplan.capture.structure import leaves_of
-from graphplan.runtime.module import dispatch, placed_module
+from graphplan.runtime.module import dispatch
 from graphplan.runtime.module.dispatch_cache import Route, find_route
 
 CPU = torch.device("cpu")
@@ -264,16 +265,9 @@ def test_modes_and_devices_choose_among_routes() -> None:
         assert len(placed.plans) == 2
 
 
-def test_small_calls_run_the_first_plan_after_a_large_one(monkeypatch: Any) -> None:
+def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
     """The plan of the large call streams weights or computes on the CPU; those of small ones do not."""
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.ReLU()))).eval()
-    ran: list[int] = []
-    run = placed_module._run
-    monkeypatch.setattr(
-        placed_module,
-        "_run",
-        lambda m, s, served, *rest: ran.append(served.index) or run(m, s, served, *rest),
-    )
     with graphplan.simulate({0: "700KiB"}) as machine:
         placed: Any = graphplan.partition(
             model, {**machine.max_memory, "cpu": "64MiB"}, (torch.randn(2, 256),)
@@ -286,7 +280,26 @@ def test_small_calls_run_the_first_plan_after_a_large_one(monkeypatch: Any) -> N
             gc.enable()
         _, small, large = placed.plans
         assert small.makespan < large.makespan
-        assert ran == [0, 1, 2, 1]
+        forms = placed._graphplan.by_sizes.values()
+        assert [[known.index for known in each] for each in forms] == [[0], [1], [2], [1]]
+
+
+def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
+    model = nn.Linear(4, 4).eval()
+    inputs = [torch.ones(size, 4) for size in range(1, 41)]
+    with graphplan.simulate({0: 1 << 20}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed: Any = graphplan.partition(model, {0: 1 << 20}, (inputs[0],))
+        for x in inputs:
+            placed(x)
+        tried: list[int] = []
+        routed = dispatch._routed
+        monkeypatch.setattr(
+            dispatch, "_routed", lambda state, known, *rest: tried.append(0) or routed(state, known, *rest)
+        )
+        for x in inputs:
+            assert largest_difference(placed(x), model(x)) < 1e-6
+    assert len(tried) == len(inputs)
 
 
 @pytest.mark.parametrize("streams", [False, True])
