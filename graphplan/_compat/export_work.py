@@ -1,6 +1,6 @@
 """What ``torch.export`` does beside tracing that no capture needs. Tested with torch 2.13.
 
-It is a third of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
+It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
 ``no_grad`` blocks are split off and put back, and what the cache of fake results notes is tried each time.
 """
 

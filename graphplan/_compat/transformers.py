@@ -27,6 +27,14 @@ def export_patches() -> list[Replacement]:
     return [(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
 
 
+def uncast_inputs() -> Replacement:
+    """What has the exporter leave the types of inputs: it asks for the model's, to cast them."""
+    from transformers.exporters import utils
+
+    private(utils, "module_dtype", "transformers", _TESTED)
+    return utils, "module_dtype", lambda _own: lambda _model: None
+
+
 def _imported(path: str) -> Any:
     """The module or class at a dotted path, if it is imported; None otherwise."""
     first, *rest = path.split(".")

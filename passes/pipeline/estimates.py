@@ -40,7 +40,9 @@ class Estimates:
         scale: (class, whether weights are streamed) -> factor by which estimates are low, as placements have
             shown.
         refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
-            nor do those, it is assumed, that need as many bytes of each kind.
+            nor do those that contain them, and receive and send as much.
+        assumes: whether nor do those that need as many bytes of each kind, which is so as a rule: one weight
+            may be too large for a device that holds many small ones.
     """
 
     boundaries: Boundaries
@@ -51,6 +53,7 @@ class Estimates:
     exact: dict[tuple[int, int, int], float] = field(default_factory=dict)
     scale: dict[tuple[int, bool], float] = field(default_factory=dict)
     refused: set[tuple[int, int, int, int]] = field(default_factory=set)
+    assumes: bool = True
 
     @property
     def graph(self) -> Graph:
@@ -122,10 +125,14 @@ class Estimates:
         return np.asarray(self.needs(kept) <= sum(s.room for s in self.machines[c].computing))
 
     def _as_large(self, start: int, end: int) -> NDArray[np.bool_]:
-        """(cuts, cuts) whether a stretch needs all that one does: weights, activations and buffers."""
-        found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
-        for nbytes in (self.weights, self._live, self._saved, self.buffers):
-            found &= nbytes >= nbytes[start, end]
+        """(cuts, cuts) whether a stretch needs all that one does, or as many bytes of each kind."""
+        found: NDArray[np.bool_] = np.asarray(self.buffers >= self.buffers[start, end])
+        if self.assumes:
+            for nbytes in (self.weights, self._live, self._saved):
+                found &= nbytes >= nbytes[start, end]
+        else:
+            found[start + 1 :] = False
+            found[:, :end] = False
         return found
 
     def needs(self, kept: int) -> Floats:

@@ -103,6 +103,47 @@ def test_another_graph_is_an_error(model: nn.Module, x: torch.Tensor, said: str)
         assert [p.device for p in model.parameters()] == before
 
 
+class Waves(nn.Module):
+    """The same operations, wired in two ways."""
+
+    def __init__(self, turned: bool = False, both: bool = False) -> None:
+        super().__init__()
+        self.turned, self.both = turned, both
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b = x + 1, x * 2
+        found = b.sin() - a.cos() if self.turned else a.sin() - b.cos()
+        return (found, a) if self.both else found
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Waves(turned=True), "'sin' reads add, in the model mul"),
+        (Waves(both=True), "its results are sub, those of the model sub, add"),
+    ],
+)
+def test_graphs_of_the_same_operations_are_told_apart(model: nn.Module, said: str) -> None:
+    plan = graphplan.plan(Waves(), {"cpu": "1MiB"}, (X,))
+    with pytest.raises(graphplan.PlanError, match=said):
+        graphplan.partition(model, None, (X,), plan=plan)
+
+
+def test_an_input_of_another_type_is_told_apart() -> None:
+    plan = graphplan.plan(Waves(), {"cpu": "1MiB"}, (X,))
+    with pytest.raises(graphplan.PlanError, match=r"'x' is float32\[2, 64\], not float64\[2, 64\]"):
+        graphplan.partition(Waves(), None, (X.double(),), plan=plan)
+
+
+def test_another_optimizer_is_told_apart() -> None:
+    how: Any = {"args": (X,), "train": True}
+    plan = graphplan.plan(stack(), {"cpu": "1MiB"}, optimizer=torch.optim.AdamW, **how)
+    with pytest.raises(
+        graphplan.PlanError, match=r"takes \d+ bytes with what training keeps, in the model \d+"
+    ):
+        graphplan.partition(stack(), None, plan=plan, optimizer=torch.optim.SGD, **how)
+
+
 def test_other_devices_rules_and_files_are_errors(tmp_path: Path) -> None:
     model = stack()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:

@@ -404,3 +404,12 @@ def test_host_memory_makes_no_pipeline_slower(machines: list[dict[Any, str]]) ->
 def test_an_error_names_the_machine() -> None:
     with pytest.raises(graphplan.BudgetError, match=r"machines\[1\]: max_memory is empty"):
         planned([{0: "1MiB"}, {}])
+
+
+def test_one_large_weight_that_does_not_fit_rules_out_no_small_ones() -> None:
+    """Two small accelerators hold many small weights together, and not one that is larger than each."""
+    small = (nn.Linear(256, 256) for _ in range(6))
+    model = nn.Sequential(nn.Linear(4800, 64), nn.Linear(64, 256), *small)
+    machines: list[dict[Any, str]] = [{0: "1MiB", 1: "1MiB"}, {0: "2600KiB"}]
+    plan = planned(machines, model=model, x=torch.zeros(8, 4800, device="meta"))
+    assert [stage.machine for stage in plan.stages] == [1, 0]

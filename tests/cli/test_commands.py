@@ -509,3 +509,17 @@ def test_a_terminal_that_lacks_characters_is_no_error(made: Made, monkeypatch: p
     words = [sys.executable, "-m", "graphplan", "show", str(made.plan)]
     done = subprocess.run(words, capture_output=True, timeout=120, check=True)
     assert b"?s estimated" in done.stdout
+
+
+def test_a_plan_of_a_training_step_is_not_run(made: Made, run: Run, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    graphplan.plan(model, {"cpu": "1MiB"}, (torch.ones(2, 4),), train=True).save_json(tmp_path / "step.json")
+    done = run("run", str(tmp_path / "step.json"), "factories:pair", cwd=made.folder)
+    assert done.code == 2
+    assert "the plan is of a training step" in done.err
+
+
+def test_no_time_for_the_search_is_an_error_of_the_option(made: Made, run: Run) -> None:
+    done = run("plan", "factories:pair", "--max-memory", "cpu=1MiB", "--time-limit", "0", cwd=made.folder)
+    assert done.code == 2
+    assert "--time-limit must be a positive number" in done.err

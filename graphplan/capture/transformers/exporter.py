@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import hide_tracer
-from graphplan._compat.transformers import export_patches
+from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.export_here import export
 from graphplan.capture.model_methods import with_forward
@@ -102,12 +102,12 @@ def _export(
     module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]
 ) -> Exported:
     """``varying``: the roles of axes that are dynamic."""
-    from transformers.exporters import utils  # optional package
+    from transformers.exporters.utils import prepare_for_export  # optional package
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    with patched(Patch.of(utils, "module_dtype", lambda _: lambda _: None)):  # it would cast to that
-        _, prepared, flags = utils.prepare_for_export(module, given)
+    with patched(Patch.of(*uncast_inputs())):
+        _, prepared, flags = prepare_for_export(module, given)
     inputs = dict(prepared)
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}

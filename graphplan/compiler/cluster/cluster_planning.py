@@ -127,6 +127,9 @@ class StageSearch:
         least, placed, refused = math.inf, 0, 0
         while placed < PARAMS.rounds and refused < (PARAMS.refusals if best is None else PARAMS.rounds):
             stages = self._not_refused()
+            if stages is None and best is None and self.estimates.assumes:
+                self.estimates = replace(self.estimates, assumes=False)
+                stages = self._not_refused()
             if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
