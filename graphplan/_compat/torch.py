@@ -23,6 +23,9 @@ from graphplan.errors import GraphplanError
 _TESTED = "2.13"
 _ABSENT = object()
 
+SERVED_BY = "_compiled_call_impl"
+"""The attribute of a module that runs in place of its call; a trace runs the module's own code."""
+
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
     """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
@@ -74,13 +77,13 @@ def run_after_backward(function: Callable[[], None]) -> bool:
 
 def call_of(module: torch.nn.Module) -> Any:
     """What runs in place of a module's call; None for its own."""
-    return private(module, "_compiled_call_impl", "torch", _TESTED)
+    return private(module, SERVED_BY, "torch", _TESTED)
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have a call of a module run this, as its ``compile()`` does; None for its own."""
-    private(module, "_compiled_call_impl", "torch", _TESTED)
-    vars(module)["_compiled_call_impl"] = call
+    private(module, SERVED_BY, "torch", _TESTED)
+    vars(module)[SERVED_BY] = call
 
 
 def assignment_hook() -> tuple[Any, str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graphplan._compat.torch import set_call
 from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
@@ -96,6 +97,28 @@ def test_architectures(
     assert lines(captured(model, **inputs).graph) == lines(traced_whole(model, **inputs).graph)
     assert copies
     assert not [text for text in caplog.messages if "without copies" in text]
+
+
+def _decode_step(stem: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model, and the call of one more token after a prefill."""
+    (architecture,) = (one for one in architectures.TABLE if one.stem == stem)
+    model, inputs = architecture.build()
+    with torch.no_grad():
+        result = model(**inputs, use_cache=True)
+    name = "cache_params" if "cache_params" in result else "past_key_values"
+    tokens = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    return model, {**inputs, tokens: inputs[tokens][:, -1:], name: result[name], "use_cache": True}
+
+
+@pytest.mark.parametrize(
+    "stem", ["GPT2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Gemma3", "Mamba", "Bart"))]
+)
+def test_a_decode_step(stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _deeper(monkeypatch)
+    model, inputs = _decode_step(stem)
+    found = captured(model, **copy.deepcopy(inputs))
+    assert copies
+    assert lines(found.graph) == lines(traced_whole(model, **inputs).graph)
 
 
 def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,6 +532,14 @@ def test_hooked_blocks_are_traced(copies: list[str]) -> None:
     found = captured(model, torch.randn(2, 4))
     assert not copies
     assert sum(node.target is torch.ops.aten.add.Tensor for node in found.graph.nodes) == 8
+
+
+def test_blocks_of_a_placed_model_are_copied(copies: list[str]) -> None:
+    model = Stack(lambda _: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), _BLOCKS)
+    for part in model.modules():
+        set_call(part, lambda *_: pytest.fail("a trace runs the modules' own code"))
+    captured(model, torch.randn(2, 4))
+    assert len(copies) == _BLOCKS - 3
 
 
 def test_tied_and_shared_weights(copies: list[str]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.structure import CONSTANTS
 
 UNCHANGING = (*CONSTANTS, type(None), torch.device)
@@ -126,7 +127,7 @@ def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list
         elif name in _HOOKS:
             if value:
                 raise UnlikeError(f"{type(module).__name__} has hooks")
-        elif name not in _TABLES:
+        elif name not in (*_TABLES, SERVED_BY):
             kind += (name, _value(value, found, met))
     for table in (own["_parameters"], own["_buffers"]):
         for name, tensor in table.items():

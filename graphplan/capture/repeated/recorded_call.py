@@ -146,15 +146,13 @@ class RecordedCall:
                 raise UnlikeError(f"{event.name} is of a size that data decides")
             if event.op != "call_function" and event not in self.constants:
                 raise UnlikeError(f"{event.name} is no operation")
-            symbolic = is_symbolic(event.meta.get("val"))
-            if (
-                symbolic
-                and event.target not in _OF_SIZES
-                and not all(is_symbolic(node.meta.get("val")) for node in event.all_input_nodes)
-            ):
-                raise UnlikeError(f"{event.name} is a number that data decides")
-            for node in event.all_input_nodes:
-                if node not in known and not is_symbolic(node.meta.get("val")):
+            tensors = [node for node in event.all_input_nodes if not is_symbolic(node.meta.get("val"))]
+            if is_symbolic(event.meta.get("val")):  # a size, which is the same number of whatever it is read
+                if tensors and event.target not in _OF_SIZES:
+                    raise UnlikeError(f"{event.name} is a number that data decides")
+                continue
+            for node in tensors:
+                if node not in known:
                     raise UnlikeError(f"{event.name} reads {node.name}, which is no argument")
             known.add(event)
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.saved.code_objects import (
     code_parts,
@@ -45,7 +46,6 @@ _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), ty
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
 _CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
-_HOW_CALLED = "_compiled_call_impl"  # a trace runs the module's own code, however its calls are served
 _OF_PROCESS = ("_original_object_hash", "_abc_impl")  # hashes of transformers' GenerationConfig; caches
 _OF_STATE = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run when weights are saved or loaded
 _OWN = (torch, torch.nn.functional, torch.Tensor, nn.Module)
@@ -169,7 +169,7 @@ class Description:
     def _module(self, module: nn.Module, where: str) -> None:
         self.add_class(type(module), follow=True)
         for name, value in vars(module).items():
-            if name not in (*_PARTS, _HOW_CALLED) and not _OF_STATE.search(name):
+            if name not in (*_PARTS, SERVED_BY) and not _OF_STATE.search(name):
                 self.note(name)
                 self.add(value, f"{where}.{name}")
         for table in _PARTS:

@@ -41,14 +41,14 @@ from graphplan.capture.sizes.dynamic_axes import (
     text_roles,
 )
 from graphplan.capture.structure import (
-    flatten,
     flatten_with_path,
     leaves_of,
     map_leaves,
 )
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.caches import caches_in, is_cache, layout_of, with_caches
+from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
+from graphplan.capture.transformers.caches import caches_in, is_cache, with_caches
 from graphplan.capture.transformers.export_patches import (
     bounds_of_segments,
     forwards_of,
@@ -117,8 +117,11 @@ def _export(
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
         hide_tracer()
+        caches = caches_in(kwargs)
+        for name, cache in caches.items() if varying else ():
+            take_for_one(cache, inputs[name], roles[name])
         result = original(**kwargs, **flags)  # not all configurations in it are told of flags
-        return with_caches(result, caches_in(kwargs))
+        return with_caches(result, caches)
 
     bounds = bounds_of_segments(inputs)
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
@@ -193,11 +196,7 @@ def _batch(inputs: Mapping[str, Any]) -> int | None:
 def _roles(name: str, value: Any, batch: int | None, sizes: bool) -> list[Roles]:
     """The roles of an argument's leaves; ``sizes``: of axes that are neither batch nor length too."""
     if is_cache(value):
-        leaves, spec = flatten(value)
-        return [
-            _cache_roles(leaf, grows, batch)
-            for leaf, grows in zip(leaves, _growing(layout_of(spec)), strict=True)
-        ]
+        return cache_roles(value, batch)
     return [{**(_sizes(leaf) if sizes else {}), **text_roles(name, leaf, batch)} for leaf in leaves_of(value)]
 
 
@@ -205,20 +204,6 @@ def _sizes(leaf: Any) -> dict[int, str]:
     """The axes of a tensor that are not of size 1, each a size."""
     shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
     return {axis: SIZE for axis, size in enumerate(shape) if size != 1}
-
-
-def _growing(layout: Any) -> Iterator[tuple[int, ...] | None]:
-    if layout.kind == "leaf":
-        yield layout.value
-    for part in layout.parts:
-        yield from _growing(part)
-
-
-def _cache_roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) -> Roles:
-    if not isinstance(leaf, torch.Tensor):
-        return {0: LENGTH}
-    roles = {0: BATCH} if leaf.dim() >= 2 and leaf.shape[0] == batch else {}
-    return {**roles, **dict.fromkeys(grows or (), LENGTH)}
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
 from graphplan.capture.model.shared_attributes import PATCHED
@@ -36,7 +37,7 @@ _ADAPTERS = {
 }
 # what generate() calls between forward passes: PEFT sets another for its time
 _GENERATES = {"prepare_inputs_for_generation"}
-_OURS = {"_graphplan", PATCHED, "_compiled_call_impl"}
+_OURS = {"_graphplan", PATCHED, SERVED_BY}
 _NOT_READ = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
