@@ -16,21 +16,23 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from graphplan._compat import Replacement, private
+from graphplan._compat.torch import export_tracer
 
 _TESTED = "2.13"
 
 
-def less_work(*, keep_grad: bool) -> list[Replacement]:
+def less_work(*, keep_grad: bool, blocks: list[Any]) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
-    Changes of the gradient mode are left in it only if ``keep_grad``.
+    Changes of the gradient mode are left in it only if ``keep_grad``. Blocks of autocast are not: those that
+    the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...).
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch", _TESTED)
     found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
     changes = _with_changes_of_grad_mode if keep_grad else _without_grad_mode
-    found.append((mode, "__torch_function__", changes))
+    found.append((mode, "__torch_function__", lambda own: _noting_blocks(changes(own), blocks)))
     return found
 
 
@@ -48,6 +50,23 @@ def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
         type(self).forward = forward
 
     return recompile
+
+
+def _noting_blocks(own: Callable[..., Any], blocks: list[Any]) -> Callable[..., Any]:
+    """The mode that writes blocks of autocast into the graph, without that; in branches it goes on."""
+    amp = torch.amp.autocast_mode
+    enter, leave = (private(amp, name, "torch", _TESTED) for name in ("_enter_autocast", "_exit_autocast"))
+
+    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (enter, leave) or type(self.tracer) is not export_tracer():
+            return own(self, func, types, args, kwargs)
+        if func is enter:
+            blocks.append(args)
+        else:
+            blocks.pop()
+        return None
+
+    return function
 
 
 def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:

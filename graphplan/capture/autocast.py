@@ -1,10 +1,10 @@
 """What autocast does becomes part of the graph: casts, and operations that need no autocast.
 
-Before and after, for a block of ``torch.autocast("cpu", torch.bfloat16)``::
+Before and after, for an operation that was traced in a block of ``torch.autocast("cpu", torch.bfloat16)``::
 
-    y = wrap_with_autocast('cpu', bfloat16, True, ...)      to = to.dtype(x, bfloat16)
-        linear = linear(x, w)                               to_1 = to.dtype(w, bfloat16)
-                                                            linear = linear(to, to_1)
+    linear = linear(x, w)       to = to.dtype(x, bfloat16)
+                                to_1 = to.dtype(w, bfloat16)
+                                linear = linear(to, to_1)
 
 So the plan knows the bytes of what autocast makes, and the graph computes the same on devices that have no
 autocast. Which operations cast, and to what, torch alone knows, for each type of device: each operation runs
@@ -31,7 +31,10 @@ from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
 
-_BLOCK = torch.ops.higher_order.wrap_with_autocast
+AUTOCAST = "autocast"
+"""In ``meta`` of a node: the blocks of autocast around it, each (type of device, dtype, enabled, ...)."""
+
+_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _OF_READER = ("nn_module_stack", "stack_trace")  # what a cast has of the operation that it is for
 
 
@@ -49,56 +52,17 @@ def write_casts(
     Raises:
         NoGraphError: an operation under autocast whose casts no graph can say.
     """
-    if ambient is None and not module.graph.find_nodes(op="call_function", target=_BLOCK):
-        return
     accelerator = next((kind for kind in device_types if kind not in (CPU, SIMULATED)), CPU)
-    settings = _inlined(module, ambient, {CPU, accelerator})
-    if any(settings.values()):
-        there = accelerator != CPU and getattr(torch, accelerator).is_available()
-        caster = _Caster(module.graph, weights, accelerator if there else CPU)
-        for node, dtype in settings.items():
-            caster.visit(node, dtype)
+    there = accelerator != CPU and getattr(torch, accelerator).is_available()
+    names = {node for node in module.graph.nodes if node.name in weights}
+    caster = _Caster(names, ambient, {CPU, accelerator}, accelerator if there else CPU)
+    if ambient is not None or _has_blocks(module):
+        caster.visit_all(module)
 
 
-def _inlined(
-    module: fx.GraphModule, ambient: torch.dtype | None, kinds: Set[str]
-) -> dict[fx.Node, torch.dtype | None]:
-    """Put operations in place of the blocks of them; for each, the type that autocast is on for."""
-    settings: dict[fx.Node, torch.dtype | None] = {}
-    for node in list(module.graph.nodes):
-        if node.target is _BLOCK:
-            settings.update(_without_block(module, node, ambient, kinds))
-        elif node.op == "call_function":
-            settings[node] = ambient
-    for node in list(module.graph.find_nodes(op="get_attr")):
-        if not node.users:
-            module.graph.erase_node(node)
-    alive = set(module.graph.nodes)
-    return {node: dtype for node, dtype in settings.items() if node in alive}
-
-
-def _without_block(
-    module: fx.GraphModule, block: fx.Node, ambient: torch.dtype | None, kinds: Set[str]
-) -> dict[fx.Node, torch.dtype | None]:
-    kind, dtype, enabled, _, body, *operands = block.args
-    inner = getattr(module, body.target)  # type: ignore[union-attr,arg-type]  # a get_attr node
-    within = (dtype if enabled else None) if kind in kinds else ambient
-    settings = _inlined(inner, within, kinds)  # type: ignore[arg-type]  # a type, or None
-    new: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with module.graph.inserting_before(block):
-        for node in inner.graph.nodes:
-            if node.op == "get_attr":  # a branch of a control-flow operation
-                name = f"{body.target}_{node.target}"  # type: ignore[union-attr]
-                setattr(module, name, getattr(inner, node.target))
-                new[node] = module.graph.get_attr(name)
-            elif node.op == "call_function":
-                new[node] = module.graph.node_copy(node, new.__getitem__)
-    results = fx.map_arg(inner.graph.output_node().args[0], new.__getitem__)
-    for part in list(block.users):
-        part.replace_all_uses_with(results[part.args[1]])
-        module.graph.erase_node(part)
-    module.graph.erase_node(block)
-    return {new[node]: dtype for node, dtype in settings.items()}
+def _has_blocks(module: fx.GraphModule) -> bool:
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    return any(AUTOCAST in node.meta for graph in graphs for node in graph.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +84,43 @@ class _Caster:
     """Inserts casts, and gives the values behind them the types that they have then.
 
     Args:
-        graph: that is changed.
-        weights: names of the nodes that are weights.
+        weights: the nodes that are weights.
+        ambient: the type that autocast was on for around the call.
+        kinds: the types of device whose blocks count.
         kind: the type of device by whose rules autocast casts.
     """
 
-    def __init__(self, graph: fx.Graph, weights: Set[str], kind: str) -> None:
-        self.graph, self.weights, self.kind = graph, weights, kind
+    def __init__(
+        self, weights: Set[fx.Node], ambient: torch.dtype | None, kinds: Set[str], kind: str
+    ) -> None:
+        self.weights, self.ambient, self.kinds, self.kind = set(weights), ambient, kinds, kind
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.changed: set[fx.Node] = set()
         self.seen: dict[Any, _Casts] = {}
 
-    def visit(self, node: fx.Node, dtype: torch.dtype | None) -> None:
+    def visit_all(self, module: fx.GraphModule) -> None:
+        """Insert the casts of all operations, in order."""
+        for node in [node for node in module.graph.nodes if node.op == "call_function"]:
+            blocks = node.meta.pop(AUTOCAST, ())
+            found = [dtype if enabled else None for kind, dtype, enabled, *_ in blocks if kind in self.kinds]
+            if node.target is _GRAD_MODE:
+                self._enter(module, node)
+            else:
+                self._visit(node, found[-1] if found else self.ambient)
+
+    def _enter(self, module: fx.GraphModule, block: fx.Node) -> None:
+        """Insert the casts in a block of another gradient mode, which reads and makes other types then."""
+        _, body, *operands = block.args
+        inner = getattr(module, body.target)  # type: ignore[union-attr,arg-type]  # a get_attr node
+        for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
+            placeholder.meta["val"] = operand.meta["val"]  # type: ignore[union-attr]  # a node
+            self.changed |= {placeholder} if operand in self.changed else set()
+            self.weights |= {placeholder} if operand in self.weights else set()
+        self.visit_all(inner)
+        block.meta["val"] = fx.map_arg(inner.graph.output_node().args[0], lambda node: node.meta["val"])
+        self.changed.add(block)
+
+    def _visit(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """Insert the casts of one operation; those before it have been visited."""
         value = node.meta.get("val")
         if not (_has_tensors(value) and any(_has_tensors(s.meta.get("val")) for s in node.all_input_nodes)):
@@ -173,12 +162,12 @@ class _Caster:
         """A cast of a value ahead of a reader; of a weight, the same for all."""
         if (source, dtype) in self.casts:
             return self.casts[source, dtype]
-        with self.graph.inserting_before(reader):
-            made = self.graph.call_function(aten.to.dtype, (source, dtype))
+        with reader.graph.inserting_before(reader):
+            made = reader.graph.call_function(aten.to.dtype, (source, dtype))
         made.meta.update({key: reader.meta[key] for key in _OF_READER if key in reader.meta})
         made.meta["val"] = _run(made)
         self.changed.add(made)
-        if source.name in self.weights:
+        if source in self.weights:
             self.casts[source, dtype] = made
         return made
 

@@ -25,6 +25,7 @@ from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
 from graphplan.capture.assigned_state import AssignedState, restored_buffers
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
+from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -115,6 +116,8 @@ def exporting(
     """A block in which an export is made until the thread's time ``ends``; ``repeated`` copies blocks."""
     tracer: Any = export_tracer()
     flags = torch.compiler
+    blocks: list[Any] = [] if repeated is None else repeated.blocks
+    less = less_work(keep_grad=keep_grad, blocks=blocks)
     with (
         torch_knows(),
         patched(
@@ -124,10 +127,10 @@ def exporting(
             Patch.of(*assignment_hook(), lambda _: _without_hook),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", _value, tracer.getattr),
-            Patch.of(tracer, "create_node", functools.partial(_with_calling_line, ends)),
+            Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _SEEDING),
-            *(Patch.of(*replacement) for replacement in [*plain_flags(), *less_work(keep_grad=keep_grad)]),
+            *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
         ),
     ):
         yield
@@ -191,8 +194,8 @@ def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:
     return value
 
 
-def _with_calling_line(ends: float, own: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_node`` that notes one line of the model's code instead of the text of the whole stack."""
+def _with_notes(ends: float, blocks: list[Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_node`` that notes the blocks of autocast, and one line of code instead of the whole stack."""
 
     def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > ends:
@@ -201,6 +204,7 @@ def _with_calling_line(ends: float, own: Callable[..., Any]) -> Callable[..., An
         node = own(tracer, *args, **kwargs)
         if node.op == "call_function":
             node.meta["stack_trace"] = calling_line()
+            node.meta |= {AUTOCAST: tuple(blocks)} if blocks else {}
         return node
 
     return create_node

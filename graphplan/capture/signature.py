@@ -110,10 +110,7 @@ def _feeds_varargs(signature: inspect.Signature, bound: inspect.BoundArguments) 
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    simple = (bool, int, float, str)
-    return type(value) is type(default) and isinstance(value, simple) and bool(value == default)
+    return value is default or (isinstance(value, bool | int | float | str) and same_constant(value, default))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +216,7 @@ class InputSignature:
             if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf):
                 if (problem := want.mismatch(name, leaf)) is not None:
                     return problem
-            elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):
+            elif isinstance(leaf, torch.Tensor) or not same_constant(leaf, want):
                 return f"{name} is {_short(leaf)}, not {want!r}"
         broken = next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
         if broken is not None or self.prepared is None:
@@ -270,9 +267,12 @@ class Guard:
         )
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether a graph that has taken in ``a`` computes the same with ``b``; ``0.0`` and ``-0.0`` are two."""
     if isinstance(a, torch.Generator):
         return isinstance(b, torch.Generator)  # a graph never reads one: export takes none that is used
+    if isinstance(a, float | complex):
+        return type(a) is type(b) and repr(a) == repr(b)
     return a is b or (type(a) is type(b) and bool(a == b))
 
 

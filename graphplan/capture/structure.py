@@ -86,20 +86,27 @@ def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
 
 
 def _know_dataclass(cls: type) -> None:
-    """As ``pytree.register_dataclass``: fields that are None belong to the structure."""
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    """By attributes, with those that its constructor does not take; those that are None are structure."""
+    slots = tuple(field.name for field in dataclasses.fields(cls)) if hasattr(cls, "__slots__") else ()
 
-    def given(value: Any) -> list[str]:
-        return [name for name in names if getattr(value, name) is not None]
+    def given(value: Any) -> dict[str, Any]:
+        of_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        return {**of_slots, **getattr(value, "__dict__", {})}
+
+    def there(value: Any) -> dict[str, Any]:
+        return {name: part for name, part in given(value).items() if part is not None}
 
     def flat(value: Any) -> tuple[list[Any], Any]:
-        here = given(value)
-        return [getattr(value, name) for name in here], tuple(here)
+        return list(there(value).values()), tuple((name, part is None) for name, part in given(value).items())
 
-    def made(parts: Iterable[Any], here: Sequence[str]) -> Any:
-        return cls(**{**dict.fromkeys(names), **dict(zip(here, parts, strict=True))})
+    def made(parts: Iterable[Any], names: Sequence[tuple[str, bool]]) -> Any:
+        found: Any = object.__new__(cls)
+        left = iter(parts)
+        for name, is_none in names:
+            object.__setattr__(found, name, None if is_none else next(left))
+        return found
 
-    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in given(value)])
+    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in there(value)])
 
 
 def node_of(cls: Any) -> pytree.NodeDef | None:

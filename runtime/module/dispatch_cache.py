@@ -27,6 +27,7 @@ from graphplan.capture.signature import (
     InputSignature,
     TensorLeaf,
     bind_call,
+    same_constant,
 )
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, is_described
@@ -48,7 +49,7 @@ class Same:
 
     def fits(self, leaf: Any) -> bool:
         """Whether it is that number."""
-        return type(leaf) is type(self.number) and bool(leaf == self.number)
+        return same_constant(leaf, self.number)
 
 
 Check = TensorLeaf | CounterLeaf | FloatLeaf | Same
@@ -255,10 +256,8 @@ def _is_generator(value: Any, _tensors: list[Any]) -> bool:
 
 
 def _constant(known: Any) -> Match:
-    kind: type = type(known)
-
     def match(value: Any, _tensors: list[Any]) -> bool:
-        return value is known or (type(value) is kind and bool(value == known))
+        return value is known or same_constant(value, known)
 
     return match
 

@@ -243,7 +243,7 @@ def _may_compute(original: type, name: str) -> bool:
 
 
 def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    signature: list[inspect.Signature] = []
+    known: dict[Any, inspect.Signature] = {}
 
     @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,13 +251,14 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
         found = self._graphplan_entry() if _has_tensor((args, kwargs)) else None
         if found is None:
             return method(self, *args, **kwargs)
-        if not signature:
-            signature.append(inspect.signature(method.__get__(self)))
+        if method not in known:
+            known.clear()
+            known[method] = inspect.signature(method.__get__(self))
         whole: Any = found[0]
         entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
         if entry not in own:
             try:
-                return whole._graphplan_enter(entry, signature[0], args, kwargs)
+                return whole._graphplan_enter(entry, known[method], args, kwargs)
             except RunAsItIs:
                 own.add(entry)
             except UntracedMethodError as error:

@@ -425,3 +425,12 @@ def test_a_model_that_hands_on_what_it_lacks_is_copied_whole() -> None:
             found = made(X)
         model.part.decoder[0][1] = nn.ReLU()
         assert torch.allclose(found, eager(model, lambda m: m(X)), atol=1e-6)
+
+
+def test_a_method_that_the_class_replaces_takes_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Autoencoder(), torch.ones(2, 32)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
+    assert largest_difference(placed.encode(x), model.encode(x)) < 1e-6
+    monkeypatch.setattr(Autoencoder, "encode", lambda self, x, by: self.quant(x * by))
+    with pytest.warns(GraphplanWarning, match="captured again"), torch.no_grad():
+        assert largest_difference(placed.encode(x, x * 2), model.encode(x, x * 2)) < 1e-6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import fx, nn
@@ -9,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphplan
 from graphplan.capture.autocast import write_casts
+from graphplan.capture.export_here import export
 from tests.helpers.builders import largest_difference
 
 X = torch.randn(2, 8)
@@ -105,7 +108,8 @@ def test_blocks_for_other_devices_do_nothing() -> None:
                 return x @ x.T
 
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        module = exported(OnCuda(), X)
+        program = export(False, OnCuda(), (X,), {}, None)  # as others call it
+    module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))
 
@@ -152,6 +156,59 @@ def test_hooks_do_not_run_without_the_autocast_that_is_on() -> None:
             graphplan.partition(model, machine.max_memory, (x,))
         placed = graphplan.partition(model, machine.max_memory, (x,))
         assert largest_difference(placed(x), model(x)) < 1e-6
+
+
+class WithoutGradient(nn.Module):
+    """Blocks of autocast and of ``no_grad`` in one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            z = self.second(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            u = self.first(y)
+            with torch.no_grad():
+                v = self.second(u) + self.second(x)
+        return y * z.float() + u * v.float()
+
+
+@pytest.mark.parametrize("keeps", ["grad", "train"])
+def test_blocks_without_gradients(keeps: str) -> None:
+    model = WithoutGradient()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,), **{keeps: True})
+        found, expected = placed(X), model(X)
+        found.sum().backward()
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] or keeps == "grad"
+        gradients = [None if one.grad is None else one.grad.cpu() for one in placed.parameters()]
+        found = found.cpu()
+    expected.sum().backward()
+    assert largest_difference(found, expected) == 0
+    assert largest_difference(gradients, [one.grad for one in model.parameters()]) == 0
+
+
+class Alternates(nn.Module):
+    """Blocks of one class, every other one under another autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            with torch.autocast("cpu", torch.bfloat16 if number % 2 else torch.float16):
+                x = block(x.float())
+        return x
+
+
+def test_a_copy_of_a_block_is_under_the_autocast_of_its_own_call() -> None:
+    model = Alternates()
+    with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
+        assert largest_difference(graphplan.partition(model, machine.max_memory, (X,))(X), model(X)) == 0
 
 
 def test_branches_under_autocast_have_no_graph() -> None:

@@ -135,6 +135,37 @@ def test_dataclasses_pass_through() -> None:
     assert model_copy.bind((Pair(torch.ones(2), torch.ones(3)),), {}).spec == found.signature.spec
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    x: torch.Tensor
+    factor: dataclasses.InitVar[float] = 1.0
+
+    def __post_init__(self, factor: float) -> None:
+        object.__setattr__(self, "scaled", self.x * factor)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    scaled: torch.Tensor = dataclasses.field(init=False)
+    note: str | None = None
+
+
+class ReadsScaled(nn.Module):
+    def forward(self, given: Any) -> Any:
+        return given.scaled + given.x
+
+
+def test_what_a_dataclass_has_beside_arguments_of_its_constructor_is_kept() -> None:
+    scaled, slotted = Scaled(torch.ones(2), 3.0), Slotted(torch.ones(2))
+    object.__setattr__(scaled, "note", None)
+    slotted.scaled = torch.full((2,), 5.0)
+    placed = graphplan.partition(ReadsScaled(), {"cpu": "1MiB"}, (scaled,))
+    assert torch.equal(placed(scaled), torch.full((2,), 4.0))
+    assert torch.equal(placed(slotted), torch.full((2,), 6.0))
+    assert placed.plan.method == "export"
+
+
 def test_signature_says_why_a_call_does_not_fit() -> None:
     model_copy, found = captured(Owner().eval(), torch.randn(3, 4))
     signature = found.signature

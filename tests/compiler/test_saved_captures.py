@@ -448,7 +448,32 @@ def _with_code(file: Path) -> None:
     _rewrite(file, lambda content: content["capture"].update(guards=[["", code, None]]))
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, _empty, _foreign, _of_another, _with_code])
+def _node_with_code(op: str, name: str, target: Any) -> Callable[[Path], None]:
+    """A change of a file: another node, before the result, whose argument would be code."""
+    code = "__import__('sys').modules.update(run_of_saved=1) or 0"
+
+    def change(content: dict[str, Any]) -> None:
+        nodes = content["capture"]["graph"]["nodes"]
+        node = [op, name.replace("*", code), target, ["tuple", code], ["dict"], {"value": ["plain", 0]}]
+        nodes.insert(len(nodes) - 1, node)
+
+    return lambda file: _rewrite(file, change)
+
+
+_CALLING = [
+    ("call_function", "run", ["function", "builtins", "eval"]),
+    ("call_function", "run", ["function", "_operator", "call"]),
+    ("call_function", "run", ["function", "sys", "sym_exec"]),
+    ("call_function", "*", ["function", "builtins", "len"]),
+    ("call_method", "run", "format"),
+    ("get_attr", "run", "'*'"),
+]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_cut, _flip, _empty, _foreign, _of_another, _with_code, *(_node_with_code(*one) for one in _CALLING)],
+)
 def test_a_damaged_file_is_traced_anew(
     damage: Callable[[Path], None], sources: Sources, exports: Counter
 ) -> None:

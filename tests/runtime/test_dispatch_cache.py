@@ -247,6 +247,25 @@ def test_caches_take_a_route_and_only_those_of_its_form() -> None:
     assert taken.leaves((), inputs, host) is None
 
 
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, y: float = 0.0) -> torch.Tensor:
+        return torch.atan2(x * self.weight, torch.full_like(x, y))
+
+
+@pytest.mark.parametrize("examples", [(torch.zeros(2),), (torch.zeros(2), 1.0), (torch.zeros(2), -0.0)])
+def test_zero_has_a_sign(examples: tuple[Any, ...]) -> None:
+    model, x = Turns(), torch.zeros(2)
+    with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, examples)
+        for _ in range(2):
+            for y in (0.0, -0.0, 1.0):
+                assert torch.equal(placed(x, y), model(x, y))
+
+
 def test_modes_and_devices_choose_among_routes() -> None:
     class Modes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

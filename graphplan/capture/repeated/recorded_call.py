@@ -172,7 +172,9 @@ class CallRecorder:
         args: Any,
         kwargs: Any,
         shared: tuple[type, ...],
+        *beside: Any,
     ) -> None:
+        """``beside``: what else of the surroundings decides what is traced."""
         self._tracer, self._shared = tracer, shared
         self._given = args, kwargs
         traits = traits_of(module)
@@ -182,8 +184,8 @@ class CallRecorder:
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
         numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-        before = (given.description(), *numbers, calling_line(), *settings, traits.state(places))
+        settings = torch.is_grad_enabled(), torch.get_default_dtype()
+        before = (given.description(), *numbers, calling_line(), *settings, *beside, traits.state(places))
         guarded = [GuardedInteger(value) for value in traits.integers(places)]
         outer = dict(tracer.module_stack)
         self.call = RecordedCall(traits, places, guarded, given, before, weights, nodes, outer)

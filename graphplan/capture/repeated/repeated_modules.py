@@ -59,10 +59,12 @@ class RepeatedModules:
 
     Attributes:
         used: whether anything was recorded.
+        blocks: of autocast, in which the code is that is traced.
     """
 
     def __init__(self) -> None:
         self.used = False
+        self.blocks: list[Any] = []
         self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
         self._recorder: CallRecorder | None = None
         caches = sys.modules.get("transformers.cache_utils")  # without it, nobody has one
@@ -90,7 +92,7 @@ class RepeatedModules:
         if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared)
+            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *self.blocks)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)

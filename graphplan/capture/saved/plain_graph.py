@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphplan._compat.symbolic_sizes import SizeMaker, plain_expression, plain_symbol
 from graphplan.capture.saved.plain_values import (
     NotSavedError,
+    checked_name,
     from_plain,
     made_target,
     plain_target,
@@ -26,6 +27,7 @@ from graphplan.capture.saved.plain_values import (
 )
 
 _NUMBERS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
+_OPS = ("placeholder", "get_attr", "call_function", "output")
 _NOTES = ("stack_trace", "backward", "forward", "repeats", "seq_nr")
 
 
@@ -127,17 +129,19 @@ class GraphMaker:
         """The graph, in a module that has the graphs of its control-flow operations.
 
         Raises:
-            NotSavedError: this process lacks an operator.
+            NotSavedError: this process lacks an operator, or it is not what a trace makes.
         """
         root = nn.Module()
         for name, inner in plain["inner"].items():
             setattr(root, name, self.module(inner))
         graph, nodes = fx.Graph(), dict[str, fx.Node]()
         for op, name, target, args, kwargs, notes in plain["nodes"]:
+            if op not in _OPS:
+                raise NotSavedError(f"{op!r} is no node of a traced graph")
             arguments = from_plain(args, nodes), from_plain(kwargs, nodes)
             node = graph.create_node(op, made_target(target), *arguments, name)
             if node.name != name:
-                node.name = name
+                node.name = checked_name(name)
             node.meta = {note: notes[note] for note in _NOTES if note in notes}
             if "path" in notes:
                 node.meta["nn_module_stack"] = self._paths[notes["path"]]

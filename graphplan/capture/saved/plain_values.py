@@ -1,11 +1,12 @@
 """Values of a graph as JSON, and back: numbers, text, containers, torch's constants, structures of results.
 
-Nothing is called that a file names: classes are looked up among those that this process has imported, and
-operators among those that are registered.
+Classes are looked up among those that this process has imported, operators among those that are registered,
+functions among those of numbers. Nothing else is called that a file names.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -21,7 +22,13 @@ from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
 from graphplan.capture.structure import know_class
 from graphplan.capture.transformers.caches import Given, LayoutPart
 
-_FUNCTIONS = ("_operator", "math", "builtins")
+_FUNCTIONS = {
+    "_operator": "abs add and_ eq floordiv ge getitem gt index invert le lt mod mul ne neg not_ or_ pow sub "
+    "truediv",
+    "builtins": "abs bool float int len max min pow round sum",
+    "math": " ".join(vars(math)),
+}
+"""By module, the functions of numbers: others, such as ``eval``, are not called whatever a file says."""
 _DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, Without)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -114,6 +121,13 @@ def _torch(name: str) -> Any:
     return found
 
 
+def _layout_part(kind: str, cls: Any, *rest: Any) -> LayoutPart:
+    bases: Any = {"sequence": (list, tuple, set, frozenset), "mapping": dict}.get(kind, object)
+    if cls is not None and not issubclass(cls, bases):
+        raise NotSavedError(f"a {cls.__qualname__} is no {kind}")
+    return LayoutPart(kind, cls, *rest)
+
+
 _MADE: dict[str, Callable[..., Any]] = {
     "none type": lambda: type(None),
     "size": lambda *sizes: torch.Size(sizes),
@@ -127,6 +141,7 @@ _MADE: dict[str, Callable[..., Any]] = {
     "spec": _spec,
     "frozenset": lambda *parts: frozenset(parts),
     **{cls.__name__: cls for cls in _DATACLASSES},
+    LayoutPart.__name__: _layout_part,
 }
 
 
@@ -144,9 +159,26 @@ def plain_target(target: Any) -> Any:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return ["higher_order", target.name()]
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
-    if module in _FUNCTIONS or (module == "torch" and name.lstrip("_").startswith("sym_")):
+    if _is_of_numbers(module, name):
         return ["function", module, name]
     raise NotSavedError(f"a graph that calls {target!r} is not saved")
+
+
+def _is_of_numbers(module: str, name: str) -> bool:
+    if module == "torch":
+        return name.lstrip("_").startswith("sym_")
+    return name in _FUNCTIONS.get(module, "").split()
+
+
+def checked_name(name: str) -> str:
+    """A name of a node or an attribute, which is written into code.
+
+    Raises:
+        NotSavedError: it is none.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise NotSavedError(f"{name!r} is no name")
+    return name
 
 
 def made_target(plain: Any) -> Any:
@@ -156,10 +188,10 @@ def made_target(plain: Any) -> Any:
         NotSavedError: it is not registered in this process.
     """
     if isinstance(plain, str):
-        return plain
+        return checked_name(plain)
     kind, *names = plain
-    if kind == "function" and not (names[0] in _FUNCTIONS or names[1].lstrip("_").startswith("sym_")):
-        raise NotSavedError(f"{names[0]}.{names[1]} is no function of numbers")
+    if kind == "function" and not _is_of_numbers(*names):
+        raise NotSavedError(f"{'.'.join(names)} is no function of numbers")
     roots = {"operator": torch.ops, "higher_order": torch.ops.higher_order, "function": sys.modules}
     found: Any = roots[kind]
     if kind == "function":
