@@ -143,9 +143,11 @@ class Modulewise:
                     run_hooked(self.tree, form.entry, HookedRun(way, device, instead), args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
                 failures.append(error)
-                gc.collect()
             else:
                 return way
+            if way is not _WAYS[-1]:  # frames of its trace hold activations, for which the next needs the room
+                failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
+                gc.collect()
         if _is_the_models(failures):
             raise failures[-1]
         raise CaptureError(

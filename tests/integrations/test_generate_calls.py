@@ -274,3 +274,37 @@ def test_a_quantised_cache_grows_in_one_graph() -> None:
     plans = len(placed.plans)
     assert torch.equal(placed.generate(**inputs, max_new_tokens=6, **how), expected)
     assert len(placed.plans) == plans <= 4
+
+
+def _whisper() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    counts = {"layers": 2, "attention_heads": 4}
+    layers = {f"{part}_{what}": count for part in ("encoder", "decoder") for what, count in counts.items()}
+    sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(
+        vocab_size=300, num_mel_bins=16, max_target_positions=48, **sizes, **layers, **tokens
+    )
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    speech: dict[str, Any] = {"no_timestamps_token_id": 250, "is_multilingual": True, "max_length": 20}
+    speech |= {"lang_to_id": {"<|en|>": 10}, "task_to_id": {"transcribe": 20}}
+    for name, value in {**speech, "suppress_tokens": None, "begin_suppress_tokens": None}.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    "frames", [64, pytest.param(150, marks=pytest.mark.slow)]
+)  # as heard at once, and more
+def test_whisper_on_two_accelerators(frames: int) -> None:
+    """Keys and values of a layer stay together; the mask of sound says nothing of the length of the text."""
+    model, sound = _whisper(), torch.randn(2, 16, frames)
+    asked = {"language": "en", "task": "transcribe", "max_new_tokens": 6}
+    if frames > 64:
+        asked |= {"attention_mask": torch.ones(2, frames, dtype=torch.long), "return_timestamps": True}
+    inputs = {"input_features": sound[..., :64], "decoder_input_ids": torch.randint(3, 100, (2, 4))}
+    with torch.no_grad(), graphplan.simulate(budgets_of(model, 0.62, 1 << 18)) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        found = placed.generate(sound, **asked)
+    assert torch.equal(found, model.generate(sound, **asked))

@@ -232,6 +232,33 @@ def test_what_runs_in_no_way_says_what_to_do() -> None:
         assert largest_difference(made(X), expected_of(model, X)) < 1e-6
 
 
+class Meets(Crossed):
+    """Adds what two modules make, in code of its own."""
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.first(x)
+        if stop is not None and float(y.sum()) > float(stop):
+            return y
+        return y + self.second(x)
+
+
+def test_a_way_that_fails_leaves_no_memory_behind() -> None:
+    model = Meets().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = graphplan.partition(model, machine.max_memory, (X,), pin={"first": 0, "second": 1})
+        made(X)
+        gc.collect()
+        before = machine.live_bytes(0), machine.live_bytes(1)
+        gc.disable()
+        try:
+            found = made(X, STOP)
+            assert (machine.live_bytes(0), machine.live_bytes(1)) == before
+        finally:
+            gc.enable()
+        assert largest_difference(found, expected_of(model, X)) < 1e-6
+
+
 def test_recurrent_layers_have_their_weights_together() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -172,7 +172,7 @@ def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
 
 
 def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
-    """Leaves that hold what an encoder made: its results, and what a cache keeps of as many positions."""
+    """Leaves of what an encoder made: results, their mask, and what a cache keeps of as many positions."""
     names = capture.signature.names
     results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
     lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
@@ -181,7 +181,8 @@ def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
         for index in capture.states.values()
         if any(_size(call.leaves[index], axis) in lengths for axis in _length_axes(capture, index))
     ]
-    return frozenset((*results, *kept))
+    masks = [names.index(_ENCODER_MASK)] if results and _ENCODER_MASK in names else []
+    return frozenset((*results, *masks, *kept))
 
 
 def _length_axes(capture: Capture, index: int) -> list[int]:
@@ -189,6 +190,7 @@ def _length_axes(capture: Capture, index: int) -> list[int]:
 
 
 _ENCODED = ("encoder_outputs", "encoder_hidden_states")
+_ENCODER_MASK = "attention_mask"  # where a call has results of an encoder; Whisper's counts frames of sound
 _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 
 

@@ -156,7 +156,7 @@ def tensors_in(part: LayoutPart, key: Any = "") -> Iterator[bool]:
 
 
 def states_on_one_device(spec: pytree.TreeSpec, start: int = 0) -> Iterator[list[int]]:
-    """Indices of the leaves of a result that a layer keeps in dicts: it takes all to be on its device."""
+    """Indices of the leaves of a result that a layer of a cache has: it takes all to be on its device."""
     node = None if spec.is_leaf() else node_of(spec.type)
     if node is not None and is_described(node):
         yield from _states(layout_of(spec), start)
@@ -171,7 +171,7 @@ def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
     has_device = any(inner.kind == "device" for inner in part.parts)
     for inner in part.parts:
         tensors = list(tensors_in(inner))
-        if has_device and inner.kind == "mapping":
+        if has_device and inner.kind in ("leaf", "mapping"):
             own += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
         yield from _states(inner, start)
         start += len(tensors)
