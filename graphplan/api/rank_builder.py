@@ -272,11 +272,19 @@ class RankBuilder:
     def _programs(self, known: _RankCut, wires: Wires) -> list[StageProgram]:
         made = []
         for own, source in zip(self.stages, known.sources, strict=True):
-            cut = source.cut
+            cut, trains = source.cut, source.step is not None or self.request.options.training is None
             received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
             made.append(
                 StageProgram(
-                    own.index, own.placed, cut.trace, cut.inputs, cut.outputs, received, sent, self._ranks
+                    own.index,
+                    own.placed,
+                    cut.trace,
+                    cut.inputs,
+                    cut.outputs,
+                    received,
+                    sent,
+                    self._ranks,
+                    trains,
                 )
             )
         return made

@@ -101,6 +101,7 @@ class RankStage:
             cut = with_step(cut, usual.computing_types, values)
             if self._has_step(cut, values):
                 return cut
+            trains = cut.step is not None
         cut.adopt_in(self.compiler)
         try:
             if cut.step is not None:

@@ -11,6 +11,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, needs_portable
+from graphplan.capture.structure import written_arguments
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory
@@ -67,12 +68,26 @@ def trainable(weights: ModelWeights) -> frozenset[str]:
 
 
 def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
-    """The floating-point values of a graph that depend on one of these parameters."""
-    found: set[fx.Node] = set()
+    """The values of a graph through which gradients come from a result to one of these parameters."""
+    made: set[fx.Node] = set()
     for node in capture.graph.nodes:
-        if capture.weights.get(node.name) in parameters or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    values = {node.name: node.meta.get("val") for node in found}
+        reached = not made.isdisjoint(node.all_input_nodes) and not _stops_gradients(node)
+        if capture.weights.get(node.name) in parameters or reached:
+            made.add(node)
+    read: set[fx.Node] = set()
+    for node in reversed(capture.graph.nodes):
+        ends = node.op == "output" or written_arguments(node.target, node.args, node.kwargs)
+        if (ends or node in read) and not _stops_gradients(node):
+            read.update(node.all_input_nodes)
+    values = {node.name: node.meta.get("val") for node in made & read}
     return frozenset(
-        name for name, val in values.items() if isinstance(val, torch.Tensor) and val.is_floating_point()
+        name
+        for name, val in values.items()
+        if isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
     )
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return node.args[0] is False
+    return node.target is torch.ops.aten.detach.default

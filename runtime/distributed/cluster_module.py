@@ -16,7 +16,7 @@ from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
-from graphplan.capture.sizes.microbatches import microbatches_of, targets_of
+from graphplan.capture.sizes.microbatches import batch_of, microbatches_of, targets_of
 from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
@@ -101,7 +101,7 @@ class ClusterModule(nn.Module):
         self.traffic, self._shared = traffic, shared
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
-        self._trainers: dict[tuple[Form, Loss], StageRunner | None] = {}
+        self._trainer: tuple[Form, Loss, StageRunner | None] | None = None
         self.training = training
 
     def train(self, mode: bool = True) -> Self:
@@ -187,14 +187,14 @@ class ClusterModule(nn.Module):
                 target does not divide into the microbatches.
         """
         require_backward_stages()
-        call = bind_call(self._signature, args, kwargs)
+        call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)
         parts = microbatches_of(call, self.plan.microbatches)
-        targets = targets_of(target, len(parts))
+        targets = targets_of(target, len(parts), batch_of(call) if len(parts) > 1 else 1)
         form = Form(_described(parts[0]), trains=True)
         known = self._known(parts[0], form)
-        if (form, loss) not in self._trainers:
-            self._trainers = {(form, loss): known.trainer(loss)}  # one: each has buffers of its own
-        trainer = self._trainers[form, loss]
+        if self._trainer is None or self._trainer[:2] != (form, loss):
+            self._trainer = form, loss, known.trainer(loss)  # one: each has buffers of its own
+        trainer = self._trainer[2]
         if self.stage is None:
             return None
         if trainer is None:
@@ -247,6 +247,10 @@ class ClusterModule(nn.Module):
                 self._calls.clear()
             self._calls[form] = self._prepare(part, form)
         return self._calls[form]
+
+
+def _without_gradient(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:

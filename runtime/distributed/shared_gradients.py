@@ -42,16 +42,19 @@ class SharedGradients:
         try:
             yield
             for name, parameter in own.items():
+                count = torch.tensor(parameter.grad is not None, dtype=torch.int64)
                 here = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                added[name] = here.detach().cpu()
                 with waiting_for(f"the gradient of {name!r} of others that read it"):
-                    dist.all_reduce(added[name], group=self.groups[name])
+                    dist.all_reduce(count, group=self.groups[name])
+                    if count:
+                        added[name] = here.detach().cpu()
+                        dist.all_reduce(added[name], group=self.groups[name])
         finally:
             for name, parameter in own.items():
                 parameter.grad = before[name]
-        for name, parameter in own.items():
-            total, old = added[name].to(parameter.device), parameter.grad
-            parameter.grad = total if old is None else old.add_(total)
+        for name, tensor in added.items():
+            total, old = tensor.to(own[name].device), own[name].grad
+            own[name].grad = total if old is None else old.add_(total)
 
     def norm(self, stage: nn.Module | None) -> torch.Tensor:
         """The norm of the gradients of all ranks, each weight once; every rank calls this.

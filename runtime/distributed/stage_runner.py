@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphplan.errors import ClusterError, first_line
+from graphplan.errors import ClusterError, InputError, first_line
 from graphplan.ir.cluster.flight import PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import interleaved_order
 from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
+from graphplan.warnings import silenced
 
 _HOST = torch.device("cpu")  # where tensors of the network are
 
@@ -54,6 +55,7 @@ class StageProgram:
         received: from the stage before.
         sent: to the stage after; of the last stage, the results.
         ranks: of all stages, in order.
+        trains: whether gradients pass it in a training step.
     """
 
     index: int
@@ -64,6 +66,7 @@ class StageProgram:
     received: Sequence[Wire]
     sent: Sequence[Wire]
     ranks: Sequence[int]
+    trains: bool
 
     @property
     def is_last(self) -> bool:
@@ -110,10 +113,11 @@ class _RunningStep(nn.Module):
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
             made: Sequence[torch.Tensor] = ()
             if program.outputs:
-                made = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
+                with torch.set_grad_enabled(torch.is_grad_enabled() and program.trains):
+                    made = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
             values |= zip(program.outputs, made, strict=True)
             self.stay.update(zip(program.outputs, made, strict=True))
-            found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)
+            found = tuple(_sendable(values[wire.name]) for wire in program.sent)
         except Exception as error:  # the schedule wraps it, whatever it is
             self.failed = error
             raise
@@ -170,7 +174,11 @@ class StageRunner:
         self.targets: Sequence[Any] = ()
 
         def share(result: Any, number: torch.Tensor) -> torch.Tensor:
-            self.losses.append(loss(result, self.targets[int(number)]))
+            try:
+                self.losses.append(_checked_loss(loss(result, self.targets[int(number)])))
+            except Exception as error:  # the schedule wraps it, whatever it is
+                self.steps[-1].failed = error
+                raise
             return self.losses[-1] / microbatches
 
         # the schedule's own scaling would scale the gradients of earlier steps too
@@ -251,7 +259,8 @@ class StageRunner:
         first = [] if self.steps[0].program.index else [numbers]
         later = {"number": numbers} if self.steps[-1].program.index else {}
         try:
-            action(*first, return_outputs=False, **later, **more)
+            with silenced(self.schedule.__module__):  # it prints its steps where one fails
+                action(*first, return_outputs=False, **later, **more)
             return [] if self.results is None else self.results.made
         except RuntimeError as error:
             failed = next((step.failed for step in self.steps if step.failed is not None), None)
@@ -288,6 +297,20 @@ class StageRunner:
                 if not one.backward and one.microbatch == done[one.stage]:
                     return self.steps[one.stage // machines], one.microbatch
         return self.steps[0], done[self.steps[0].program.index]
+
+
+def _sendable(value: torch.Tensor) -> torch.Tensor:
+    """In CPU memory, in one piece, with the numbers that it stands for."""
+    return value.to(_HOST).resolve_conj().resolve_neg().contiguous()
+
+
+def _checked_loss(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        said = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise InputError(f"the loss must return a tensor of one number for each microbatch, not {said}")
+    if not value.requires_grad:
+        raise InputError("the loss has no gradient: it depends on no parameter, or was detached from them")
+    return value
 
 
 def _wires(program: StageProgram, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -145,7 +145,9 @@ class Modulewise:
                 failures.append(error)
             else:
                 return way
-            if way is not _WAYS[-1]:  # frames of its trace hold activations, for which the next needs the room
+            if (
+                way is not _WAYS[-1]
+            ):  # frames of its trace hold activations, for which the next needs the room
                 failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
                 gc.collect()
         if _is_the_models(failures):

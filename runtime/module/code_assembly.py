@@ -30,14 +30,17 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_streams(module, state, program, code)  # before parts: it may bring the whole elsewhere
             _bind_parts(module, state, program, code)
             rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
-            backward = None
-            if program.backward is not None:
-                later = _graph_module(module, program, program.backward.graph)
-                shared = {name: value for name, value in vars(code).items() if is_bound(name)}
-                later.__dict__.update(shared)
-                backward = BoundCode(later)
+            how = program.backward
+            backward = None if how is None else backward_code(module, program, code, how.graph)
             found = state.codes[index] = Code(code, BoundCode(code), rebuild, backward)
         return found
+
+
+def backward_code(module: nn.Module, program: Program, code: fx.GraphModule, graph: fx.Graph) -> BoundCode:
+    """Code of a backward pass, with the streams and parts of the forward pass."""
+    later = _graph_module(module, program, graph)
+    later.__dict__.update({name: value for name, value in vars(code).items() if is_bound(name)})
+    return BoundCode(later)
 
 
 def _graph_module(module: nn.Module, program: Program, graph: fx.Graph) -> fx.GraphModule:

@@ -110,12 +110,16 @@ class MoveWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The code of one program, ready to run on one module's weights."""
+    """The code of one program, ready to run on one module's weights.
+
+    ``reduced`` is that of backward passes to some of whose results no gradient comes, by their names.
+    """
 
     module: fx.GraphModule
     bound: BoundCode | Recorder
     rebuild: Rebuild
     backward: BoundCode | Recorder | None = None
+    reduced: dict[frozenset[str], BoundCode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

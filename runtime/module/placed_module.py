@@ -38,13 +38,13 @@ from graphplan.runtime.module.dispatch import (
     serve,
     share_prefetch_buffers,
 )
-from graphplan.runtime.module.missing_gradients import refuse_transforms, tell_of_gradients
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
-from graphplan.runtime.module.training_step import run_step
+from graphplan.runtime.module.training.missing_gradients import refuse_transforms, tell_of_gradients
+from graphplan.runtime.module.training.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.weights.storage import like
 from graphplan.runtime.weights.weight_changes import KeptInPlace

@@ -21,7 +21,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.training_step import starts_of
+from graphplan.runtime.module.training.training_step import starts_of
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Profile, Recorder
 

@@ -8,6 +8,7 @@ import gc
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -459,6 +460,41 @@ def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
         with torch.no_grad():
             placed.head.weight.add_(1)
         with pytest.raises(RuntimeError, match=r"'head.weight' has been changed"):
+            loss.backward()
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+def _write_data(model: nn.Module) -> None:
+    weight = model.get_parameter("0.weight")
+    weight.data = weight.data * 2
+
+
+def _replace(model: nn.Module) -> None:
+    model.get_submodule("0").weight = nn.Parameter(model.get_parameter("0.weight") * 2)
+
+
+@pytest.mark.parametrize("change", [_assign, _write_data, _replace])
+def test_weights_replaced_before_backward_are_an_error(change: Callable[[nn.Module], None]) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with short_search(), graphplan.simulate({0: ROOMY}) as machine:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+        placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
+        loss = placed(x).sum()
+        change(placed)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' has been replaced"):
+            loss.backward()
+
+
+def test_a_functional_call_says_what_to_do() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with short_search():
+        placed = graphplan.partition(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), CPU, (x,), train=True)
+        others = {name: value.detach() * 2 for name, value in placed.named_parameters()}
+        loss = torch.func.functional_call(placed, others, (x,)).sum()
+        with pytest.raises(RuntimeError, match="grad=True instead of train=True"):
             loss.backward()
 
 

@@ -90,3 +90,22 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "SharedWeight": lambda: (SharedWeight(), {"ids": torch.randint(0, 50, (4, 6)), "scale": 0.5}),
     "Views": lambda: (Views(), {"x": torch.randn(4, 12)}),
 }
+
+
+class Stopped(nn.Module):
+    """Layers of which no gradient reaches the first three; or all are reached, past a conjugated value."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (self.how != "no_grad" or index > 2)):
+                x = torch.tanh(layer(x)) + x
+            if index == 2 and self.how == "detach":
+                x = x.detach()
+            if index == 0:
+                mirrored = torch.view_as_complex(x.reshape(-1, 8, 2)).conj()
+        return x + torch.view_as_real(mirrored.resolve_conj()).flatten(1) if self.how == "conjugated" else x

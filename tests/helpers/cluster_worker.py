@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
-from cluster_models import PLAIN, SharedWeight
+from cluster_models import PLAIN, SharedWeight, Stopped
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -179,10 +179,10 @@ def fault(kind: str, rank: str) -> None:
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
         schedule = "interleaved" if dist.get_world_size() == 2 else "gpipe"
-        options = {"grad": kind == "backward", "schedule": schedule}
+        options = {"grad": kind in LOSSES, "schedule": schedule}
         placed = divided(chain(), {"input": x}, 2, return_outputs=True, **options)
-        if kind == "backward":
-            placed.train_step(loss_that_fails, torch.zeros(4, 8), x)
+        if kind in LOSSES:
+            placed.train_step(LOSSES[kind], torch.zeros(4, 8), x)
         placed(x)
         if here and kind == "dies":
             os._exit(9)
@@ -196,7 +196,7 @@ def fault(kind: str, rank: str) -> None:
         placed(x)
         placed(x)
         say("no error")
-    except (graphplan.GraphplanError, ZeroDivisionError) as error:
+    except (graphplan.GraphplanError, ZeroDivisionError, RuntimeError) as error:
         say(f"{type(error).__name__}: {error}")
     sys.exit()
 
@@ -205,6 +205,14 @@ def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Its backward pass divides by zero."""
     result.register_hook(lambda gradient: gradient * (1 // 0))
     return torch.nn.functional.mse_loss(result, wanted)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "backward": loss_that_fails,
+    "raises": lambda result, _: result @ torch.ones(3),
+    "without gradient": lambda result, wanted: torch.nn.functional.mse_loss(result, wanted).detach(),
+    "rows": lambda result, wanted: (result - wanted).mean(1),
+}
 
 
 def lose_network(rank: int) -> None:
@@ -381,6 +389,25 @@ def training() -> None:
     own = dict(placed.stage.named_parameters())
     worst = max((p.grad - expected[name]).abs().max().item() for name, p in own.items())
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
+
+
+def stopped() -> None:
+    """Layers that no gradient reaches, a value that crosses conjugated, and a target of other rows."""
+    for name in ("detach", "no_grad", "conjugated"):
+        torch.manual_seed(0)
+        model, batch, target = Stopped(name), {"x": torch.randn(6, 16)}, torch.randn(6, 16)
+        placed = divided(copy.deepcopy(model), batch, 3, train=True, schedule="1f1b").train()
+        for rows in range(0, 6, 2):
+            part = model(batch["x"][rows : rows + 2]), target[rows : rows + 2]
+            (torch.nn.functional.mse_loss(*part) / 3).backward()
+        placed.train_step(torch.nn.functional.mse_loss, target, **batch)
+        theirs, ours = dict(model.named_parameters()), dict(placed.stage.named_parameters())
+        worst = difference([p.grad for p in ours.values()], [theirs[name].grad for name in ours])
+        say(f"{name}: {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
+    try:
+        placed.train_step(torch.nn.functional.mse_loss, target[:3], **batch)
+    except graphplan.InputError as error:
+        say(str(error))
 
 
 def small_llama() -> Any:
@@ -649,6 +676,7 @@ CASES: dict[str, Callable[..., None]] = {
     "planned": planned_training,
     "profile": profile,
     "steps": steps,
+    "stopped": stopped,
     "tied": tied,
     "training": training,
     "weights": weights,

@@ -76,7 +76,20 @@ def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
     cases = ["plain", "--", "differs", "--", "no_batches", "--", "profile", str(traces)]
     if TRAINS:
-        cases += ["--", "training", "--", "steps", str(checkpoint), "2", "--", "planned", "gpipe", "2MiB"]
+        cases += [
+            "--",
+            "training",
+            "--",
+            "stopped",
+            "--",
+            "steps",
+            str(checkpoint),
+            "2",
+            "--",
+            "planned",
+            "gpipe",
+            "2MiB",
+        ]
     return [said_by_case(output) for output in outputs_of(3, *cases)]
 
 
@@ -157,10 +170,19 @@ def test_a_rank_with_two_stages_names_the_one_that_waits() -> None:
 
 
 @trains
-def test_an_error_of_the_backward_pass_is_the_ranks_own() -> None:
-    with Ranks(2, "fault", "backward", "1") as group:
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("backward", "ZeroDivisionError: "),
+        ("without gradient", "InputError: the loss has no gradient"),
+        pytest.param("raises", "RuntimeError: size mismatch", marks=pytest.mark.slow),
+        pytest.param("rows", r"InputError: .* one number .*, not a tensor of \[2\]", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_of_the_loss_is_the_ranks_own(loss: str, message: str) -> None:
+    with Ranks(2, "fault", loss, "1") as group:
         first, last = (said(output)[-1] for output in group.outputs())
-    assert last.startswith("ZeroDivisionError: ")
+    assert re.match(message, last), last
     assert re.match(r"ClusterError: rank 0 \(stage [02] of 4\) waited for rank 1", first)
 
 
@@ -203,6 +225,17 @@ def test_a_training_step_has_the_gradients_of_eager(three: list[dict[str, str]])
     for cases in three:
         (line,) = said(cases["training"])
         assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+@trains
+def test_gradients_end_where_autograd_ends_them(three: list[dict[str, str]]) -> None:
+    for cases in three:
+        *models, rows = said(cases["stopped"])
+        assert len(models) == 3
+        for line in models:
+            assert re.search(r": 3 stages, gradients differ by (0\.0e\+00|\d\.\de-0[6-9])$", line), line
+        assert "a target of the sizes [3, 16]" in rows
+        assert "give it 6 rows" in rows
 
 
 def check_planned(outputs: Sequence[str]) -> None:

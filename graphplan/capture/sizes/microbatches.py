@@ -54,17 +54,17 @@ def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
     return [call.mapped(partial(part, start=at)) for at in range(0, rows, each)]
 
 
-def targets_of(target: Any, count: int) -> list[Any]:
+def targets_of(target: Any, count: int, rows: int) -> list[Any]:
     """The parts of a target, a tensor or a tree of them, for each of so many microbatches.
 
     Raises:
-        InputError: a tensor cannot be divided into so many equal parts.
+        InputError: a tensor has other rows than the batch.
     """
-    for leaf in leaves_of(target):
-        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or leaf.shape[0] % count):
+    for leaf in leaves_of(target) if count > 1 else ():
+        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or leaf.shape[0] != rows):
             raise InputError(
-                f"a target of the sizes {list(leaf.shape)} does not divide into {count} microbatches along "
-                "its first dimension: give as many rows as the batch has"
+                f"a target of the sizes {list(leaf.shape)} does not divide along its first dimension as the "
+                f"batch does: give it {rows} rows, as many as the batch has"
             )
 
     def part(leaf: Any, index: int) -> Any:

@@ -19,6 +19,7 @@ from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
 from graphplan.devices.topology import CPU, DeviceKey, Topology
+from graphplan.errors import InputError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import Crossing
 from graphplan.ir.schedule import Assignment, Schedule
@@ -35,8 +36,16 @@ class StageModule(nn.Module):
     """Holds weights under the names that they have in the model; its placed copy runs the stage's graph."""
 
     def forward(self, *values: torch.Tensor, **trace: tuple[()]) -> Any:
-        """Nothing: only its graph says what it computes."""
-        raise NotImplementedError("a stage runs as a graph only")
+        """Nothing: only its graph says what it computes.
+
+        Raises:
+            InputError: the call has modes for which no graph was cut.
+        """
+        del values, trace
+        raise InputError(
+            "a stage runs only as the model was placed: under the same autocast, with the same parameters "
+            "requiring gradients. Place the model again after such a change, on all ranks"
+        )
 
 
 @dataclass(frozen=True, slots=True)

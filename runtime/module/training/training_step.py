@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from graphplan._compat.torch import storage_of
 from graphplan.capture.model.model_weights import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
+from graphplan.runtime.module.training.undefined_gradients import reduced_backward
 
 _VERSION = attrgetter("_version")  # how often a tensor was written to
 _TWICE = (
@@ -33,6 +35,10 @@ _TWICE = (
 _CHANGED = (
     "{} has been changed by an in-place operation between the forward and the backward pass, which reads "
     "it: call backward() before {}"
+)
+_REPLACED = (
+    "{!r} has been replaced since the forward pass, and the backward pass reads it: call backward() before "
+    "another takes its place. For torch.func, place the model with grad=True instead of train=True"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
@@ -52,7 +58,7 @@ class _StepCall:
     back: list[tuple[torch.Tensor, torch.Tensor]]
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
-    versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     watched: list[torch.Tensor] = field(default_factory=list)
     saved_versions: list[int] = field(default_factory=list)
 
@@ -70,32 +76,39 @@ class _StepCall:
             original.copy_(changed)
         assert self.program.backward is not None
         named = named_tensors(self.module)
-        self.versions = [
-            (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
-        ]
+        read = ((name, named[name]) for name in self.program.backward.weights if name in named)
+        self.versions = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
         # those of inference mode do not count how often they are written to
         self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
         self.saved_versions = list(map(_VERSION, self.watched))
         return self.results
 
-    def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The gradients of the inputs that have one."""
+    def backward(self, tangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+        """The gradients of the inputs that have one; ``tangents`` are those by the results it starts from."""
         saved, self.saved = self.saved, None
         if saved is None:
             raise RuntimeError(_TWICE)
-        for name, tensor, version in self.versions:
+        named = named_tensors(self.module)
+        for name, tensor, storage, version in self.versions:
+            if named.get(name) is not tensor or storage_of(tensor) != storage:
+                raise RuntimeError(_REPLACED.format(name))
             if tensor._version != version:
                 raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
         watched, self.watched = self.watched, []  # the backward pass frees what it has read
         if list(map(_VERSION, watched)) != self.saved_versions:
             raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
         del watched
-        assert self.code.backward is not None
-        host = self.program.host
-        given = [t if t.device == host else t.to(host) for t in tangents]
+        host, run = self.program.host, self.code.backward
+        assert self.program.backward is not None
+        assert run is not None
+        _, *names = (node.name for node in self.program.backward.graph.find_nodes(op="placeholder"))
+        absent = frozenset(n for n, tangent in zip(names, tangents, strict=True) if tangent is None)
+        if absent:
+            run = reduced_backward(self.module, self.program, self.code, absent)
+        given = [t if t is None or t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
-            found = self.code.backward([saved, *given])
-        return [gradient.to(host) for gradient in found]
+            found = run([saved, *given])
+        return [None if gradient is None else gradient.to(host).resolve_conj() for gradient in found]
 
 
 class _Step(torch.autograd.Function):
@@ -113,7 +126,7 @@ class _Step(torch.autograd.Function):
         others = {id(results[position]): name for position, name in how.others.items()}
         passive = [tensor for tensor in tensors if id(tensor) not in ends and id(tensor) not in others]
         ctx.mark_non_differentiable(*passive)
-        ctx.starts = [(index, t.shape, t.dtype) for index, t in enumerate(tensors) if id(t) in ends]
+        ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
         ctx.others = {index: others[id(t)] for index, t in enumerate(tensors) if id(t) in others}
         return tensors
 
@@ -124,18 +137,14 @@ class _Step(torch.autograd.Function):
         for index, name in ctx.others.items():
             if tangents[index] is not None:
                 raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
-        given = [
-            torch.zeros(shape, dtype=dtype) if tangents[index] is None else tangents[index]
-            for index, shape, dtype in ctx.starts
-        ]
-        return None, None, *ctx.call.backward(given)
+        return None, None, *ctx.call.backward([tangents[index] for index in ctx.starts])
 
 
 def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
     """Those of the results of a step from which its backward pass was planned to start."""
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     # an input that is returned as it is has another function, which starts nothing
-    starts = [{index for index, *_ in getattr(leaf.grad_fn, "starts", ())} for leaf in tensors]
+    starts = [getattr(leaf.grad_fn, "starts", ()) for leaf in tensors]
     return [leaf for leaf, known in zip(tensors, starts, strict=True) if leaf.output_nr in known]
 
 
