@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
+from graphplan.whole_files import write_whole
 
 _READERS = {
     "graphplan.plan": "Plan",
@@ -101,7 +102,7 @@ class JsonFile:
 
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())
 
     @classmethod
     def load_json(cls, path: str | Path) -> Self:

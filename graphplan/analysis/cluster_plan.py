@@ -12,6 +12,7 @@ from graphplan.report.cluster.cluster_perfetto import to_cluster_trace
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.cluster.cluster_text import cluster_summary
 from graphplan.versioned_json import JsonFile
+from graphplan.whole_files import write_whole
 
 
 class ClusterPlan(ClusterPlanData[Plan], JsonFile):
@@ -45,15 +46,15 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write a page: figures, the picture of :meth:`save_svg`, a table of the machines."""
-        Path(path).write_text(to_cluster_html(self, title), encoding="utf-8")
+        write_whole(path, to_cluster_html(self, title))
 
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""
-        Path(path).write_text(to_cluster_trace(self), encoding="utf-8")
+        write_whole(path, to_cluster_trace(self))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the estimated batch as a picture: a lane for each machine, its microbatches and waits."""
-        Path(path).write_text(to_cluster_svg(self, title), encoding="utf-8")
+        write_whole(path, to_cluster_svg(self, title))
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the picture of :meth:`save_svg`."""

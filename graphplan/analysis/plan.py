@@ -23,6 +23,7 @@ from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
 from graphplan.versioned_json import JsonFile
+from graphplan.whole_files import write_whole
 
 
 class Plan(PlanData, JsonFile):
@@ -96,7 +97,7 @@ class Plan(PlanData, JsonFile):
         Above 400 operations a node is a module's share of a stage, about a hundred in all, because
         Graphviz takes minutes for more nodes.
         """
-        Path(path).write_text(to_dot(self), encoding="utf-8")
+        write_whole(path, to_dot(self))
 
     def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
         """What would save time, and what each stage would cost on the other devices, in words.
@@ -129,15 +130,15 @@ class Plan(PlanData, JsonFile):
             PlanError: the other plan is of another graph; the error says what differs.
         """
         page = to_html(self, title, remarks=self.remarks(bottleneck), other=other)
-        Path(path).write_text(page, encoding="utf-8")
+        write_whole(path, page)
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""
-        Path(path).write_text(to_svg(self, title), encoding="utf-8")
+        write_whole(path, to_svg(self, title))
 
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated timeline for Perfetto or ``chrome://tracing``."""
-        Path(path).write_text(to_trace(self), encoding="utf-8")
+        write_whole(path, to_trace(self))
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan for Model Explorer, with node data beside it: ``plan.device.json`` and others."""

@@ -11,10 +11,8 @@ import hashlib
 import io
 import json
 import logging
-import os
 import platform
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -43,6 +41,7 @@ from graphplan.passes import frontend, training
 from graphplan.version import __version__
 from graphplan.versioned_json import Format
 from graphplan.warnings import warn
+from graphplan.whole_files import write_whole
 
 logger = logging.getLogger("graphplan")
 
@@ -138,14 +137,7 @@ class SavedCaptures:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(_JSON, text)
             archive.writestr(_TENSORS, safetensors.torch.save(constants))
-        handle, name = tempfile.mkstemp(suffix=".tmp", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(file.getvalue())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, file.getvalue())
 
 
 def origin_of(model_copy: ModelCopy, call: BoundCall, *beside: Any) -> Origin | None:

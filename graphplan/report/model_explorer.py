@@ -15,6 +15,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import made_bytes, run_seconds
 from graphplan.report.text import device_colours, shape_text, size_text, time_text
+from graphplan.whole_files import write_whole
 
 _GRAPH = "plan"
 _GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"}]
@@ -38,7 +39,7 @@ def save_model_explorer(plan: PlanData, path: Path, title: str, measured: Measur
     """Write the graph to ``path``, and beside it each way to colour it (``plan.seconds.json``)."""
     for name, text in to_model_explorer(plan, title, measured).items():
         target = path.with_suffix(f".{name}.json") if name else path
-        target.write_text(text, encoding="utf-8")
+        write_whole(target, text)
 
 
 def _namespaces(plan: PlanData) -> dict[str, str]:
