@@ -131,14 +131,3 @@ def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     """A call of named arguments that needs no binding."""
     leaves, spec = flatten(((), dict(traced)))
     return BoundCall((), dict(traced), tuple(leaves), spec)
-
-
-@dataclass(frozen=True, slots=True)
-class Without:
-    """Takes arguments out of a call that were not traced: none of them is a tensor."""
-
-    names: tuple[str, ...]
-
-    def __call__(self, call: BoundCall) -> BoundCall:
-        """The call without them."""
-        return bound_call({name: value for name, value in call.kwargs.items() if name not in self.names})

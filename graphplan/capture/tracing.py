@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
-from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
+from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
@@ -251,9 +251,8 @@ def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: boo
     dropped = tuple(name for name in given if name not in traced)
     if any(isinstance(given[name], torch.Tensor) for name in dropped):
         raise CaptureError(f"the exporter drops {list(dropped)}")
-    prepare: Prepare | None = Without(dropped) if dropped else None
-    if any(type(value) is not type(given.get(name)) for name, value in traced.items()):
-        prepare = partial(_precomputed, model_copy.module, dropped)
+    computes = any(type(value) is not type(given.get(name)) for name, value in traced.items())
+    prepare = partial(_precomputed, model_copy.module, dropped) if dropped or computes else None
     return from_exported(exported, call, model_copy, prepare)
 
 

@@ -146,7 +146,7 @@ def _routed(
     if known.route is None or program.entry != entry or program.modes != modes:
         return None
     leaves = known.route.leaves(args, kwargs, program.host)
-    if leaves is None or not program.at_home(leaves):
+    if leaves is None or not program.takes(leaves):
         return None
     given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
     return Served(known.index, leaves, given)

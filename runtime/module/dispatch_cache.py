@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
@@ -65,8 +64,7 @@ class Route:
         matches: the form of each argument.
         checks: what each tensor, counter or number must be, in the order of the arguments.
         guards: further conditions, on all leaves.
-        positions: for each leaf that the guards are about, the tensor that it is, or None.
-        order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
+        positions: for each leaf, the tensor that it is, or None for a constant.
         constants: the leaves that are no tensors.
         first: the tensor whose device is the caller's.
     """
@@ -77,7 +75,6 @@ class Route:
     checks: tuple[Check | None, ...]
     guards: tuple[Guard, ...]
     positions: tuple[int | None, ...]
-    order: tuple[int | None, ...]
     constants: tuple[Any, ...]
     first: int | None
 
@@ -101,7 +98,7 @@ class Route:
             return None
         return [
             constant if index is None else tensors[index]
-            for index, constant in zip(self.order, self.constants, strict=True)
+            for index, constant in zip(self.positions, self.constants, strict=True)
         ]
 
 
@@ -116,19 +113,18 @@ def find_route(
 
     ``forward`` is the signature of the model's own; ``signature`` and ``prepare`` are those of the program.
     """
-    if prepare is not None and not isinstance(prepare, Without):
+    if prepare is not None:
         return None  # it computes with the tensors
     if any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
         return None
-    usual = _route_of(_FormReader(), forward, signature, prepare, args, kwargs)
-    return usual or _route_of(_FormReader(numbers=True), forward, signature, prepare, args, kwargs)
+    usual = _route_of(_FormReader(), forward, signature, args, kwargs)
+    return usual or _route_of(_FormReader(numbers=True), forward, signature, args, kwargs)
 
 
 def _route_of(
     form: _FormReader,
     forward: inspect.Signature,
     signature: InputSignature,
-    prepare: Callable[[BoundCall], BoundCall] | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Route | None:
@@ -150,13 +146,13 @@ def _route_of(
             checks[position] = leaf if varies else Same(leaf)
     if None in checks:
         return None  # a tensor that is dropped on the way
-    traced = call if prepare is None else prepare(call)
-    order = tuple(form.index_of(leaf) for leaf in traced.leaves)
-    constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
+    constants = tuple(
+        leaf if position is None else None for position, leaf in zip(positions, call.leaves, strict=True)
+    )
     tensors = (p for p, leaf in zip(positions, signature.leaves, strict=True) if isinstance(leaf, TensorLeaf))
     first = next(tensors, None)  # in the order of forward's arguments, as :attr:`BoundCall.device`
     checked = (tuple(checks), signature.guards, tuple(positions))
-    return Route(len(args), tuple(kwargs), tuple(matches), *checked, order, constants, first)
+    return Route(len(args), tuple(kwargs), tuple(matches), *checked, constants, first)
 
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)

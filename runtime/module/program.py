@@ -105,15 +105,6 @@ class Program:
         """Whether the caches of a call are where the plan has them, or where they were when it was made."""
         return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
 
-    def at_home(self, leaves: Sequence[Any]) -> bool:
-        """As :meth:`takes`, of the leaves of the code's inputs."""
-        inputs = self.inputs
-        for state in self.states:
-            device = leaves[inputs[state.position]].device
-            if device != state.home and device != state.found:
-                return False
-        return True
-
     @property
     def streams(self) -> bool:
         """Whether it copies weights through a prefetch buffer, so that its calls must follow one another."""

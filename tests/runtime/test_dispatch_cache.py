@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphplan
-from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
 from graphplan.capture.structure import leaves_of
 from graphplan.runtime.module import dispatch
@@ -147,18 +146,6 @@ def test_one_tensor_twice_is_not_taken_for_two() -> None:
     assert leaves is not None
     call = bind_call(SIGNATURE, [x], {"other": y, "flag": x})
     assert all(ours is theirs for ours, theirs in zip(leaves, call.leaves, strict=True))
-
-
-def test_arguments_that_are_not_traced_are_taken_out() -> None:
-    x = torch.zeros(2, 3)
-    kwargs = {"c": x, "flag": True}
-    signature = inspect.signature(lambda c, flag: None)
-    call = bind_call(signature, [], kwargs)
-    route = find_route(signature, signature_of(call), Without(("flag",)), [], kwargs)
-    assert route is not None
-    (leaf,) = route.leaves([], kwargs, CPU) or ()
-    assert leaf is x
-    assert route.leaves([], {"c": x, "flag": False}, CPU) is None
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, range(3), torch.zeros(1).numpy()])

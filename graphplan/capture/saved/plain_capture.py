@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.captured_graph import Capture, Without
+from graphplan.capture.captured_graph import Capture
 from graphplan.capture.saved.plain_graph import GraphMaker, GraphWriter
 from graphplan.capture.saved.plain_values import NotSavedError, from_plain, to_plain
 from graphplan.capture.signature import BoundCall, CounterLeaf, FloatLeaf, Guard, InputSignature, TensorLeaf
@@ -39,9 +39,7 @@ def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Ten
         NotSavedError: something of it cannot be written.
     """
     signature = capture.signature
-    if capture.parts or signature.prepared is not None:
-        raise NotSavedError(_DECIDED)
-    if capture.prepare is not None and not isinstance(capture.prepare, Without):
+    if capture.parts or capture.prepare is not None:
         raise NotSavedError(_DECIDED)
     writer = GraphWriter()
     plain = {

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.captured_graph import TrainingStep, Without
+from graphplan.capture.captured_graph import TrainingStep
 from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
 from graphplan.capture.structure import know_class
 from graphplan.capture.transformers.caches import Given, LayoutPart
@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "math": " ".join(vars(math)),
 }
 """By module, the functions of numbers: others, such as ``eval``, are not called whatever a file says."""
-_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, Without)
+_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 

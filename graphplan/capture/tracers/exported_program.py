@@ -60,7 +60,6 @@ def from_exported(
         assert prepare is not None
         prepared, guards = Prepared(prepare, replace(found.signature, guards=guards)), ()
     known = dict(zip(found.signature.names, found.signature.leaves, strict=True))
-    # flags of the output, such as use_cache, are taken out before the trace
     leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
     roles = dict(zip(order, exported.roles, strict=True))
     return replace(

@@ -65,7 +65,7 @@ class Exported:
 
     Attributes:
         program: its result is the model's, and the caches that were given, as they are after the call.
-        traced: the arguments, after what the exporter does to them; flags of the output are baked in.
+        traced: the arguments, after what the exporter does to them.
         roles: for each leaf of ``traced``, its axes that may vary.
         guards: what else the trace takes for granted.
         fixed: why no axis varies, where that was tried and failed.
@@ -108,7 +108,9 @@ def _export(
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     with patched(Patch.of(*uncast_inputs())):
         _, prepared, flags = prepare_for_export(module, given)
-    inputs = dict(prepared)
+    # with the flags of the output, which the exporter takes out
+    inputs = {name: prepared.get(name, value) for name, value in given.items() if name in (*prepared, *flags)}
+    inputs |= {name: value for name, value in prepared.items() if name not in inputs}
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
@@ -120,7 +122,7 @@ def _export(
         caches = caches_in(kwargs)
         for name, cache in caches.items() if varying else ():
             take_for_one(cache, inputs[name], roles[name])
-        result = original(**kwargs, **flags)  # not all configurations in it are told of flags
+        result = original(**kwargs)
         return with_caches(result, caches)
 
     bounds = bounds_of_segments(inputs)
