@@ -39,19 +39,22 @@ _own: dict[type, pytree.NodeDef] = {}
 _tracing: list[Registry] = []  # those of the thread that holds the capture lock
 
 
-def know(cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any], list[Any]]) -> None:
+def know(
+    cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any], Iterable[Any]] | None = None
+) -> None:
     """Look inside the objects of a class from now on.
 
     Args:
         cls: the class.
         flatten: from an object to its parts, and what else makes it.
         unflatten: the way back.
-        key: from an object to the name of each part, as pytree has them.
+        key: from an object to the name of each part, as pytree has them; by default they are numbered.
     """
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         parts, context = flatten(value)
-        return list(zip(key(value), parts, strict=True)), context
+        names = map(pytree.SequenceKey, range(len(parts))) if key is None else key(value)
+        return list(zip(names, parts, strict=True)), context
 
     _own[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
 

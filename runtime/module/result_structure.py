@@ -122,7 +122,7 @@ class _StructureWriter:
 
     def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
         """Write the lines that make of the object at ``place`` what it is after the call."""
-        if not _has_leaves(after) and before == after:
+        if not after.has_leaves and before == after:
             return
         if _changes_in_place(before, after) and after.kind == "object":
             state = f"o{len(self.lines)}"
@@ -149,7 +149,7 @@ class _StructureWriter:
 
 def _changes_in_place(before: LayoutPart, after: LayoutPart) -> bool:
     """Whether what is there becomes what it is after the call, and need not be replaced: as a tuple must."""
-    if not _has_leaves(after) and before == after:
+    if not after.has_leaves and before == after:
         return True
     if before.kind != after.kind or before.cls is not after.cls:
         return False
@@ -165,10 +165,6 @@ def _device(part: LayoutPart, taken: int) -> str:
     """The code for the device of an object: that of its first tensor, before which leaves are ``taken``."""
     first = next((index for index, is_tensor in enumerate(tensors_in(part), taken) if is_tensor), None)
     return "None" if first is None else f"r[{first}].device"
-
-
-def _has_leaves(part: LayoutPart) -> bool:
-    return part.kind == "leaf" or any(map(_has_leaves, part.parts))
 
 
 def _tuple(parts: Sequence[str]) -> str:

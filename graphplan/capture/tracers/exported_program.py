@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +31,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     sizes_of_call,
     values_of,
 )
-from graphplan.capture.structure import node_of
-from graphplan.capture.transformers.caches import caches_in, is_described
+from graphplan.capture.transformers.caches import caches_at, caches_in
 from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -103,7 +102,7 @@ def from_program(
     _flatten_outputs(program)
     if len(call.leaves) != len(inputs):
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(call.leaves)}")
-    values, states = values_of(program.graph), set(_cache_leaves(call.spec))
+    values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
         _leaf(leaf, values[name], program.range_constraints, own)
         for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
@@ -126,7 +125,7 @@ def from_program(
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
         caches=tuple(caches_in(call.kwargs)),
-        kept=frozenset(_cache_leaves(out_spec)),
+        kept=_cache_leaves(out_spec),
         entry=model_copy.entry,
     )
 
@@ -208,15 +207,9 @@ def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
     return replace(leaf, stride=()) if is_state or tokens else leaf
 
 
-def _cache_leaves(spec: pytree.TreeSpec, start: int = 0) -> Iterator[int]:
+def _cache_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
     """Indices of the leaves that are in caches."""
-    node = None if spec.is_leaf() else node_of(spec.type)
-    if node is not None and is_described(node):
-        yield from range(start, start + spec.num_leaves)
-        return
-    for child in spec.children():
-        yield from _cache_leaves(child, start)
-        start += child.num_leaves
+    return frozenset(at for start, one in caches_at(spec) for at in range(start, start + one.num_leaves))
 
 
 def _flatten_outputs(program: torch.export.ExportedProgram) -> None:

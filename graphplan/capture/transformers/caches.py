@@ -72,6 +72,17 @@ class LayoutPart:
     parts: tuple[LayoutPart, ...] = ()
     value: Any = None
 
+    def walk(self, name: Any = "") -> Iterator[tuple[Any, LayoutPart]]:
+        """This part and all in it, in order, each with its name; items of a sequence have that of it."""
+        yield name, self
+        for key, part in zip(self.keys or (name,) * len(self.parts), self.parts, strict=True):
+            yield from part.walk(key)
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether anything in it is a leaf."""
+        return any(part.kind == "leaf" for _, part in self.walk())
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -80,7 +91,7 @@ class Given:
     name: str
 
 
-know(Given, lambda given: ([], given.name), lambda _, name: Given(name), lambda _: [])
+know(Given, lambda given: ([], given.name), lambda _, name: Given(name))
 
 _ours: set[type] = set()
 
@@ -95,7 +106,7 @@ def know_caches(module: nn.Module) -> None:
 
     for cls in (*_subclasses(Cache), *_own_caches(own)):
         if cls not in _ours:
-            know(cls, _flatten, _unflatten, _keys)
+            know(cls, _flatten, _unflatten)
             _ours.add(cls)
 
 
@@ -147,30 +158,33 @@ def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     return found
 
 
-def tensors_in(part: LayoutPart, key: Any = "") -> Iterator[bool]:
+def tensors_in(part: LayoutPart) -> list[bool]:
     """For each leaf of a layout, in order, whether it is a tensor: other leaves count tokens."""
-    if part.kind == "leaf":
-        yield key not in COUNTERS
-    for name, inner in zip(part.keys or (key,) * len(part.parts), part.parts, strict=True):
-        yield from tensors_in(inner, name)
+    return [name not in COUNTERS for name, inner in part.walk() if inner.kind == "leaf"]
 
 
-def states_on_one_device(spec: pytree.TreeSpec, start: int = 0) -> Iterator[list[int]]:
-    """Indices of the leaves of a result that a layer of a cache has: it takes all to be on its device."""
+def caches_at(spec: pytree.TreeSpec, start: int = 0) -> Iterator[tuple[int, pytree.TreeSpec]]:
+    """The caches in a structure, each with the index of its first leaf."""
     node = None if spec.is_leaf() else node_of(spec.type)
     if node is not None and is_described(node):
-        yield from _states(layout_of(spec), start)
+        yield start, spec
         return
     for child in spec.children():
-        yield from states_on_one_device(child, start)
+        yield from caches_at(child, start)
         start += child.num_leaves
+
+
+def states_on_one_device(spec: pytree.TreeSpec) -> Iterator[list[int]]:
+    """Indices of the leaves of a result that a layer of a cache has: it takes all to be on its device."""
+    for start, cache in caches_at(spec):
+        yield from _states(layout_of(cache), start)
 
 
 def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
     own: list[int] = []
     has_device = any(inner.kind == "device" for inner in part.parts)
     for inner in part.parts:
-        tensors = list(tensors_in(inner))
+        tensors = tensors_in(inner)
         if has_device and inner.kind in ("leaf", "mapping"):
             own += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
         yield from _states(inner, start)
@@ -182,10 +196,6 @@ def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
     return leaves, _describe(cache, leaves, "", False)
-
-
-def _keys(cache: Any) -> list[Any]:
-    return [pytree.SequenceKey(index) for index in range(len(_flatten(cache)[0]))]
 
 
 def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
@@ -242,19 +252,12 @@ def _can_be_made(value: Any) -> bool:
 
 def refuse_opaque(name: str, cache: Any) -> None:
     """Raise NoGraphError where a cache, of this argument, has an attribute that cannot be looked into."""
-    part = next(_opaque(_flatten(cache)[1]), None)
-    if part is not None:
+    opaque = [part.value for _, part in _flatten(cache)[1].walk() if part.kind == "opaque"]
+    if opaque:
         raise NoGraphError(
-            f"{name} has an attribute {part}, which may hold tensors that a graph does not see: keep them in "
-            "attributes, lists, tuples or dicts"
+            f"{name} has an attribute {opaque[0]}, which may hold tensors that a graph does not see: keep "
+            "them in attributes, lists, tuples or dicts"
         )
-
-
-def _opaque(part: LayoutPart) -> Iterator[str]:
-    if part.kind == "opaque":
-        yield part.value
-    for inner in part.parts:
-        yield from _opaque(inner)
 
 
 def _settled(symbol: Any) -> Any:
