@@ -6,7 +6,7 @@
        │                        │ pickled, or changed after it was traced
        │                        ├── that Placer at the next forward pass, with the weights where they are
        └── at the first         │ a call has no room beside the weights
-           forward pass         └── find_room plans it, wherever weights are; its WeightMove does that
+           forward pass         └── find_room plans it, wherever weights are; its Placer does that
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were moved last.
         homes: where weights are already; None before the first plan.
         known_plan: the plan that put them there.
+        found: a plan of :meth:`find_room`, and its compiler: a call moves the weights to where it has them.
     """
 
     topology: Topology
@@ -86,12 +87,18 @@ class Placer:
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
+    found: tuple[Compiler, Planned] | None = None
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
-        """Place a module as it is now, at a call of it."""
+        """Place a module as it is now, at a call of it; or move its weights, whatever call comes next."""
         model = unplaced(module)
+        if self.found is not None:
+            mover, planned = self.found  # whose inputs must not stay with the module
+            placed = replace(self, found=None).attached(model, mover, [planned])
+            mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
+            return placed
         model_copy = ModelCopy(model)
         if self._step is not None and torch.is_grad_enabled():
             model_copy.step = self._step.of(module, (args, kwargs))
@@ -214,7 +221,7 @@ class Placer:
 
     def find_room(
         self, known: Compiler, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes
-    ) -> WeightMove:
+    ) -> Placer:
         """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
 
         ``known`` knows what has been traced.
@@ -231,7 +238,7 @@ class Placer:
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry))
         mover.commit(planned)
-        placer = Placer(
+        return Placer(
             self.topology,
             self.options,
             self.strict,
@@ -240,36 +247,5 @@ class Placer:
             moved_for=nbytes,
             homes=mover.homes,
             known_plan=planned.plan,
+            found=(mover, planned),
         )
-        return WeightMove(placer, mover, planned)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMove:
-    """Moves weights to where a plan has them.
-
-    Attributes:
-        placer: knows where they will be.
-        mover: the compiler that has made the plan.
-        planned: the plan; with its inputs, which must not stay with the module.
-    """
-
-    placer: Placer
-    mover: Compiler
-    planned: Planned
-
-    @property
-    def known_plan(self) -> PlanData | None:
-        """The plan."""
-        return self.placer.known_plan
-
-    @property
-    def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
-        return self.placer.strict
-
-    def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
-        """The module with its weights moved, by way of host memory, whatever call comes next."""
-        placed = self.placer.attached(unplaced(module), self.mover, [self.planned])
-        self.mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
-        return placed

@@ -224,10 +224,10 @@ class Compiler:
 
     @with_progress
     @one_at_a_time
-    def further(self, call: BoundCall, modes: Modes, entry: str = "", *, barely: bool = True) -> Program:
+    def further(self, call: BoundCall, modes: Modes, entry: str, barely: bool) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
-        ``barely`` as in :class:`graphplan.runtime.module.module_state.Compile`.
+        ``barely``: whether it will do that there is room for this call, though its cache is to grow.
         """
         self.model_copy.enter(modes)
         settled = self.homes is not None

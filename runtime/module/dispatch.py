@@ -203,7 +203,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     if len(state.programs) >= _MOST:
         raise TooManyPrograms
     try:
-        state.programs.append(state.compile(call, modes, entry, barely=state.move is None))
+        state.programs.append(state.compile(call, modes, entry, state.move is None))
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
         if (

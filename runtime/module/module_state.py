@@ -28,16 +28,6 @@ from graphplan.runtime.weights.resident_parts import ResidentPart
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 
-class Compile(Protocol):
-    """Makes a program of a call."""
-
-    def __call__(self, call: BoundCall, modes: Modes, entry: str, *, barely: bool) -> Program:
-        """A program of a call, in modes of the modules, of the submodule at a path.
-
-        ``barely``: whether it will do that there is room for this call, though its cache is to grow.
-        """
-
-
 class RunningCalls:
     """A block for each call, in any thread: who moves the weights waits until there is none."""
 
@@ -76,6 +66,9 @@ class CallTurns:
         self._lock.release()
 
 
+Compile = Callable[[BoundCall, Modes, str, bool], Program]
+"""Makes a program of a call: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
+
 Refused = Callable[[NoGraphError], None]
 """Warns of a call structure that no capture takes, or raises."""
 
@@ -97,15 +90,8 @@ class Start(Protocol):
         """The placed module; ``entry`` is the path of what is called."""
 
 
-class MoveWeights(Protocol):
-    """Finds room for a call that lacks it where the weights are."""
-
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes) -> Start:
-        """What moves the weights to where it has room.
-
-        Raises:
-            InfeasibleError: there is none wherever they are.
-        """
+MoveWeights = Callable[[Sequence[Any], Mapping[str, Any], str, Modes], Start]
+"""Finds what moves the weights to where a call has room, or raises InfeasibleError."""
 
 
 @dataclass(frozen=True, slots=True)
