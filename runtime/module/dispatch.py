@@ -28,6 +28,11 @@ _MANY_PROGRAMS = (
     f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "
     "a string), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
 )
+_FULL = (
+    "so many call structures have been captured for one model that all are forgotten, and captured again "
+    "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
+    "sizes; pass tensors, not numbers"
+)
 _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
     "removed, the model runs module by module, each where its weights reside, which is slower"
@@ -35,14 +40,6 @@ _HOOKED = (
 _MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # forms of calls that are remembered
 _SIZES = 4096  # of calls that are remembered
-
-
-class TooManyPrograms(Exception):  # noqa: N818  # not an error: the module begins anew
-    """A call of a new structure, where as many programs are there as are kept."""
-
-
-class PlacedAnew(Exception):  # noqa: N818  # as above: the call begins anew
-    """A call that waited for a capture, of a module that is placed anew meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,10 @@ def serve(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     step: Differentiation | None = None,
-) -> Served | ServedByModules:
+) -> Served | ServedByModules | None:
     """The program that serves a call, and what it takes of it; or that no program does.
+
+    None where the module is placed anew, and the call is to begin again.
 
     ``entry`` and ``signature`` are of what is called, as in
     :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is differentiated, where a
@@ -80,8 +79,6 @@ def serve(
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
-        TooManyPrograms: it has a new structure, and no further programs are kept.
-        PlacedAnew: it has a new structure, and the module is placed anew.
     """
     if state.untraced is not None:
         return ServedByModules(entry, bind_call(signature, args, kwargs))
@@ -104,7 +101,7 @@ def serve(
             return served
     call = bind_call(signature, args, kwargs)
     index = _find(state, entry, call, modes, [known.index for known in likely])
-    if isinstance(index, ServedByModules):
+    if not isinstance(index, int):
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
@@ -163,14 +160,18 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
 
 def _find(
     state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int]
-) -> int | ServedByModules:
+) -> int | ServedByModules | None:
     known = _known(state, entry, call, modes, likely)
     if known is not None:
         return known
     with CAPTURE_LOCK:
         if state.start is not None:
-            raise PlacedAnew
+            return None
         known = _known(state, entry, call, modes)  # another thread may have captured it meanwhile
+        if known is None and len(state.programs) >= _MOST:
+            warn(_FULL)
+            state.start = state.restart
+            return None
         return _captured(state, entry, call, modes) if known is None else known
 
 
@@ -200,8 +201,6 @@ def _by_reach(state: ModuleState) -> Iterator[int]:
 def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
     """A call of a new structure."""
     assert state.compile is not None
-    if len(state.programs) >= _MOST:
-        raise TooManyPrograms
     try:
         state.programs.append(state.compile(call, modes, entry, state.move is None))
     except NoGraphError as error:

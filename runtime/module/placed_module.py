@@ -30,14 +30,7 @@ from graphplan.runtime.fallback.short_names import made_class, original_class, u
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import (
-    PlacedAnew,
-    Served,
-    ServedByModules,
-    TooManyPrograms,
-    serve,
-    share_prefetch_buffers,
-)
+from graphplan.runtime.module.dispatch import Served, ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
@@ -49,12 +42,6 @@ from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.weights.storage import like
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
-
-_FULL = (
-    "so many call structures have been captured for one model that all are forgotten, and captured again "
-    "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
-    "sizes; pass tensors, not numbers"
-)
 
 _MOVED = (
     "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
@@ -105,11 +92,6 @@ class PlacedModule(ShortNames, KeptInPlace):
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
-            except PlacedAnew:
-                served = None
-            except TooManyPrograms:
-                served = None
-                _begin_anew(self, state)
             except InfeasibleError:
                 served = None
                 if state.move is None:
@@ -222,14 +204,6 @@ def _change(module: PlacedModule) -> str | None:
     state = module._graphplan
     guard = state.guard
     return None if guard is None or state.start is not None else guard.difference(module)
-
-
-def _begin_anew(module: PlacedModule, full: ModuleState) -> None:
-    """Forget every program and trace: the next call is captured, with the weights where they are."""
-    with CAPTURE_LOCK:
-        if module._graphplan is full and full.start is None:
-            warn(_FULL)
-            full.start = full.restart
 
 
 @outside_inference_mode
