@@ -85,6 +85,7 @@ class StageSearch:
         cluster: the machines.
         options: of the caller.
         batch: rows of the whole batch; 0 where it is not divided.
+        fullest: what an error says of the machine that lacks most.
     """
 
     model_copy: ModelCopy
@@ -98,6 +99,7 @@ class StageSearch:
     placed: dict[Stretch, StepPlan | None] = field(default_factory=dict)
     known: dict[Hashable, StepPlan | None] = field(default_factory=dict)
     refused: CaptureError | None = None
+    fullest: str = ""
 
     def run(self) -> ClusterPlan:
         """The best plan that is found.
@@ -284,10 +286,6 @@ class StageSearch:
         """That are needed to use several machines."""
         return min(1, len(self.cluster.machines) - 1)
 
-    def lacking(self) -> str:
-        """What an error says of the machine that lacks most."""
-        return ""
-
     def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
         """The machine of each stage."""
         free = [iter(members) for members in self.cluster.classes]
@@ -309,7 +307,7 @@ class StageSearch:
         if places < self.least_cuts:
             found = f"are {places} places" if places else "is no place"
             return InfeasibleError(f"{said}, and there {found} where the model can be cut")
-        said += self.lacking()
+        said += self.fullest
         searches = 0
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth

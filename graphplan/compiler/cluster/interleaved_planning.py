@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
 from graphplan.compiler.cluster.stage_placement import Stretch
 from graphplan.compiler.training import trainable
-from graphplan.devices.topology import CPU, Topology
+from graphplan.devices.topology import Topology
 from graphplan.errors import readable_bytes
 from graphplan.ir.cluster.interleaved_order import play
 from graphplan.ir.cluster.machine_stage import stage_seconds
@@ -34,11 +34,9 @@ class InterleavedSearch(StageSearch):
 
     Attributes:
         growth: class of machines -> (cuts, cuts) factors by which stretches need more than was estimated.
-        fullest: what an error says of the machine that lacks most.
     """
 
     growth: dict[int, Floats] = field(default_factory=dict)
-    fullest: str = ""
 
     @property
     def table_count(self) -> int:
@@ -101,10 +99,6 @@ class InterleavedSearch(StageSearch):
         cluster = self.cluster
         return bound_interleaved(self.boundaries, cluster.machines, cluster.network, cluster.flight)
 
-    def lacking(self) -> str:
-        """What an error says of the machine that lacks most."""
-        return self.fullest
-
     # -- cuts and shares -------------------------------------------------------------------------------
 
     def _stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
@@ -113,8 +107,8 @@ class InterleavedSearch(StageSearch):
         classes = [class_of[index % flight.machines] for index in range(count)]
         kept = [flight.kept(count - 1 - index) for index in range(count)]
         # how much less a training step saves is not estimated: all of it decides shares, and weights cuts
-        needs = [self._needs(estimates, *pair) for pair in zip(classes, kept, strict=True)]
-        least = [self._weights(estimates, c) for c in classes] if flight.train else needs
+        needs = [self._asked(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
+        least = [self._asked(estimates, c, estimates.weights) for c in classes] if flight.train else needs
         costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
         loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
         found = InterleavedDP(loads, least, rooms, microbatches).solve()
@@ -131,21 +125,11 @@ class InterleavedSearch(StageSearch):
             for c, pair, keep, share in zip(classes, pairs, keeps, shares, strict=True)
         ]
 
-    def _needs(self, estimates: Estimates, c: int, kept: int) -> Floats:
-        """(cuts, cuts) bytes of all that stays on a machine, and of activations."""
-        buffers = estimates.buffers if CPU in self._devices(estimates, c) else 0.0
-        return np.asarray((estimates.needs(kept) + buffers) * self._growth(estimates, c))
-
-    def _weights(self, estimates: Estimates, c: int) -> Floats:
-        """(cuts, cuts) bytes without which no training step does."""
-        buffers = estimates.buffers if CPU in self._devices(estimates, c) else 0.0
-        return np.asarray((estimates.weights + buffers) * self._growth(estimates, c))
-
-    def _devices(self, estimates: Estimates, c: int) -> set[str]:
-        return {spec.device for spec in estimates.machines[c].devices}
-
-    def _growth(self, estimates: Estimates, c: int) -> Floats | float:
-        return self.growth.get(c, 1.0) if estimates is self.estimates else 1.0
+    def _asked(self, estimates: Estimates, c: int, nbytes: Floats) -> Floats:
+        """(cuts, cuts) bytes with the buffers of a machine that streams, and what placements have added."""
+        buffers = estimates.buffers if estimates.machines[c].cpu is not None else 0.0
+        growth = self.growth.get(c, 1.0) if estimates is self.estimates else 1.0
+        return np.asarray((nbytes + buffers) * growth)
 
     def _passes_no_gradient(self, estimates: Estimates) -> NDArray[np.bool_]:
         """(cuts, cuts) whether gradients would have to pass a stretch without a parameter of its own."""
