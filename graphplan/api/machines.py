@@ -171,7 +171,7 @@ class _Example:
         whole = self.compiler.trace(self.call)
         if self.microbatches > 1 and any(whole.roles):
             self._require_batch_axes(whole)
-        found = self.annotator(self.micro)
+        found = self.compiler.annotated(self.micro)
         if self.microbatches > 1:
             part = found.capture
             after, before = Wires(whole, self.call), Wires(part, self.micro)
@@ -196,10 +196,6 @@ class _Example:
                         "would be divided with them: give an example of another number of rows, or "
                         "microbatches=1"
                     )
-
-    def annotator(self, micro: BoundCall, ahead: float = 0.0) -> Annotator:
-        """The whole model's call of one microbatch, traced; ``ahead`` as for captures."""
-        return self.compiler.annotated(micro, ahead)
 
 
 def _example(
@@ -283,7 +279,7 @@ def partition_machines(
     text = broadcast_text(on_all("planning", plan_on_first), "the plan")
     source = on_all("reading the checkpoint", lambda: read_source(request, checkpoint, strict=strict))
     found = ClusterPlan.from_json(text)
-    builder = RankBuilder(request, example.annotator, cluster, found, source, everywhere=everywhere)
+    builder = RankBuilder(request, example.compiler.annotated, cluster, found, source, everywhere=everywhere)
     return builder.build(annotator)
 
 

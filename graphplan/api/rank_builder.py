@@ -21,10 +21,7 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster.cluster_planning import Cluster
-from graphplan.compiler.cluster.stage_compiler import (
-    StageSource,
-    stage_source,
-)
+from graphplan.compiler.cluster.stage_compiler import StageSource, stage_source
 from graphplan.compiler.pipeline import AHEAD
 from graphplan.compiler.training import trainable, trained_values
 from graphplan.errors import InfeasibleError, InputError
@@ -263,18 +260,17 @@ class RankBuilder:
             return None
         sizes = key, tuple(map(wires.of, known.crossing))
         if sizes not in self.runners:
-            programs, schedule = self._programs(known, wires), self.plan.schedule
-            self.runners[sizes] = StageRunner(
-                programs, microbatches, self.traffic, self.group, schedule=schedule
-            )
+            self.runners[sizes] = self._new_runner(known, wires, microbatches)
         return self.runners[sizes]
 
-    def _programs(self, known: _RankCut, wires: Wires) -> list[StageProgram]:
-        made = []
+    def _new_runner(
+        self, known: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
+    ) -> StageRunner:
+        programs, schedule = [], self.plan.schedule
         for own, source in zip(self.stages, known.sources, strict=True):
             cut, trains = source.cut, source.step is not None or self.request.options.training is None
             received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
-            made.append(
+            programs.append(
                 StageProgram(
                     own.index,
                     own.placed,
@@ -287,7 +283,7 @@ class RankBuilder:
                     trains,
                 )
             )
-        return made
+        return StageRunner(programs, microbatches, self.traffic, self.group, schedule, loss)
 
     def _trainer(
         self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
@@ -295,15 +291,13 @@ class RankBuilder:
         """What runs this rank's stages forward and backward, if it has any."""
         if not self.stages or not self.request.options.differentiates:
             return None
-        programs, schedule = self._programs(self.cuts[key], wires), self.plan.schedule
-        names = [wire.name for wire in programs[-1].sent]
+        known = self.cuts[key]
+        names = known.sources[-1].cut.sent
 
         def loss_of(made: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
             return loss(rebuild(dict(zip(names, made, strict=True))), target)
 
-        return StageRunner(
-            programs, self.plan.microbatches, self.traffic, self.group, schedule=schedule, loss=loss_of
-        )
+        return self._new_runner(known, wires, self.plan.microbatches, loss_of)
 
 
 def _read_by(stages: Sequence[MachineStage[Plan]]) -> list[str]:

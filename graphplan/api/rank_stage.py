@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.placer import Placer
-from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
 from graphplan.compiler.cluster.stage_step import Kept, plan_step, with_step
@@ -69,14 +68,11 @@ class RankStage:
         own = withholding(machine, stage.beside_bytes)
         topology = withholding(with_buffers(own, stage.buffer_bytes), stage.kept_bytes)
         require_present(topology)
-        model_copy = ModelCopy(cut.module)
-        annotator = cut.annotator.of(cut.cut.capture, model_copy.weights)
-        cut = replace(cut, model_copy=model_copy, annotator=annotator)
         if options.training is not None:
             cut = with_step(cut, topology.computing_types)
         compiler = cut.compiler(topology, options, stage.plan)
         placer = Placer(topology, options, strict=True, source=source, compiler=compiler)
-        placed = placer.place(cut.module, model_copy, cut.example("cpu"))
+        placed = placer.place(cut.module, cut.model_copy, cut.example("cpu"))
         return cls(index, after, own, compiler, placed)
 
     def serve(
