@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
-from graphplan.devices.topology import DISK, DeviceKey, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import InfeasibleError, NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
@@ -96,6 +97,7 @@ class Placer:
         model = unplaced(module)
         if self.found is not None:
             mover, planned = self.found  # whose inputs must not stay with the module
+            _let_go(planned, mover.model_copy.part(entry).bind(args, kwargs))
             placed = replace(self, found=None).attached(model, mover, [planned])
             mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
             return placed
@@ -249,3 +251,18 @@ class Placer:
             known_plan=planned.plan,
             found=(mover, planned),
         )
+
+
+def _let_go(planned: Planned, call: BoundCall) -> None:
+    """Take tensors of the caller's caches that a plan has elsewhere off their accelerators, to CPU memory.
+
+    They are replaced at the end of the call; until then they would take room that the plan gives to others.
+    """
+    if planned.capture.signature.mismatch(call) is not None:  # of another thread
+        return
+    homes, topology = planned.plan.schedule.assignment.weights, planned.plan.topology
+    for name, leaf in planned.capture.states.items():
+        tensor = call.leaves[leaf]
+        if tensor.device.type != CPU and tensor.device != topology[homes[name]].torch_device:
+            with suppress(RuntimeError):  # a view of it is held elsewhere
+                torch.utils.swap_tensors(tensor, tensor.to(CPU))

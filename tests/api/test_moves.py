@@ -206,7 +206,7 @@ def test_a_long_text_moves_weights_with_room_to_grow() -> None:
         with pytest.warns(graphplan.GraphplanWarning, match=MOVED) as said:
             found = placed.generate(**inputs, max_new_tokens=300, do_sample=False)
         assert torch.equal(found, model.generate(**inputs, max_new_tokens=300, do_sample=False))
-        assert sum(MOVED in str(one.message) for one in said) <= 2  # the room doubles
+        assert sum(MOVED in str(one.message) for one in said) <= 3  # the room doubles: 80, 160, 320 tokens
         assert machine.peak_bytes(0) <= machine.max_memory[0]
 
 

@@ -308,3 +308,14 @@ def test_whisper_on_two_accelerators(frames: int) -> None:
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
         found = placed.generate(sound, **asked)
     assert torch.equal(found, model.generate(sound, **asked))
+
+
+@pytest.mark.parametrize("flags", [{}, {"output_hidden_states": True, "return_dict_in_generate": True}])
+def test_calls_of_generate_take_a_route_as_they_are(flags: dict[str, bool]) -> None:
+    """Nothing is computed of their arguments first, which would copy caches to the CPU and back."""
+    model, inputs = build("llama"), inputs_of("llama", 1, 8)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
+    placed.generate(**inputs, max_new_tokens=4, **flags)
+    programs = vars(placed)["_graphplan"].programs
+    assert len(programs) == 3
+    assert all(program.prepare is None for program in programs)

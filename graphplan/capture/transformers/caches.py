@@ -158,9 +158,9 @@ def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     return found
 
 
-def tensors_in(part: LayoutPart) -> list[bool]:
-    """For each leaf of a layout, in order, whether it is a tensor: other leaves count tokens."""
-    return [name not in COUNTERS for name, inner in part.walk() if inner.kind == "leaf"]
+def tensors_in(part: LayoutPart, name: Any = "") -> list[bool]:
+    """For each leaf of a layout of this name, in order, whether it is a tensor: other leaves count tokens."""
+    return [key not in COUNTERS for key, inner in part.walk(name) if inner.kind == "leaf"]
 
 
 def caches_at(spec: pytree.TreeSpec, start: int = 0) -> Iterator[tuple[int, pytree.TreeSpec]]:
@@ -183,8 +183,8 @@ def states_on_one_device(spec: pytree.TreeSpec) -> Iterator[list[int]]:
 def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
     own: list[int] = []
     has_device = any(inner.kind == "device" for inner in part.parts)
-    for inner in part.parts:
-        tensors = tensors_in(inner)
+    for name, inner in zip(part.keys or ("",) * len(part.parts), part.parts, strict=True):
+        tensors = tensors_in(inner, name)
         if has_device and inner.kind in ("leaf", "mapping"):
             own += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
         yield from _states(inner, start)

@@ -109,7 +109,7 @@ def _export(
     with patched(Patch.of(*uncast_inputs())):
         _, prepared, flags = prepare_for_export(module, given)
     # with the flags of the output, which the exporter takes out
-    inputs = {name: prepared.get(name, value) for name, value in given.items() if name in (*prepared, *flags)}
+    inputs = {name: {**flags, **prepared}[name] for name in call.kwargs if name in (*flags, *prepared)}
     inputs |= {name: value for name, value in prepared.items() if name not in inputs}
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
