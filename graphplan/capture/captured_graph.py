@@ -58,16 +58,6 @@ class TrainingStep:
     input_gradients: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[int, str] = field(default_factory=dict)
 
-    def renamed(self, names: Mapping[str, str]) -> TrainingStep:
-        """The same of a graph whose nodes have other names."""
-        return TrainingStep(
-            self.differentiated,
-            tuple(names[node] for node in self.tangents),
-            {names[node]: weight for node, weight in self.gradients.items()},
-            {names[node]: leaf for node, leaf in self.input_gradients.items()},
-            self.others,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Capture:

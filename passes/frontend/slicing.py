@@ -135,20 +135,13 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def copied(capture: Capture) -> Capture:
-    """The same capture with a graph of its own, in which nodes may have other names."""
+    """The same capture with a graph of its own, of nodes of the same names."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in capture.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-    name = {node.name: env[node].name for node in capture.graph.nodes}
-    return replace(
-        capture,
-        module=fx.GraphModule(capture.module, graph),
-        weights={name[node]: weight for node, weight in capture.weights.items()},
-        inputs=tuple(name[node] for node in capture.inputs),
-        parts=dict(capture.parts),
-        states={name[node]: leaf for node, leaf in capture.states.items()},
-        step=None if capture.step is None else capture.step.renamed(name),
-    )
+        env[node].name = node.name  # fx has another for an input that is called as a builtin of Python
+    module = fx.GraphModule(capture.module, graph)
+    return replace(capture, module=module, weights=dict(capture.weights), parts=dict(capture.parts))
 
 
 class _Slicer:
