@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -19,19 +20,22 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         OSError: it cannot be written; ``filename`` is its path.
     """
     data = content.encode() if isinstance(content, str) else content
-    if os.path.exists(path) and not os.path.isfile(path):
+    target = Path(os.path.realpath(path))  # a link stays one
+    special = str(path).startswith("/dev/") or (os.path.exists(path) and not os.path.isfile(path))
+    if special or (target.exists() and not os.access(target.parent, os.W_OK)):
         Path(path).write_bytes(data)
         return
-    target = Path(os.path.realpath(path))  # a link stays one
-    beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
+    beside = target.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
     try:
-        beside.write_bytes(data)
         if target.exists():
             with target.open("r+b"):  # raises where it may not be written to
-                shutil.copymode(target, beside)
+                pass
+        beside.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, beside)
         os.replace(beside, target)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import InfeasibleError, NoGraphError, first_line, readable_bytes
+from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -97,7 +97,8 @@ class Placer:
         model = unplaced(module)
         if self.found is not None:
             mover, planned = self.found  # whose inputs must not stay with the module
-            _let_go(planned, mover.model_copy.part(entry).bind(args, kwargs))
+            with suppress(TypeError, GraphplanError):  # the call is of another thread, and fits nothing
+                _let_go(planned, mover.model_copy.part(entry).bind(args, kwargs))
             placed = replace(self, found=None).attached(model, mover, [planned])
             mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
             return placed

@@ -64,7 +64,8 @@ def differentiate(
     nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
     tracing = _Tracing(capture, weights, call, how)
     try:
-        with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad():
+        own_casts = torch.autocast("cpu", enabled=False)  # those of the caller's autocast are in the graph
+        with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad(), own_casts:
             values = [tracing.stand_in(*place) for place in enumerate(nodes)]
             traced = make_fx(tracing.step)(*values, *tracing.tangents(values))
     except (InputError, NoGraphError):

@@ -271,9 +271,9 @@ def same_constant(a: Any, b: Any) -> bool:
     """Whether a graph that has taken in ``a`` computes the same with ``b``; ``0.0`` and ``-0.0`` are two."""
     if isinstance(a, torch.Generator):
         return isinstance(b, torch.Generator)  # a graph never reads one: export takes none that is used
-    if isinstance(a, float | complex):
-        return type(a) is type(b) and repr(a) == repr(b)
-    return a is b or (type(a) is type(b) and bool(a == b))
+    if a is b or type(a) is not type(b):
+        return a is b
+    return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
 
 
 def _short(leaf: Any) -> str:

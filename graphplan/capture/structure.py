@@ -89,12 +89,21 @@ def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
 
 
 def _know_dataclass(cls: type) -> None:
-    """By attributes, with those that its constructor does not take; those that are None are structure."""
-    slots = tuple(field.name for field in dataclasses.fields(cls)) if hasattr(cls, "__slots__") else ()
+    """By its fields; those that are None are structure.
+
+    Of plain ones tensors and constants count too that the constructor does not take, such as what
+    ``__post_init__`` computes. A list, a dict or a module that is a dataclass is made by its constructor.
+    """
+    plain = "__new__" not in {name for one in cls.__mro__[:-1] for name in vars(one)} and not issubclass(
+        cls, torch.nn.Module
+    )
+    names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
+    kinds = (torch.Tensor, *CONSTANTS, type(None))
 
     def given(value: Any) -> dict[str, Any]:
-        of_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        return {**of_slots, **getattr(value, "__dict__", {})}
+        found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        beside = getattr(value, "__dict__", {}).items() if plain else ()
+        return {**{name: part for name, part in beside if isinstance(part, kinds)}, **found}
 
     def there(value: Any) -> dict[str, Any]:
         return {name: part for name, part in given(value).items() if part is not None}
@@ -103,10 +112,13 @@ def _know_dataclass(cls: type) -> None:
         return list(there(value).values()), tuple((name, part is None) for name, part in given(value).items())
 
     def made(parts: Iterable[Any], names: Sequence[tuple[str, bool]]) -> Any:
-        found: Any = object.__new__(cls)
         left = iter(parts)
-        for name, is_none in names:
-            object.__setattr__(found, name, None if is_none else next(left))
+        values = {name: None if is_none else next(left) for name, is_none in names}
+        if not plain:
+            return cls(**values)
+        found: Any = object.__new__(cls)
+        for name, part in values.items():
+            object.__setattr__(found, name, part)
         return found
 
     know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in there(value)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, needs_portable
@@ -70,10 +72,15 @@ def trainable(weights: ModelWeights) -> frozenset[str]:
 def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
     """The values of a graph through which gradients come from a result to one of these parameters."""
     made: set[fx.Node] = set()
+    written: set[int] = set()  # memory
     for node in capture.graph.nodes:
-        reached = not made.isdisjoint(node.all_input_nodes) and not _stops_gradients(node)
+        reads = not made.isdisjoint(node.all_input_nodes) or not written.isdisjoint(
+            _memory(node.all_input_nodes)
+        )
+        reached = reads and not _stops_gradients(node)
         if capture.weights.get(node.name) in parameters or reached:
             made.add(node)
+            written.update(_memory(written_arguments(node.target, node.args, node.kwargs)))
     read: set[fx.Node] = set()
     for node in reversed(capture.graph.nodes):
         ends = node.op == "output" or written_arguments(node.target, node.args, node.kwargs)
@@ -90,4 +97,13 @@ def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
 def _stops_gradients(node: fx.Node) -> bool:
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         return node.args[0] is False
-    return node.target is torch.ops.aten.detach.default
+    val = node.meta.get("val")
+    counts = isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex())
+    return counts or node.target is torch.ops.aten.detach.default
+
+
+def _memory(nodes: Iterable[Any]) -> Iterator[int]:
+    for node in nodes:
+        val = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(val, torch.Tensor) and val.layout is torch.strided:
+            yield storage_of(val)

@@ -175,7 +175,7 @@ class ClusterModule(nn.Module):
             loss: of what the model returns for a microbatch, and its rows of the target.
             target: of the whole batch; a tensor, or a tuple, list or dict of tensors, whose first dimension
                 is that of the batch.
-            args: of the model.
+            args: of the model. No gradients of them are computed.
             kwargs: likewise.
 
         Returns:
@@ -183,8 +183,9 @@ class ClusterModule(nn.Module):
 
         Raises:
             GraphplanError: this torch cannot: older than 2.12.
-            InputError: the model was placed without ``train=True`` or ``grad=True``, or the batch or the
-                target does not divide into the microbatches.
+            InputError: the model was placed without ``train=True`` or ``grad=True``; the batch does not
+                divide into the microbatches, or the target not as the batch; the loss is not one number, or
+                has no gradient.
         """
         require_backward_stages()
         call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)

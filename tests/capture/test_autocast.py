@@ -191,6 +191,25 @@ def test_blocks_without_gradients(keeps: str) -> None:
     assert largest_difference(gradients, [one.grad for one in model.parameters()]) == 0
 
 
+class Off(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(y.float())
+
+
+def test_a_step_under_autocast_has_its_casts_once() -> None:
+    model = Off()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.autocast("cpu", torch.bfloat16):
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,), train=True)
+        found, expected = placed(X).cpu(), model(X)
+    assert largest_difference(found, expected) == 0
+
+
 class Alternates(nn.Module):
     """Blocks of one class, every other one under another autocast."""
 

@@ -542,6 +542,40 @@ def test_blocks_of_a_placed_model_are_copied(copies: list[str]) -> None:
     assert len(copies) == _BLOCKS - 3
 
 
+class Signed(Block):
+    """Has 0.0 or -0.0, which code can tell apart."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(0)
+        self.zero = -0.0 if index % 2 else 0.0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return torch.atan2(self.linear(x) * 0, torch.full_like(x, self.zero))
+
+
+def test_zero_has_a_sign(copies: list[str]) -> None:
+    model, x = Stack(Signed), torch.randn(2, 4)
+    assert lines(captured(model, x).graph) == lines(traced_whole(model, x).graph)
+
+
+def test_a_cache_called_in_other_modes_than_its_block_is_traced(
+    copies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a copy would call it in those of the block."""
+    _deeper(monkeypatch)
+    model, inputs = _decode_step("GPT2")
+    forward = type(model.transformer.h[0]).forward
+
+    def under_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.transformer.h[0]), "forward", under_autocast)
+    found = captured(model, **copy.deepcopy(inputs))
+    assert not copies
+    assert lines(found.graph) == lines(traced_whole(model, **inputs).graph)
+
+
 def test_tied_and_shared_weights(copies: list[str]) -> None:
     shared = nn.Linear(4, 4)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -164,6 +166,36 @@ def test_what_a_dataclass_has_beside_arguments_of_its_constructor_is_kept() -> N
     assert torch.equal(placed(scaled), torch.full((2,), 4.0))
     assert torch.equal(placed(slotted), torch.full((2,), 6.0))
     assert placed.plan.method == "export"
+
+
+@dataclasses.dataclass
+class Ordered(OrderedDict[str, torch.Tensor]):
+    """As results of models that nobody has registered."""
+
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["x"] = self.x
+
+
+@dataclasses.dataclass
+class Tree:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.root, self.log = self, logging.getLogger("a test")
+
+
+@pytest.mark.parametrize("kind", [Ordered, Tree])
+def test_dataclasses_with_more_than_data_are_looked_into(kind: type[Any]) -> None:
+    class Adds(nn.Module):
+        def forward(self, given: Any) -> Any:
+            return kind(given.x + 1)
+
+    placed = graphplan.partition(Adds(), {"cpu": "1MiB"}, (kind(torch.ones(2)),), strict=True)
+    found = placed(kind(torch.ones(2)))
+    assert type(found) is kind
+    assert torch.equal(found.x, torch.full((2,), 2.0))
 
 
 def test_signature_says_why_a_call_does_not_fit() -> None:

@@ -8,10 +8,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
 import graphplan
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.sizes.microbatches import targets_of
+from graphplan.capture.tracing import capture
 from graphplan.compiler.cluster.stage_compiler import withholding
 from graphplan.compiler.cluster.stage_step import plan_step
+from graphplan.compiler.training import trained_values
 from graphplan.devices.topology import DeviceSpec, Topology
 
 GB = 10**9
@@ -58,3 +64,32 @@ def test_an_error_names_them_where_every_plan_saves_more_than_was_withheld() -> 
         plan_step(planned, 3, frozenset())
     error = found.value
     assert (error.device, error.needed[0], error.available[0]) == (0, 19 * GB, 10 * GB)
+
+
+class Writes(nn.Module):
+    """Gradients pass memory that is written to, and end at a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, y = torch.zeros(3, 4), self.linear(x)
+        made[:, :2] = y
+        return torch.tanh(made * 3) + y.argmax(1, keepdim=True).float().cos()
+
+
+def test_gradients_pass_memory_and_end_at_integers() -> None:
+    model_copy = ModelCopy(Writes())
+    found = capture(model_copy, model_copy.bind((torch.ones(3, 2),), {}), keep_grad=True)
+    named = trained_values(found, frozenset({"linear.weight", "linear.bias"}))
+    assert {"linear", "mul", "tanh"} <= named
+    assert not named & {"argmax", "cos"}
+
+
+def test_a_target_has_the_rows_of_the_batch_or_a_multiple() -> None:
+    parts = targets_of({"labels": torch.arange(8), "flat": torch.arange(24)}, 2, 8)
+    assert [len(part["flat"]) for part in parts] == [12, 12]
+    for rows in (4, 0, 9):
+        with pytest.raises(graphplan.InputError, match="give it 8 rows"):
+            targets_of(torch.zeros(rows, 1), 2, 8)

@@ -146,7 +146,7 @@ def _weight(tensor: torch.Tensor, met: dict[int, int]) -> Hashable:
 def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
     """Something equal for equal values; other objects are equal to themselves alone."""
     if isinstance(value, UNCHANGING):
-        return type(value), value
+        return type(value), told(value)
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")
     if isinstance(value, list | tuple | set | frozenset):
@@ -162,6 +162,11 @@ def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
         raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
     found.objects[id(value)] = value
     return "object", id(value)
+
+
+def told(constant: Any) -> Hashable:
+    """Equal for constants between which code cannot tell: ``0.0`` and ``-0.0`` are two."""
+    return repr(constant) if isinstance(constant, float | complex) else constant
 
 
 def _globals(module: type) -> dict[str, Any]:

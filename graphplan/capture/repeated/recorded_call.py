@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,9 +172,10 @@ class CallRecorder:
         args: Any,
         kwargs: Any,
         shared: tuple[type, ...],
-        *beside: Any,
+        blocks: Sequence[Any],
     ) -> None:
-        """``beside``: what else of the surroundings decides what is traced."""
+        """``blocks`` of autocast, in which the code is, as it goes on."""
+        self._blocks, self._around = blocks, _modes(blocks)
         self._tracer, self._shared = tracer, shared
         self._given = args, kwargs
         traits = traits_of(module)
@@ -184,8 +185,7 @@ class CallRecorder:
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
         numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        settings = torch.is_grad_enabled(), torch.get_default_dtype()
-        before = (given.description(), *numbers, calling_line(), *settings, *beside, traits.state(places))
+        before = (given.description(), *numbers, calling_line(), *self._around, traits.state(places))
         guarded = [GuardedInteger(value) for value in traits.integers(places)]
         outer = dict(tracer.module_stack)
         self.call = RecordedCall(traits, places, guarded, given, before, weights, nodes, outer)
@@ -211,6 +211,8 @@ class CallRecorder:
         """Run a method of an object that all blocks share."""
         if self._inside:
             return method(*args, **kwargs)
+        if _modes(self._blocks) != self._around:  # in which a copy would not call it
+            self._unlike = UnlikeError("a cache is called in other modes than the block")
         stack, line = dict(self._tracer.module_stack), calling_line()
         self._take_nodes()
         before = self._taken((args, kwargs))
@@ -265,6 +267,10 @@ class CallRecorder:
             constant = constant_of(self._last, self._tracer)
             if constant is not None:
                 self.call.constants[self._last] = constant
+
+
+def _modes(blocks: Sequence[Any]) -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), torch.get_default_dtype(), *blocks
 
 
 def _end(graph: fx.Graph) -> fx.Node:

@@ -92,7 +92,7 @@ class RepeatedModules:
         if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *self.blocks)
+            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, self.blocks)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import fx
 
 from graphplan._compat.traced_tensors import is_fake, node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
-from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError
+from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, told
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -113,7 +113,7 @@ def take_apart(
         if kind in (dict, OrderedDict):
             return _Part("container", (kind, *value), tuple(map(part_of, value.values())))
         if isinstance(value, UNCHANGING):
-            return _Part("constant", (kind, value), value=value)
+            return _Part("constant", (kind, told(value)), value=value)
         raise UnlikeError(f"a {kind.__name__} is passed")
 
     found.part = part_of(value)

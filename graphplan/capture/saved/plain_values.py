@@ -23,10 +23,10 @@ from graphplan.capture.structure import know_class
 from graphplan.capture.transformers.caches import Given, LayoutPart
 
 _FUNCTIONS = {
-    "_operator": "abs add and_ eq floordiv ge getitem gt index invert le lt mod mul ne neg not_ or_ pow sub "
-    "truediv",
+    "_operator": "abs add and_ eq floordiv ge getitem gt index invert le lshift lt mod mul ne neg not_ or_ "
+    "pow rshift sub truediv xor",
     "builtins": "abs bool float int len max min pow round sum",
-    "math": " ".join(vars(math)),
+    "math": " ".join(name for name in vars(math) if not name.startswith("_")),
 }
 """By module, the functions of numbers: others, such as ``eval``, are not called whatever a file says."""
 _DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep)

@@ -58,10 +58,10 @@ def targets_of(target: Any, count: int, rows: int) -> list[Any]:
     """The parts of a target, a tensor or a tree of them, for each of so many microbatches.
 
     Raises:
-        InputError: a tensor has other rows than the batch.
+        InputError: a tensor has other rows than the batch, and no multiple of them, as ``(batch * length,)``.
     """
     for leaf in leaves_of(target) if count > 1 else ():
-        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or leaf.shape[0] != rows):
+        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows):
             raise InputError(
                 f"a target of the sizes {list(leaf.shape)} does not divide along its first dimension as the "
                 f"batch does: give it {rows} rows, as many as the batch has"

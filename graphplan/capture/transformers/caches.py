@@ -104,7 +104,7 @@ def know_caches(module: nn.Module) -> None:
         return
     from transformers.cache_utils import Cache  # optional package
 
-    for cls in (*_subclasses(Cache), *_own_caches(own)):
+    for cls in (Cache, *_subclasses(Cache), *_own_caches(own)):
         if cls not in _ours:
             know(cls, _flatten, _unflatten)
             _ours.add(cls)
