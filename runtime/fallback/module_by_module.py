@@ -145,9 +145,7 @@ class Modulewise:
                 failures.append(error)
             else:
                 return way
-            if (
-                way is not _WAYS[-1]
-            ):  # frames of its trace hold activations, for which the next needs the room
+            if way is not _WAYS[-1]:  # the next needs the room of what its frames hold
                 failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
                 gc.collect()
         if _is_the_models(failures):

@@ -40,11 +40,7 @@ from graphplan.capture.sizes.dynamic_axes import (
     shapes_for,
     text_roles,
 )
-from graphplan.capture.structure import (
-    flatten_with_path,
-    leaves_of,
-    map_leaves,
-)
+from graphplan.capture.structure import flatten_with_path, leaves_of, map_leaves
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
