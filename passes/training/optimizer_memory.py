@@ -3,7 +3,8 @@
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
 parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
 most that lives in the second beyond that is what a step takes. What is on the CPU all the same, such as
-Adam's ``step``, is a scalar, and is not counted.
+Adam's ``step``, is a scalar, and is not counted. Numbers that a step reads out of tensors, as Adafactor does,
+are ones: they change values, not sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.errors import InputError, first_line
@@ -96,15 +98,26 @@ def _dry_steps(
             group["fused"] = False
         elif "foreach" in group:
             group["foreach"] = foreach
-    stepping.step()
-    kept = _tensors(stepping.state.values())
-    known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
-    with LiveBytes(known, _counts) as watch:
+    with _NumbersAreOnes():  # type: ignore[no-untyped-call]  # torch's
         stepping.step()
+        kept = _tensors(stepping.state.values())
+        known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
+        with LiveBytes(known, _counts) as watch:
+            stepping.step()
     # a fused optimizer has its scalars beside the parameter, too
     mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
     sizes = {storage_of(t): t.untyped_storage().nbytes() for t in mine}
     return tuple(sizes.values()), watch.live.peak
+
+
+class _NumbersAreOnes(TorchDispatchMode):
+    """A number that is read out of a tensor without values is 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        read = func is torch.ops.aten._local_scalar_dense.default and _counts(args[0])
+        return 1.0 if read else func(*args, **(kwargs or {}))
 
 
 def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:

@@ -378,6 +378,14 @@ def test_a_fused_optimizer() -> None:
         check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=fused, exact=False)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bool) -> None:
+    made = functools.partial(kind, foreach=foreach)
+    with short_search():
+        check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=made, exact=False)
+
+
 def test_dropout_is_that_of_the_seed_and_another_for_another() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
         placed = partitioned(machine, stack())
