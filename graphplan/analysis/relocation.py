@@ -292,7 +292,10 @@ def _compared(slower: float, offloads: bool) -> str:
         return f"slower by {time_text(slower)}"
     if offloads:
         faster = f"faster by {time_text(-slower)}, but " if slower < -EPSILON else ""
-        return f"{faster}nothing is offloaded to the CPU while the accelerators hold the model"
+        return (
+            f"{faster}while the accelerators hold the model, the CPU computes nothing, and weights are "
+            "streamed only if operations then run on faster accelerators"
+        )
     if slower < -EPSILON:
         return f"none: faster by {time_text(-slower)}; the search did not find this"
     return "none: the same time"

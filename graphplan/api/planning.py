@@ -101,7 +101,7 @@ def plan(
             ``(batch, length)`` tokens and ``(batch, length, features)``.
         time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
             bound that was proven. Where none is found by then, the search goes on with the work of None, and
-            ends with the first that fits, or an error. None: some work, which is seconds where the
+            ends with the first that fits, or an error. None: some work, which is seconds where equal
             accelerators hold the model and up to a minute where weights are streamed or memory is tight, and
             the same result whatever the clock says.
         capture_cache: a folder in which traces are kept for later processes, which read what they would trace

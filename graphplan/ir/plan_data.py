@@ -50,8 +50,9 @@ class PlanData:
         topology: the devices, their budgets and the links between them.
         schedule: every transfer and every operation of one forward pass, in order.
         makespan: estimated seconds of one forward pass.
-        lower_bound: seconds below which no placement within the budgets can go; of those that offload
-            nothing where the accelerators hold the model (``proof`` ends in "on the accelerators").
+        lower_bound: seconds below which no placement within the budgets can go; where the accelerators hold
+            the model, of those that offload nothing (``proof`` says "without offload"), or of those that
+            compute on them alone, with weights streamed or not ("on the accelerators").
         proof: what proved the bound.
         method: how the model was captured.
         constraints: what the caller asked for.

@@ -87,9 +87,10 @@ def _where_written(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, fr
         if len(places) > 1:
             listed = ", ".join(f"{name!r} on {key!r}" for key, name in places.items())
             raise PlanError(
-                f"{operation!r} writes to tensors that lie on different devices: {listed}. Weights lie where an "
-                "earlier plan, of a call that only reads them, put them: pin them to one device, or partition "
-                "the model in the mode of this call. Keys and values of one layer of a cache must lie together"
+                f"{operation!r} writes to tensors that lie on different devices: {listed}. Weights lie where "
+                "an earlier plan, of a call that only reads them, put them: pin them to one device, or "
+                "partition the model in the mode of this call. Keys and values of one layer of a cache must "
+                "lie together"
             )
     return {operation: frozenset(places) for operation, places in homes.items()}
 

@@ -18,7 +18,7 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topolog
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
-from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offload, place
+from graphplan.passes.placement.driver import WITHOUT_OFFLOAD, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import Limits, SearchParams
@@ -71,7 +71,7 @@ class _DiskPlacement:
         wider = self._widened(extra, settled)
         if not settled:
             found = self._without_disk()
-            if found is not None and ON_ACCELERATORS in found.proof:
+            if found is not None and WITHOUT_OFFLOAD in found.proof:
                 return found
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
                 return certify(found.evaluation, self._bound(wider[0], found.evaluation))

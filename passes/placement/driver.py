@@ -1,7 +1,7 @@
 """The driver: which search a problem gets, in which order, within one effort.
 
-Accelerators come first: the CPU computes and weights are streamed only where the accelerators do not hold
-the model. Within that, seconds decide.
+Accelerators come first: where they hold the model, the CPU computes nothing, and weights are streamed only
+if operations then run on faster accelerators. Within that, seconds decide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _NOT_EVEN = (
     "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least "
     "time instead"
 )
-ON_ACCELERATORS = "on the accelerators"  # what a proof says that holds for placements without offload
+# what a proof says that holds for some placements only: those without offload, and those that may stream
+# weights, but run everything on the accelerators
+WITHOUT_OFFLOAD = "without offload"
+ON_ACCELERATORS = "on the accelerators"
 
 
 def place(
@@ -126,16 +129,19 @@ def _bound_without_operations(found: Evaluation) -> Bound:
 
 def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
     """Problems to try in turn, and whether with streaming."""
-    topology = problem.topology
-    offloads = problem.offload and topology.cpu is not None and topology.accelerators
     if alone is not None:
         yield alone, _streams_anyway(alone)
-    if offloads:
+    if _may_offload(problem):
         # each weight resides somewhere, streamed ones in CPU memory
-        if problem.graph.held_bytes <= sum(spec.room for spec in topology.computing):
+        if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.computing):
             yield problem, True
     elif alone is None:
         yield problem, False
+
+
+def _may_offload(problem: Problem) -> bool:
+    topology = problem.topology
+    return problem.offload and topology.cpu is not None and bool(topology.accelerators)
 
 
 def _streams_anyway(problem: Problem) -> bool:
@@ -192,6 +198,18 @@ def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
     return None
 
 
+def _on_faster_accelerators(
+    search: ResidentSearch, found: Evaluation, problem: Problem, limits: Limits
+) -> Solution | None:
+    """Streamed, from a placement in which operations would be faster on other accelerators; else None."""
+    settled = problem.fixed_weights.keys() >= set(problem.graph.streamable)
+    least = search.effort.params.sufficient_gap * found.seconds
+    if settled or search.beyond_fastest <= least or problem.balance or not _may_offload(problem):
+        return None
+    there = replace(problem, allowed=search.problem.allowed)
+    return _place_streamed(there, problem, limits, found.assignment)
+
+
 def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
     effort = Effort.default(len(problem.graph.operations), limits.left)
     if limits.left is not None:
@@ -221,7 +239,8 @@ def _place_resident(
     evaluation = search.evaluation()
     if evaluation is None or not evaluation.feasible:
         return None
-    return certify(evaluation, _named(search.bound, candidate, problem))
+    streamed = _on_faster_accelerators(search, evaluation, problem, limits)
+    return streamed or certify(evaluation, _named(search.bound, candidate, problem))
 
 
 def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
@@ -291,7 +310,7 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
 def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
     """Whether a solution's bound is one of placements among which ``found`` is."""
     alone = accelerators_alone(problem)
-    if ON_ACCELERATORS not in solution.proof or alone is None:
+    if alone is None:
         return True
     now, keys = found.assignment, {spec.key for spec in problem.topology.accelerators}
     at_home = all(
@@ -299,14 +318,18 @@ def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
         for name in problem.graph.weights
         for readers in (problem.graph.readers.get(name, ()),)
     )
-    return at_home and all(now.operations[name] in rule for name, rule in alone.allowed.items())
+    computed = all(now.operations[name] in rule for name, rule in alone.allowed.items())
+    if WITHOUT_OFFLOAD in solution.proof:
+        return computed and at_home
+    return computed or ON_ACCELERATORS not in solution.proof
 
 
 def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
     """The bound with the class of placements that it holds for."""
-    offloads = problem.offload and problem.topology.cpu is not None
-    where = f" {ON_ACCELERATORS}" if offloads and candidate is not problem else ""
-    return replace(bound, proof=bound.proof + where)
+    if candidate is problem or not problem.offload or problem.topology.cpu is None:
+        return bound
+    where = ON_ACCELERATORS if candidate.offload else WITHOUT_OFFLOAD
+    return replace(bound, proof=f"{bound.proof}, {where}")
 
 
 def _place_streamed(

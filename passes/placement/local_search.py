@@ -106,37 +106,55 @@ class LocalSearch:
                 improved |= self._try(move, self._saves, -ROUNDING * self.seconds)
 
     def repair(self) -> bool:
-        """Stochastic hill climbing on the bytes over the budgets, sideways too; whether none is left.
+        """Save bytes over the budgets, at any seconds; whether none is left."""
+        self._exchange(lambda *_: 0.0)
+        return not self.excess
 
-        Runs leave devices that are over, others may take their room, and homes of shared weights move. It
-        ends when each variable has been tried on each device ``retries`` times without progress.
+    def exchange(self) -> None:
+        """Save seconds within the budgets, where no move by itself does: two runs take each other's room."""
+        self._exchange(self.arrays.seconds)
+
+    def _exchange(self, seconds: Callable[[Ints, Ints], float]) -> None:
+        """Stochastic hill climbing on the bytes over the budgets, then on seconds, sideways too.
+
+        Runs leave devices that are over, others may take their room, and homes of shared weights move: the
+        shifts and swaps of the generalised assignment problem [Osman 1995]. It ends when each variable has
+        been tried on each device ``retries`` times without progress.
         """
         arrays, draw = self.arrays, random.Random(0)
         variables = len(arrays.units) + len(arrays.shared)
         patience = left = self.effort.params.retries * variables * arrays.computing
         homes = np.flatnonzero(self._accelerates).tolist() or range(arrays.computing)
-        while self.excess and left and arrays.computing > 1 and not self.effort.over:
+        over, least = self.excess, seconds(self.devices, self.chosen)
+        while (over or least) and left and arrays.computing > 1 and not self.effort.over:
+            left -= 1
             devices, chosen = self.devices, self.chosen.copy()
             if draw.randrange(variables) < len(arrays.shared):
                 chosen[draw.choice(arrays.shared)] = draw.choice(homes)
             else:
                 devices = self._run_elsewhere(draw)
             self.effort.charge(float(10 * arrays.count))
+            now = seconds(devices, chosen)
+            if now > least and not over:
+                continue
             peaks = arrays.peaks(devices, chosen)
-            left = patience if self._over(peaks) < self.excess else left - 1
-            if self._over(peaks) <= self.excess:
-                self.devices, self.chosen, self.peaks = devices, chosen, peaks
+            if (self._over(peaks), now) > (over, least):
+                continue
+            if (self._over(peaks), now) < (over, least * (1 - ROUNDING)):
+                left = patience
+            self.devices, self.chosen, self.peaks = devices, chosen, peaks
+            over, least = self._over(peaks), now
         self._reset()
-        return not self.excess
 
     def _run_elsewhere(self, draw: random.Random) -> Ints:
-        """The devices, with a run off one that is over; every second time another run takes its room."""
+        """The devices, with a run off one that is over if any is; each second time another takes its room."""
         devices, able = self.devices.copy(), self.arrays.able[:, self.arrays.unit_of]
-        source = draw.choice(np.flatnonzero(self.peaks > self.arrays.room).tolist())
+        full = np.flatnonzero(self.peaks > self.arrays.room)
+        source = draw.choice((full if len(full) else np.unique(devices)).tolist())
         target = draw.choice([d for d in range(self.arrays.computing) if d != source])
         run = self._any_run(draw, devices == source)
         if draw.random() < 0.5:
-            devices[self._any_run(draw) & able[source]] = source
+            devices[self._any_run(draw, devices == target) & able[source]] = source
         devices[run & able[target]] = target
         return devices
 

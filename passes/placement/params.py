@@ -30,6 +30,7 @@ class SearchParams:
         completions: labels of a finished search that are judged exactly.
         retries: times that a search is repeated with larger margins, where exact peaks pass a budget.
         local_share: of the work that is left, for one run of the local search.
+        exchange_effort: times the work of a search, for exchanges of runs after its label searches.
         restarts: climbs in a row that are no better, after which the local search with streaming ends, where
             the effort is the default one; in proportion where it is more.
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
@@ -64,6 +65,7 @@ class SearchParams:
     completions: int = 20
     retries: int = 3
     local_share: float = 0.5
+    exchange_effort: float = 0.4
     restarts: int = 15
     sufficient_gap: float = 1e-3
     negligible: float = 0.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -188,7 +188,17 @@ class ResidentSearch:
                 break
             still_open = [r for r in still_open if not self._search(r, width)]
             self._raise(relaxations)
+        self._exchange()
         self._enumerate(relaxations)
+
+    def _exchange(self) -> None:
+        """Let runs take each other's room, with work beyond that of the label searches."""
+        if self.devices is None or self.proven:
+            return
+        more = replace(self.effort, visits=self.effort.params.exchange_effort * self.effort.total)
+        search = LocalSearch(self.arrays, self.devices, more, self.chosen)
+        search.exchange()
+        self._offer(search.devices, search.chosen)
 
     def _enumerate(self, relaxations: list[Relaxation]) -> None:
         """Judge all placements whose relaxed seconds are below the best, where these are few."""
@@ -274,6 +284,14 @@ class ResidentSearch:
         self.devices, self.chosen, self.seconds = search.devices, search.chosen, search.seconds
 
     # -- the answer ----------------------------------------------------------------------------------
+
+    @property
+    def beyond_fastest(self) -> float:
+        """Seconds that operations compute beyond those on the fastest device of each."""
+        if self.devices is None:
+            return 0.0
+        compute = self.arrays.compute
+        return float((compute[self.devices, np.arange(self.arrays.count)] - compute.min(axis=0)).sum())
 
     def evaluation(self) -> Evaluation | None:
         """The best placement, judged by the evaluator; None where there is none."""

@@ -22,10 +22,10 @@ from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.errors import InfeasibleError, VerificationError
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
+from graphplan.passes.placement.driver import ON_ACCELERATORS, WITHOUT_OFFLOAD
 
-__all__ = ["ALONE", "FULL", "Effort", "Findings", "inspect", "sound", "violations"]
+__all__ = ["FULL", "Effort", "Findings", "inspect", "sound", "violations"]
 
-ALONE = "on the accelerators"  # in the proof of a bound for placements without offload
 TIGHT = 1 + 1e-9  # sums in another order
 
 Place = Callable[[Problem], Solution]
@@ -119,8 +119,7 @@ class _Inspection:
         if solution is None:
             return self.found
         self.found.solution = solution
-        if ALONE in solution.proof:
-            self.space = self.plain
+        self.space = self._space_of(solution)
         self.found.violations += sound(self.problem, self.space, solution)
         if self.found.violations:
             return self.found
@@ -169,6 +168,12 @@ class _Inspection:
                 f"{found.seconds:.6g} s, the plan {solution.evaluation.seconds:.6g} s"
             )
 
+    def _space_of(self, solution: Solution) -> Space:
+        """The placements for which a bound of the problem holds."""
+        if WITHOUT_OFFLOAD in solution.proof:
+            return self.plain
+        return bounded(self.problem, solution) if ON_ACCELERATORS in solution.proof else self.whole
+
     @property
     def _plan_is_plain(self) -> bool:
         assert self.found.solution is not None
@@ -216,7 +221,7 @@ class _Inspection:
             return
         if solution is None:
             return
-        space = Space(enough, alone=ALONE in solution.proof)
+        space = bounded(enough, solution)
         self.found.violations += [f"needed, {text}" for text in sound(enough, space, solution)]
 
     # -- some of them -------------------------------------------------------------------------------------
@@ -242,7 +247,7 @@ class _Inspection:
             return
         if solution is None:
             return
-        space = Space(restricted, alone=ALONE in solution.proof)
+        space = bounded(restricted, solution)
         wrong = sound(restricted, space, solution)
         self.found.violations += [f"{each} (with {text})" for each in wrong]
         if wrong:
@@ -275,6 +280,16 @@ class _Inspection:
             self._say("determinism: another plan the second time")
         elif (again.lower_bound, again.proof) != (first.lower_bound, first.proof):
             self._say("determinism: another bound the second time")
+
+
+def bounded(problem: Problem, solution: Solution) -> Space:
+    """The placements for which a solution's bound is said to hold."""
+    if ON_ACCELERATORS in solution.proof:
+        alone = Space(problem, alone=True)
+        rules = {name: frozenset(keys) for group, keys in alone.groups.items() for name in group}
+        rules |= {name: frozenset(keys) for name, keys in alone.sizes.items()}
+        return Space(replace(problem, allowed=rules), alone=False)
+    return Space(problem, alone=WITHOUT_OFFLOAD in solution.proof)
 
 
 def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:

@@ -302,7 +302,7 @@ class StreamedSearch:
         frontier = Frontier(self.coarse, streaming=True, guide=True)
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
-        room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
+        room = max((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
         found, left = list[float](), movable[movable <= room]
         while len(left) and len(found) < self.effort.params.slot_sizes:
             found.append(float(left[-1]))
@@ -310,17 +310,20 @@ class StreamedSearch:
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
-        """Prefetch buffers on each accelerator, beside room for the neediest operation if there is any."""
+        """Prefetch buffers on each accelerator that holds them beside an operation; the neediest, if it can.
+
+        The others stream nothing; None where no accelerator streams.
+        """
         keys, count = self.arrays.keys, frontier.devices
-        accelerates = np.array([spec.is_accelerator for spec in self.arrays.specs])
-        needs = np.array([step.needs for step in frontier.steps]).max(axis=0)
-        total = np.where(accelerates, slots * nbytes, 0.0)
-        fits = self.arrays.room - self.arrays.fixed_bytes - total >= needs
+        needs = np.array([step.needs for step in frontier.steps if step.variable < frontier.units])
+        left = self.arrays.room - self.arrays.fixed_bytes - slots * nbytes
         limits = np.array([self.problem.prefetch_limits.get(keys[d], np.inf) for d in range(count)])
-        if (total > limits).any():
+        streams = np.array([spec.is_accelerator for spec in self.arrays.specs])
+        streams &= (left >= needs.min(axis=0)) & (slots * nbytes <= limits)
+        if not streams.any():
             return None
-        beside = np.where(accelerates & fits, needs, 0.0)
-        return Buffers(np.where(accelerates, slots, 0), np.where(accelerates, nbytes, 0.0), beside)
+        beside = np.where(streams & (left >= needs.max(axis=0)), needs.max(axis=0), 0.0)
+        return Buffers(np.where(streams, slots, 0), np.where(streams, nbytes, 0.0), beside)
 
     def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
         """Search a configuration; the one that improved the best placement, if any did.

@@ -107,6 +107,42 @@ def test_nothing_is_left_to_gain_by_one_operation() -> None:
                     assert seconds >= search.seconds * (1 - 1e-6)
 
 
+def test_exchanging_never_takes_longer_and_keeps_the_budgets() -> None:
+    count, faster = 0, 0
+    for arrays, devices, chosen in starts(150, fits=True):
+        search = LocalSearch(arrays, devices, ample(), chosen)
+        search.climb()
+        before = search.seconds
+        search.exchange()
+        assert search.seconds <= before * (1 + 1e-12)
+        assert arrays.fits(search.devices, search.chosen)
+        assert_consistent(search)
+        count += 1
+        faster += search.seconds < before * (1 - 1e-6)
+    assert count >= 60
+    assert faster >= 5
+
+
+def test_operations_exchange_full_cards() -> None:
+    """Two full cards hold halves of two chains each: no move by itself keeps the budgets."""
+    weights = [Weight(f"w{i}", MIB) for i in range(4)]
+    sources = ["x", "v0", "x", "v2"]
+    operations = [
+        Operation(f"v{i}", "f", (sources[i], f"w{i}"), (f"v{i}",), (), 10**6, MIB) for i in range(4)
+    ]
+    values = [Value(name, 64 * 1024, 64 * 1024) for name in ("x", "v0", "v1", "v2", "v3")]
+    graph = Graph(operations, values, weights, ["x"], ["v1", "v3"])
+    arrays = Arrays(Problem(graph, equal_cards(2, memory=2 * MIB + MIB // 2, kind="sim"), CPU))
+    search = LocalSearch(arrays, np.array([0, 1, 1, 0]), ample())
+    before = search.seconds
+    search.climb()
+    assert search.seconds == before
+    search.exchange()
+    assert search.devices.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0])
+    assert search.seconds < before
+    assert_consistent(search)
+
+
 def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
     repaired, tried = 0, 0
     for arrays, devices, chosen in starts(250, fits=False):

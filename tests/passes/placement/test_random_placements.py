@@ -176,7 +176,7 @@ def by_brute_force(problem: Problem) -> Solution:
     plain, whole = (Space(problem, alone=alone) for alone in (True, False))
     best = plain.best() if plain.accelerators else None
     if best is not None:
-        return Solution(best, best.seconds, "every placement on the accelerators")
+        return Solution(best, best.seconds, "every placement, without offload")
     best = whole.best()
     if best is None:
         raise InfeasibleError("no placement fits")
@@ -297,4 +297,4 @@ def by_hand_on_one_and_two(problem: Problem) -> Solution:
     operations = {name: 2 if name in first else 1 for name in graph.operations}
     weights = {name: operations[graph.readers[name][0]] for name in graph.weights}
     found = evaluate(problem, Assignment(operations, weights))
-    return Solution(found, 0.0, "nothing on the accelerators")
+    return Solution(found, 0.0, "nothing, without offload")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from networks import t5
 from placements import CARD, HOST, equal_cards, stack
 from second_set import second_set
 
@@ -180,12 +181,38 @@ def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> 
     assert search.seconds < 0.0203
 
 
+def test_a_card_that_holds_nothing_takes_no_time() -> None:
+    """It has no room for prefetch buffers, which do not become smaller on the other one for that."""
+    graph = t5(4, 512, 1024, 8000, 128, 64)
+    card = replace(CARD, device="sim:0", memory=graph.weight_bytes * 3 // 10)
+    alone = Problem(graph, Topology((card, HOST), {}, Link(5e9, 1e-5)), CPU)
+    empty = replace(card, key=1, device="sim:1", memory=0)
+    both = replace(alone, topology=replace(alone.topology, devices=(card, empty, HOST)))
+    assert place(both).evaluation.seconds <= 1.02 * place(alone).evaluation.seconds
+
+
+def test_unlike_cards_that_hold_a_model_stream_what_the_slower_one_would_compute() -> None:
+    graph = stack([MIB] * 8, 10**10)
+    cards = [replace(CARD, key=key, device=f"sim:{key}", memory=6 * MIB) for key in range(2)]
+    link, slow = Link(25e9, 1e-5), replace(cards[1], flops=CARD.flops / 100)
+    mixed = Problem(graph, Topology((cards[0], slow, HOST), {}, link), CPU)
+    found = place(mixed)
+    assert {*found.evaluation.assignment.operations.values()} == {0}
+    assert found.evaluation.schedule.prefetch_buffers
+    assert found.proof.endswith("on the accelerators")
+    assert found.evaluation.seconds < 0.1 * place(replace(mixed, offload=False)).evaluation.seconds
+    like = place(Problem(graph, Topology((*cards, HOST), {}, link), CPU))
+    assert not like.evaluation.schedule.prefetch_buffers
+    assert like.proof.endswith("without offload")
+
+
 def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
     problem = second_set(1126)["1126.08-random-8-cpu"]().problem
-    once = attempt(problem, Limits(), None)
+    limits = Limits(effort=0.1)
+    once = attempt(problem, limits, None)
     assert once is not None
     assert once.gap > 0.5
-    found = place(problem)
+    found = place(problem, limits)
     assert found.evaluation.seconds < 0.8 * once.evaluation.seconds
-    settled = place(replace(problem, prefetch_limits={0: 1 << 40}))  # by an earlier plan
+    settled = place(replace(problem, prefetch_limits={0: 1 << 40}), limits)  # by an earlier plan
     assert settled.evaluation.seconds == once.evaluation.seconds
