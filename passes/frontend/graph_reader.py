@@ -233,11 +233,11 @@ class GraphReader:
         return Graph(*parts, find_together(Graph(*parts), self._states_together()))
 
     def _states_together(self) -> Iterator[list[str]]:
-        """The states that a layer of a cache takes to be on one device."""
+        """The tensors that a layer of a cache takes to be on one device; sizes are on none."""
         outputs = self.capture.outputs
         for group in states_on_one_device(self.capture.out_spec):
             names = (self.name_of.get(outputs[position]) for position in group)
-            yield [name for name in names if name is not None]
+            yield [n for n in names if n is not None and (n not in self.values or self.values[n].is_tensor)]
 
     def _bytes_of_states(self) -> list[int]:
         """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of.

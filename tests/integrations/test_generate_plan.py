@@ -129,6 +129,18 @@ def test_static_caches(family: str) -> None:
         same_tokens(model, placed, inputs_of(family), **options)
 
 
+def test_layers_of_a_static_cache_may_be_on_different_devices() -> None:
+    """Each layer has the size of the batch, which is no tensor, and on no device."""
+    options = {"max_new_tokens": 6, "cache_implementation": "static"}
+    with on_two_devices("llama") as (model, _, placed):
+        same_tokens(model, placed, inputs_of("llama"), **options)
+        steps = [plan for plan in placed.plans if any("index_copy" in name for name in plan.graph.operations)]
+        assert steps
+        for plan in steps:
+            groups = [group for group in plan.graph.together if any("index_copy" in name for name in group)]
+            assert len(groups) == len(model.model.layers)
+
+
 # -- caches ----------------------------------------------------------------------------------------------
 
 
