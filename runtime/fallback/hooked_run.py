@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import list_weights_anew
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.structure import map_leaves
+from graphplan.capture.structure import leaves_of, map_leaves, written_arguments
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
 from graphplan.runtime.memory.arena import moved
@@ -37,7 +38,8 @@ class Way:
 
     Attributes:
         name: for people.
-        gathered: whether all run on the caller's device, and weights are copied there.
+        gathered: whether all run on the caller's device, and weights are copied there; so is what a module
+            reads of others that do not run, or has kept in its attributes.
         returns: whether a module's results go to where its caller computes.
     """
 
@@ -176,17 +178,20 @@ def run_hooked(
 ) -> Any:
     """What an entry of a tree of modules returns; its hooks are gone afterwards."""
     hooks: list[Any] = []
+    together = _OnOneDevice(call.host) if call.way.gathered else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
         run = method_of(tree, entry) if entry else tree.forward  # what is around it runs around the whole
         if isinstance(run, nn.Module):
-            return run(*args, **kwargs)
+            with together:
+                return run(*args, **kwargs)
         owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
         args, kwargs = call.before(owner, args, kwargs)
         try:
-            result = run(*args, **kwargs)
+            with together:
+                result = run(*args, **kwargs)
         except BaseException:
             call.after(owner, args, kwargs, None)
             raise
@@ -194,6 +199,28 @@ def run_hooked(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _OnOneDevice(TorchDispatchMode):
+    """Operations that take no tensors of several devices run on one: that of what they write to, or this."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            leaves = leaves_of((args, kwargs))
+            if len({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}) < 2:
+                raise
+        written = written_arguments(func, args, kwargs)
+        args, kwargs = sent((args, kwargs), written[0].device if written else self.device)
+        return func(*args, **kwargs)
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

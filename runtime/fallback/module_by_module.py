@@ -2,7 +2,7 @@
 
 What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
 running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
-brings each module's weights to the caller's device while it runs.
+brings each module's weights, and what else its operations want together, to the caller's device.
 
 A module that has graphs runs as a tree of modules of its own over the same weights, which other threads read
 meanwhile. One that has none runs itself, so that what its code keeps in attributes is kept.

@@ -126,6 +126,33 @@ def test_it_says_so_once_for_all_numbers() -> None:
         assert len([one for one in caught if "module by module" in str(one.message)]) == 1
 
 
+class Reading(Early):
+    """It reads a child's weight, and what it has kept of the call before, itself."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if stop is None:
+            return super().forward(x)
+        before = super().forward(x, stop)["last"]
+        read = [before @ block.up.weight.T[:, :16] + block.down.bias for block in self.blocks]
+        last = torch.stack(read).sum(0)
+        last = last if self.kept is None else torch.cat([self.kept, last])[-4:] * 2
+        self.kept = read[0].detach()
+        return {"last": last}
+
+
+def test_what_runs_nowhere_else_runs_on_the_device_of_the_call() -> None:
+    model = Reading().eval()
+    eager, size = copy.deepcopy(model), bytes_of(model)
+    room = {0: int(0.6 * size) + 4096, 1: int(0.6 * size) + 4096}
+    with graphplan.simulate(room) as machine, torch.no_grad():
+        made = graphplan.partition(model, machine.max_memory, (X,))
+        with pytest.warns(UserWarning, match="module by module"):
+            assert largest_difference(made(X, STOP), eager(X, STOP)) < 1e-6
+        assert largest_difference(made(X + 1, STOP), eager(X + 1, STOP)) < 1e-6
+
+
 def test_strict_raises_instead() -> None:
     with placed(strict=True) as (_, _, made), pytest.raises(graphplan.NoGraphError):
         made(X, STOP)
@@ -221,8 +248,27 @@ class Crossed(nn.Module):
         return y @ self.first.weight + y @ self.second.weight
 
 
-def test_what_runs_in_no_way_says_what_to_do() -> None:
+def test_weights_that_meet_on_no_device_are_copied_to_that_of_the_call() -> None:
     model = Crossed().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = graphplan.partition(model, machine.max_memory, (X,), pin={"first": 0, "second": 1})
+        for stop in (STOP, None):
+            assert largest_difference(made(X, stop), expected_of(model, X, stop)) < 1e-6
+
+
+class Picky(Crossed):
+    """Some device has no kernel for it."""
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.first(x)
+        if stop is not None and float(y.sum()) < float(stop):
+            raise RuntimeError(f"no kernel for {y.device}")
+        return y + self.second(x)
+
+
+def test_what_runs_in_no_way_says_what_to_do() -> None:
+    model = Picky().eval()
     pin = {"first": 0, "second": 1}
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
