@@ -145,7 +145,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     from graphplan.capture import tracing
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
-    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each is captured anew")
+    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each new size of its inputs is captured anew")
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(exporter, "_export", only_fixed)
     check_that_it_says_why_once(
-        "sizes cannot vary in a trace .LookupError: an odd one.*each is captured anew"
+        "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is captured anew"
     )
 
 
