@@ -49,6 +49,9 @@ _TRANSFORMED = (
     "no graph is traced inside a transform of torch.func: call the placed model once outside, with inputs of "
     "the sizes that each call inside has"
 )
+_SCRIPTED = (
+    "no graph is traced inside torch.jit.trace: call the placed model once before, with inputs of these sizes"
+)
 
 
 @one_at_a_time
@@ -80,6 +83,8 @@ def capture(
         raise CaptureError(_HOOKED)
     if in_transform():
         raise CaptureError(_TRANSFORMED)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # of torch
+        raise CaptureError(_SCRIPTED)
     _refuse_nested(call)
     for name, cache in caches_in(call.kwargs).items():
         refuse_opaque(name, cache)

@@ -323,3 +323,12 @@ def test_inputs_of_another_type_than_the_model_are_cast_by_the_model() -> None:
             assert largest_difference(placed(pixel_values=images)[0], model(pixel_values=images)[0]) == 0
     assert placed.plan.method == "transformers"
     assert len(placed.plans) == 1
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_no_capture_inside_a_trace_of_torch_jit() -> None:
+    model, x, other = nn.Linear(4, 4).eval(), torch.randn(2, 4), torch.randn(2, 3, 4)
+    placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
+    with pytest.raises(graphplan.CaptureError, match=r"inside torch\.jit\.trace: call"):
+        torch.jit.trace(placed, (other,))
+    assert torch.equal(placed(other), model(other))
