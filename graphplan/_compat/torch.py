@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from graphplan.errors import GraphplanError
 
 _TESTED = "2.13"
 _ABSENT = object()
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 SERVED_BY = "_compiled_call_impl"
 """The attribute of a module that runs in place of its call; a trace runs the module's own code."""
@@ -57,6 +59,21 @@ def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
     """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def never_compiled(why: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """As ``torch.compiler.disable``, which imports all of dynamo, and takes its time at each call."""
+
+    def marked(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        frames = private(private(torch._C, "_dynamo", "torch", _TESTED), "eval_frame", "torch", _TESTED)
+        skip = private(private(frames, "_FrameAction", "torch", _TESTED), "SKIP", "torch", _TESTED)
+        strategy = private(frames, "_FrameExecStrategy", "torch", _TESTED)(skip, skip)
+        private(frames, "set_code_exec_strategy", "torch", _TESTED)(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return function
+
+    return marked
 
 
 def mask_reader() -> tuple[Any, str]:

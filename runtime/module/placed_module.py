@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from graphplan._compat.torch import never_compiled
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
@@ -69,6 +70,7 @@ class PlacedModule(ShortNames, KeptInPlace):
     def _graphplan_entry(self) -> tuple[nn.Module, str]:
         return self, ""
 
+    @never_compiled("a placed model is not compiled from outside: give partition compile=True")
     def _graphplan_enter(
         self,
         entry: str,

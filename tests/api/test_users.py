@@ -436,6 +436,25 @@ def test_compiled_models_are_unwrapped() -> None:
     assert isinstance(graphplan.partition(torch.compile(Two()), {"cpu": "1GiB"}, (X,)), Two)
 
 
+def test_torch_compile_leaves_placed_models_as_they_are() -> None:
+    model, other = Two(), torch.randn(2, 3, 64)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    graphs = []
+
+    def backend(graph: Any, _example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: placed(x + 1).sin(), backend=backend)
+    for x in (X, other):  # the second has no graph yet
+        assert torch.allclose(compiled(x), model(x + 1).sin(), atol=1e-6)
+        assert [node.name for graph in graphs for node in graph.graph.nodes if node.name == "linear"] == []
+    assert len(placed.plans) == 2
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="give partition compile=True"):
+        torch.compile(placed, backend="eager", fullgraph=True)(X)
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
