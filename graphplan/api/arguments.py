@@ -100,9 +100,12 @@ def read_model(model: Any) -> nn.Module:
         raise InputError(f"graphplan places a torch.nn.Module, not {what}")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("a ScriptModule has no Python to trace: give the module that it was made from")
-    if hasattr(model, "_graphplan"):
-        raise InputError("this model is placed already: give partition the model that it was made from")
     for name, part in model.named_modules():
+        if hasattr(part, "_graphplan"):
+            raise InputError(
+                f"{repr(name) if name else 'the model'} is placed already: give what it was made from, or "
+                "graphplan.unplace of it"
+            )
         if hasattr(part, "_hf_hook"):
             raise InputError(
                 f"accelerate's hooks run {name or 'the model'!r}: load it without device_map, or call "

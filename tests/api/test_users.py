@@ -472,8 +472,11 @@ def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any
 
 def test_a_placed_model_is_not_placed_again() -> None:
     placed = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,))
-    with pytest.raises(graphplan.InputError, match="placed already"):
+    with pytest.raises(graphplan.InputError, match=r"^the model is placed already: .* graphplan\.unplace"):
         graphplan.partition(placed, {"cpu": "1GiB"}, (X,))
+    with pytest.raises(graphplan.InputError, match="'0' is placed already"):
+        graphplan.plan(nn.Sequential(placed), {"cpu": "1GiB"}, (X,))
+    assert isinstance(graphplan.partition(graphplan.unplace(placed), {"cpu": "1GiB"}, (X,)), Two)
 
 
 def test_models_with_accelerates_hooks_are_told_what_to_do() -> None:
