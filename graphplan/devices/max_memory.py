@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 
 import torch
 from accelerate.utils import convert_file_size_to_int
 
 from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import Card, find_card
+from graphplan.devices.device_keys import device_named, own_key
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
 from graphplan.errors import BudgetError, DeviceError, readable_bytes
@@ -63,12 +63,12 @@ def read_max_memory(
         raise BudgetError(
             "max_memory names only 'disk', which cannot run operations: add an accelerator or 'cpu'"
         )
-    _check_links(links, {spec.key for spec in specs})
-    machine = current_machine.get()
-    known = links_to_host(specs) if machine is None else dict(machine.links)
-    given = {pair for a, b in links or {} for pair in ((a, b), (b, a))}
+    _check_links(links, specs)
+    machine, own = current_machine.get(), own_links(specs, links or {})
+    known = links_to_host(specs) if machine is None else own_links(specs, machine.links)
+    given = {pair for a, b in own for pair in ((a, b), (b, a))}
     known = {pair: link for pair, link in known.items() if pair not in given}
-    return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
+    return Topology(_with_reserve(specs, reserve), {**known, **own})
 
 
 def links_to_host(
@@ -97,18 +97,29 @@ def _index_here(device: str) -> int | None:
     return int(index) if here else None
 
 
-def _check_links(links: object, keys: Set[DeviceKey]) -> None:
+def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
     """Refuse links that no plan would look up: inputs may come from devices beside those of a plan."""
     if links is None:
         return
     if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
         raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    keys = {spec.key for spec in specs}
     for pair in links:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise DeviceError(f"links has the key {pair!r}: write (source, destination), as (0, 'cpu')")
-        for key in pair:
-            if key not in keys and not isinstance(key, str):
-                raise DeviceError(f"links names {key!r}, which is not in max_memory")
+        for end in pair:
+            if own_key(specs, end, "links") not in keys and isinstance(end, numbers.Integral):
+                raise DeviceError(f"links names {end!r}, which is not in max_memory")
+
+
+def own_links(
+    specs: Sequence[DeviceSpec], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
+) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+    """Links, by the keys of ``max_memory``."""
+    return {
+        (own_key(specs, source, "links"), own_key(specs, destination, "links")): link
+        for (source, destination), link in links.items()
+    }
 
 
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
@@ -174,33 +185,13 @@ def read_size(value: object, name: str) -> int:
 
 
 def _spec(key: object, memory: int) -> DeviceSpec:
-    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
-        key = int(key)
-    if isinstance(key, bool) or not isinstance(key, int | str):
-        raise DeviceError(f"{key!r} is no device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'")
-    if isinstance(key, int):
-        if key < 0:
-            raise DeviceError(f"device key {key} is negative: accelerators count from 0")
-        return _accelerator(key, f"{accelerator_type() or 'cuda'}:{key}", memory)
-    if key == DISK:
-        return DeviceSpec(key, DISK, memory, 0.0, 0.0, 0.0)
-    if key.isdecimal():
-        raise DeviceError(f"{key!r} is text: write the accelerator's index as a number, {int(key)}")
-    try:
-        device = torch.device(key)
-    except RuntimeError as error:
-        close = get_close_matches(key.lower(), (CPU, DISK), 1, 0.7)
-        hint = (
-            f"did you mean {close[0]!r}?"
-            if close
-            else "write an index (0, 1, ...), 'cpu', 'disk' or 'cuda:0'"
-        )
-        raise DeviceError(f"{key!r} is no device: {hint}") from error
-    if device.type == CPU:
-        return DeviceSpec(key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
-    if device.type == "meta":
-        raise DeviceError("'meta' is no device that computes: leave it out of max_memory")
-    return _accelerator(key, f"{device.type}:{device.index or 0}", memory)
+    device = device_named(key)
+    own = int(key) if isinstance(key, numbers.Integral) else str(key)
+    if device == DISK:
+        return DeviceSpec(own, DISK, memory, 0.0, 0.0, 0.0)
+    if device == CPU:
+        return DeviceSpec(own, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
+    return _accelerator(own, device, memory)
 
 
 def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:

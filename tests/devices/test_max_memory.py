@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import graphplan
 from graphplan.devices.machine import accelerator_type
@@ -127,3 +130,20 @@ def test_a_link_is_made_of_figures(figures: tuple[object, ...]) -> None:
     with pytest.raises(graphplan.DeviceError, match=r"Link\("):
         Link(*figures)  # type: ignore[arg-type]  # what is tested
     assert Link(1e9, 0.0).seconds(10**9) == 1.0
+
+
+@pytest.mark.parametrize("accelerator", [0, "cuda", torch.device("cuda", 0)])
+@pytest.mark.parametrize("host", ["cpu", "cpu:0", torch.device("cpu")])
+def test_links_are_known_by_every_name_of_their_devices(accelerator: Any, host: Any) -> None:
+    link = Link(1e9)
+    for key in ("cpu", "cpu:0"):
+        topology = read_max_memory({"cuda:0": 10, key: 10}, {(accelerator, host): link})
+        assert topology.link("cuda:0", key) is topology.link(key, "cuda:0") is link
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [("CPU", "links: 'CPU' is no device: did you mean 'cpu'"), ("0", "links: '0' is text")]
+)
+def test_links_of_what_is_no_device_are_refused(key: str, message: str) -> None:
+    with pytest.raises(graphplan.DeviceError, match=message):
+        read_max_memory({0: 10, "cpu": 10}, {(0, key): Link()})

@@ -1,0 +1,68 @@
+"""Devices as a caller writes them: the index of an accelerator, a name, or a ``torch.device``."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import torch
+
+from graphplan.devices.machine import accelerator_type
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec
+from graphplan.errors import DeviceError
+
+
+def device_named(written: object) -> str:
+    """Torch's name of a device, with the index of an accelerator; ``"disk"`` too.
+
+    Raises:
+        DeviceError: it is no device, or none that a plan may have.
+    """
+    if isinstance(written, numbers.Integral) and not isinstance(written, bool):
+        if written < 0:
+            raise DeviceError(f"device key {written} is negative: accelerators count from 0")
+        return f"{accelerator_type() or 'cuda'}:{written}"
+    if not isinstance(written, str | torch.device):
+        raise DeviceError(
+            f"{written!r} is no device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'"
+        )
+    name = str(written)
+    if name == DISK:
+        return DISK
+    if name.isdecimal():
+        raise DeviceError(f"{name!r} is text: write the accelerator's index as a number, {int(name)}")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        close = get_close_matches(name.lower(), (CPU, DISK), 1, 0.7)
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else "write an index (0, 1, ...), 'cpu', 'disk' or 'cuda:0'"
+        )
+        raise DeviceError(f"{name!r} is no device: {hint}") from error
+    if device.type == "meta":
+        raise DeviceError("'meta' is no device that computes: leave it out of max_memory")
+    return CPU if device.type == CPU else f"{device.type}:{device.index or 0}"
+
+
+def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> DeviceKey:
+    """The key that a device has in ``max_memory``, where it may be written otherwise (``0``, ``"cuda:0"``).
+
+    Args:
+        devices: those of ``max_memory``.
+        written: the device, in an argument.
+        argument: its name.
+
+    Returns:
+        the key; torch's name of the device, where ``max_memory`` lacks it.
+
+    Raises:
+        DeviceError: it is no device.
+    """
+    try:
+        name = device_named(written)
+    except DeviceError as error:
+        raise DeviceError(f"{argument}: {error}") from error
+    return next((spec.key for spec in devices if spec.device == name), name)
