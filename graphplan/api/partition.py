@@ -23,7 +23,13 @@ from graphplan.api.arguments import (
 )
 from graphplan.api.machines import partition_machines
 from graphplan.api.placer import Placer
-from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
+from graphplan.api.plan_options import (
+    PlanKeywords,
+    read_options,
+    refuse_with_machines,
+    require_flags,
+    shows_options,
+)
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
@@ -117,6 +123,8 @@ def partition(
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     asked = read_options(partition, options)
+    require_flags(grad=grad, check=check, warm=warm, strict=strict is not None and strict)
+    require_flags(return_outputs=return_outputs == "all" or return_outputs)
     if machines is not None:
         refuse_with_machines(asked, max_memory=max_memory, compile=compile, check=check, warm=warm)
         return partition_machines(

@@ -108,9 +108,8 @@ class PlanOptions:
 
     def require_flags(self) -> None:
         """Raise InputError for a flag that is none."""
-        for one in fields(self):
-            if isinstance(one.default, bool) and not isinstance(flag := getattr(self, one.name), bool):
-                raise InputError(f"{one.name} must be True or False, not {flag!r}")
+        flags = (one.name for one in fields(self) if isinstance(one.default, bool))
+        require_flags(**{name: getattr(self, name) for name in flags})
 
     def require_companions(self, *, machines: bool) -> None:
         """Raise InputError for an argument that is given without the one that it goes with."""
@@ -139,6 +138,13 @@ class PlanOptions:
         """Whether anything is asked of a search for a plan."""
         rules = self.pin or self.together or self.balance or not (self.offload and self.cpu_compute)
         return bool(rules or self.links or self.devices or self.time_limit)
+
+
+def require_flags(**flags: object) -> None:
+    """Raise InputError for a flag that is none."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} must be True or False, not {flag!r}")
 
 
 def shows_options(function: _Function) -> _Function:

@@ -11,7 +11,13 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import read_examples, read_request, require_example
 from graphplan.api.machines import plan_machines
-from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
+from graphplan.api.plan_options import (
+    PlanKeywords,
+    read_options,
+    refuse_with_machines,
+    require_flags,
+    shows_options,
+)
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
@@ -142,6 +148,7 @@ def plan(
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     asked = read_options(plan, options)
+    require_flags(return_outputs=return_outputs)
     if machines is not None:
         refuse_with_machines(asked, max_memory=max_memory)
         return plan_machines(model, machines, asked, args, kwargs)

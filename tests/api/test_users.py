@@ -462,6 +462,11 @@ def test_torch_compile_leaves_placed_models_as_they_are() -> None:
         (lambda x: x, {}, "not function"),
         (Two(), {"kwargs": X}, "kwargs must map"),
         (Two(), {"links": 3}, "links must map"),
+        (Two(), {"grad": "no"}, "grad must be True or False, not 'no'"),
+        (Two(), {"check": 1}, "check must be True or False, not 1"),
+        (Two(), {"warm": None}, "warm must be True or False, not None"),
+        (Two(), {"strict": "x"}, "strict must be True or False, not 'x'"),
+        (Two(), {"return_outputs": "none"}, "return_outputs must be True or False, not 'none'"),
     ],
 )
 def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any], message: str) -> None:
