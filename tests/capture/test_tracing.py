@@ -271,6 +271,24 @@ def test_dynamic_shapes_that_name_nothing() -> None:
         )
 
 
+def test_dynamic_shapes_by_position_are_those_of_arguments_that_equal_their_defaults_too() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: float = 1.0, y: torch.Tensor | None = None) -> torch.Tensor:
+            found = super().forward(x) * scale
+            return found if y is None else found + y
+
+    batch, x = torch.export.Dim("batch", min=2, max=64), torch.ones(4, 4)
+    shapes = ({0: batch}, None, {0: batch})
+    for scale in (1.0, 2.0):
+        placed: Any = graphplan.partition(
+            Scaled(4, 4), {"cpu": "1MiB"}, (x, scale, x), dynamic_shapes=shapes, strict=True
+        )
+        assert placed(torch.ones(8, 4), scale, torch.ones(8, 4)).shape == (8, 4)
+        assert len(placed.plans) == 1
+    with pytest.raises(graphplan.InputError, match="has 4 entries, and forward takes x, scale, y: give one"):
+        graphplan.plan(Scaled(4, 4), {"cpu": "1MiB"}, (x,), dynamic_shapes=(*shapes, None))
+
+
 def test_weights_and_inputs_may_be_named_as_operations() -> None:
     # "operation 'mean' makes 'mean', which exists already"
     class Normal(nn.Module):

@@ -267,7 +267,16 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
         return dynamic_shapes if call.args else {name: dynamic_shapes.get(name) for name in call.kwargs}
     if call.args:
         return tuple(dynamic_shapes)
-    return dict.fromkeys(call.kwargs) | dict(zip(call.kwargs, dynamic_shapes, strict=False))
+    names = list(call.kwargs)
+    if len(dynamic_shapes) != len(names):  # a call has no arguments that equal their defaults
+        names = list(model_copy.signature.parameters)
+    if len(dynamic_shapes) > len(names):
+        raise InputError(
+            f"dynamic_shapes has {len(dynamic_shapes)} entries, and forward takes {', '.join(names)}: give "
+            "one for each argument, or a dict of names"
+        )
+    shapes = dict(zip(names, dynamic_shapes, strict=False))
+    return {name: shapes.get(name) for name in call.kwargs}
 
 
 def _require_in_range(call: BoundCall, shapes: Any) -> None:
