@@ -55,12 +55,28 @@ class _Named:
     nbytes: int
 
 
-def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+@dataclass(frozen=True, slots=True)
+class ModuleMap:
+    """A device map, and how it differs from the placement that it is made of.
+
+    Attributes:
+        entries: module or tensor -> device.
+        gathered: modules whose tensors the placement has on several devices, and the map on one.
+        nbytes: device -> bytes of the weights that the map puts there.
+    """
+
+    entries: dict[str, DeviceKey]
+    gathered: list[str]
+    nbytes: Counter[DeviceKey]
+
+
+def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) -> ModuleMap:
     """A map of modules that is as near to a placement of weights as hooks can carry out.
 
     A module's own tensors go where most of their bytes are; so does a small module with all that is in it,
     where it has tensors of its own beside submodules that are elsewhere.
     """
+    gathered, nbytes = list[str](), Counter[DeviceKey]()
     parts: Counter[str] = Counter()
     for weight in weights:
         parts[weight.part_of] += weight.nbytes
@@ -73,13 +89,20 @@ def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) ->
     order = {name: index for index, name in enumerate(placement)}
     named.sort(key=lambda one: order[one.name])
     whole = sum(one.nbytes for one in named) * _SMALL
-    settled = dict(_settled("", named, whole))
+    settled = dict(_settled("", named, whole, gathered))
+    for weight in weights:
+        key = next((settled[name] for name in weight.names if name in settled), None)
+        if key is not None:
+            nbytes[key] += weight.nbytes + parts[weight.name]
     unsaved = {name for weight in weights if not weight.persistent for name in weight.names}
     merged = merged_map({one.name: settled[one.name] for one in named})
-    return {name: key for name, key in merged.items() if name not in unsaved}
+    entries = {name: key for name, key in merged.items() if name not in unsaved}
+    return ModuleMap(entries, gathered, nbytes)
 
 
-def _settled(prefix: str, members: Sequence[_Named], small: float) -> Iterator[tuple[str, DeviceKey]]:
+def _settled(
+    prefix: str, members: Sequence[_Named], small: float, gathered: list[str]
+) -> Iterator[tuple[str, DeviceKey]]:
     """Each tensor's device, so that a module's own share one."""
     own = [one for one in members if _child(prefix, one.name) == one.name]
     children: dict[str, list[_Named]] = {}
@@ -89,12 +112,13 @@ def _settled(prefix: str, members: Sequence[_Named], small: float) -> Iterator[t
     split = len({one.key for one in members}) > 1
     few = sum(one.nbytes for one in members) <= small or not _has_blocks(children)
     if own and split and (not children or (prefix and few)):
+        gathered.append(prefix)
         key = _most(members)
         yield from ((one.name, key) for one in members)
         return
     yield from ((one.name, one.key) for one in own)
     for child, below in children.items():
-        yield from _settled(child, below, small)
+        yield from _settled(child, below, small, gathered)
 
 
 def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import PlanError, VerificationError
+from graphplan.errors import PlanError, VerificationError, readable_bytes
 from graphplan.ir.constraints import Constraints, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
@@ -22,6 +22,7 @@ from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, call_seconds, make_timeline
+from graphplan.warnings import warn
 
 Transfer = Move
 
@@ -175,9 +176,18 @@ class PlanData:
 
         Modules are named as high up as all of their parameters and buffers share a device. Hooks reach
         modules, not tensors: where this plan has parts of one module on several devices they go where most
-        of its bytes are, so that the map may differ from :attr:`placement`, and a budget may be passed.
+        of its bytes are, so that the map may differ from :attr:`placement`. A warning says so where weights
+        pass a budget by it; with activations a budget may be passed without.
         """
-        return module_map(list(self.graph.weights.values()), self.placement)
+        found = module_map(list(self.graph.weights.values()), self.placement)
+        for spec in self.topology.devices:
+            if found.gathered and found.nbytes[spec.key] > spec.room:
+                warn(
+                    "device_map() keeps modules whole, whose parameters the plan has on several devices: "
+                    f"weights on {spec.key!r} take {readable_bytes(found.nbytes[spec.key])}, and it has "
+                    f"{readable_bytes(spec.room)}. Plan with together={found.gathered}"
+                )
+        return found.entries
 
     # -- what moves -------------------------------------------------------------------------------
 

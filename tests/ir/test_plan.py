@@ -189,6 +189,24 @@ def test_device_map_names_a_modules_own_parameters() -> None:
     assert set(plan.device_map()) == {"direct", "child"}
 
 
+def test_device_map_tells_of_modules_that_are_whole_beyond_a_budget() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.ones(64, 64)) for _ in "ab")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.a).relu() @ self.b
+
+    model, x = torch.nn.Sequential(Two()), torch.ones(1, 64)
+    plan = graphplan.plan(model, {0: "19KiB", 1: "19KiB", "cpu": "1MiB"}, (x,))
+    assert len(set(plan.placement.values())) == 2
+    with pytest.warns(graphplan.GraphplanWarning, match=r"on 0 take 32.00 KiB .* together=\['0'\]"):
+        assert plan.device_map() == {"": 0}
+    whole = graphplan.plan(model, {0: "19KiB", 1: "19KiB", "cpu": "1MiB"}, (x,), together=["0"])
+    assert whole.device_map() == {"": "cpu"}
+
+
 def test_summary_is_a_table(plan: Plan) -> None:
     text = plan.summary()
     for expected in ("budget", "peak", "20.0 KiB", "stage", "transfers", "of optimal", "blocks"):
