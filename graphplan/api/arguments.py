@@ -241,7 +241,7 @@ def read_examples(
         InputError: they are not what :func:`graphplan.plan` takes.
     """
     calls, weights = asked.calls, asked.weights
-    if args or kwargs:
+    if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping | None)) or args or kwargs:
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
     if callable(calls):
         if weights is not None:

@@ -117,7 +117,9 @@ class PlanOptions:
         usual = PlanOptions()
         for needed, names in _GOES_WITH.items():
             for name in names:
-                if not given[needed] and getattr(self, name) != getattr(usual, name):
+                value, default = getattr(self, name), getattr(usual, name)
+                same = value is default or (type(value) is type(default) and value == default)
+                if not given[needed] and not same:
                     raise InputError(f"{name}= goes with {needed}: give both")
 
     @property

@@ -9,6 +9,7 @@ import pickle
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import bytes_of, chain, largest_difference, moves_of, planned_moves
@@ -192,12 +193,14 @@ def test_a_pin_may_name_what_only_one_call_runs() -> None:
         ({"calls": []}, "calls must be a list"),
         ({"calls": PREFILL}, "calls must be a list"),
         ({"weights": [1]}, "weights= goes with calls="),
+        ({"weights": np.array([1.0, 2.0])}, "weights= goes with calls="),
         ({"calls": [X]}, r"pair \(args, kwargs\)"),
         ({"calls": [(X, {})]}, r"pair \(args, kwargs\)"),
         ({"calls": [PREFILL], "weights": [1, 2]}, "calls has 1 entries and weights 2"),
         ({"calls": [PREFILL], "weights": [0]}, "positive"),
         ({"calls": [PREFILL], "weights": [True]}, "positive"),
         ({"calls": [PREFILL], "kwargs": PREFILL}, "not in both"),
+        ({"calls": [PREFILL], "args": X}, "not in both"),
         ({"calls": [{"nonsense": X}]}, "do not fit forward"),
     ],
 )
