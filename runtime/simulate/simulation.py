@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from graphplan.devices.machine import current_machine
-from graphplan.devices.max_memory import MaxMemory, read_max_memory
+from graphplan.devices.max_memory import MaxMemory, Size, own_links, read_max_memory, read_size
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError
 from graphplan.runtime.simulate.simulated_backend import SimulationMode, register_backend
@@ -26,7 +26,7 @@ def simulate(
     capacities: MaxMemory,
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
     *,
-    workspace: int = 0,
+    workspace: Size = 0,
 ) -> Iterator[SimulatedMachine]:
     """Simulate accelerators for the duration of the block.
 
@@ -34,16 +34,18 @@ def simulate(
         capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
             and is passed on in ``machine.max_memory``.
         links: the links between them, for the planner's cost model.
-        workspace: bytes that each device loses at its first matrix product, as to cuBLAS on CUDA.
+        workspace: bytes, or text such as ``"8MiB"``, that each device loses at its first matrix product, as
+            to cuBLAS on CUDA.
 
     Raises:
-        BudgetError: a capacity that is no size.
-        DeviceError: a key that is neither an index nor ``"cpu"``, or a block inside a block.
+        BudgetError: a capacity or ``workspace`` is no size.
+        DeviceError: a key that is neither an index nor ``"cpu"``, links that are none, or a block inside a
+            block.
     """
     if current_machine.get() is not None:
         raise DeviceError("simulate() inside simulate(): name all devices in one")
     try:
-        topology = read_max_memory(capacities)
+        topology = read_max_memory(capacities, links)
     except (BudgetError, DeviceError) as error:
         raise type(error)(str(error).replace("max_memory", "capacities")) from error
     sizes: dict[int, int] = {}
@@ -53,7 +55,8 @@ def simulate(
         elif spec.key != CPU:
             raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
     cpu = topology[CPU].memory if CPU in topology else None
-    machine = SimulatedMachine(sizes, cpu, dict(links or {}), workspace=workspace)
+    known, taken = own_links(topology.devices, links or {}), read_size(workspace, "workspace")
+    machine = SimulatedMachine(sizes, cpu, known, workspace=taken)
     register_backend()
     # the autograd engine would otherwise ask C++ for a queue per device
     single = torch.autograd.set_multithreading_enabled(False)

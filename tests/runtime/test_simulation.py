@@ -76,6 +76,21 @@ def test_bad_capacities() -> None:
         pass
 
 
+def test_links_and_workspace_are_read_as_elsewhere() -> None:
+    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (graphplan.DeviceError, "links must map .* graphplan.Link", {"links": {(0, "cpu"): 5}}),
+        (graphplan.DeviceError, "links names 7, which is not in capacities", {"links": {(0, 7): Link()}}),
+        (graphplan.BudgetError, "workspace = 'much' is no size", {"workspace": "much"}),
+    ]
+    for kind, message, options in bad:
+        with pytest.raises(kind, match=message), simulate({0: "1MiB"}, **options):
+            pass
+    link = Link(1e9)
+    with simulate({0: "1MiB"}, {(0, "cpu:0"): link}, workspace="8KiB") as machine:
+        assert machine.workspace == 8 << 10
+        assert graphplan.plan(nn.Linear(4, 4), args=(torch.ones(1, 4),)).topology.link("cpu", 0) is link
+
+
 def test_integer_keys_mean_simulated_devices_inside_only() -> None:
     outside = accelerator_type()
     with simulate({0: 10, "cpu": 7}, {(0, "cpu"): Link(1.0, 2.0)}) as machine:
