@@ -10,6 +10,7 @@ from torch import nn
 
 from graphplan.api.plan_options import PlanKeywords, require_known
 from graphplan.api.planning import plan
+from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.capture.structure import know_containers, leaves_of, map_leaves
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.devices.max_memory import MaxMemory
@@ -36,7 +37,7 @@ def largest_batch(
         args: example inputs by position. Axis 0 of the first tensor is the batch, and of every tensor that is
             as long there.
         kwargs: example inputs by name.
-        most: where to stop.
+        most: where to stop, as at ``max_batch``.
         options: as in :func:`graphplan.plan`, such as ``train=True, optimizer=torch.optim.AdamW``.
 
     Raises:
@@ -53,7 +54,8 @@ def largest_batch(
         raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise InputError(f"most={most!r}: write a positive number of sequences")
-    given = tensors[0].shape[0]
+    given, limits = tensors[0].shape[0], SizeLimits(options.get("max_batch"), options.get("max_length"))
+    most = min(most, limits.max_batch or most)
 
     lacking = dict[int, InfeasibleError]()
 

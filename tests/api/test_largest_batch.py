@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ def widening() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 4)).eval()
 
 
-def largest(given: int, budget: int, most: int = 1024) -> int:
+def largest(given: int, budget: int, **options: Any) -> int:
     with torch.no_grad():
         return graphplan.largest_batch(
-            widening(), {"cpu": budget}, (torch.ones(given, 4),), most=most, time_limit=0.1
+            widening(), {"cpu": budget}, (torch.ones(given, 4),), time_limit=0.1, **options
         )
 
 
@@ -36,6 +37,7 @@ def test_it_does_not_depend_on_the_batch_that_is_given(given: int) -> None:
 @pytest.mark.parametrize("given", [1, 40])
 def test_it_is_at_most_what_is_asked_for(given: int) -> None:
     assert largest(given, 1 << 30, most=7) == 7
+    assert largest(given, 1 << 30, max_batch=7) == 7
 
 
 @pytest.mark.parametrize("given", [1, 6])
