@@ -89,8 +89,8 @@ def partition(
         strict: None: names that the checkpoint lacks or the model does not know are errors, and what
             cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
             neither is.
-        return_outputs: False leaves results on the device that made them. With ``machines``, the last stage's
-            rank has them; ``"all"``: every rank.
+        return_outputs: False leaves results on the device that made them. With ``machines``, True: the last
+            stage's rank has them; ``"all"``: every rank.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
             no activation outlives its last reader and the budgets hold.
         compile: True to compile each stage (a run of operations on one device) with ``torch.compile``, at
@@ -126,7 +126,8 @@ def partition(
     require_flags(grad=grad, check=check, warm=warm, strict=strict is not None and strict)
     require_flags(return_outputs=return_outputs == "all" or return_outputs)
     if machines is not None:
-        refuse_with_machines(asked, max_memory=max_memory, compile=compile, check=check, warm=warm)
+        others = {"compile": compile, "check": check, "warm": warm, "return_outputs": not return_outputs}
+        refuse_with_machines(asked, max_memory=max_memory, **others)
         return partition_machines(
             model,
             machines,

@@ -184,7 +184,8 @@ def require_known(function: Callable[..., Any], given: Iterable[str], called: st
 
 def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
     """Raise InputError for an argument that several machines do not take."""
-    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE} | {"pin": asked.pin or None}
+    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE}
+    refused |= {"pin": asked.pin or None, "together": asked.together or None}
     for name, value in {**refused, **given}.items():
-        if value is not None and value is not False and value != ():
+        if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

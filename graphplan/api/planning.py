@@ -150,7 +150,7 @@ def plan(
     asked = read_options(plan, options)
     require_flags(return_outputs=return_outputs)
     if machines is not None:
-        refuse_with_machines(asked, max_memory=max_memory)
+        refuse_with_machines(asked, max_memory=max_memory, return_outputs=not return_outputs)
         return plan_machines(model, machines, asked, args, kwargs)
     topology = with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
     request = read_request(model, topology, asked, Options(return_outputs=return_outputs), asked.varying)

@@ -362,6 +362,8 @@ def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: i
         ({"network": 3}, "graphplan.Link"),
         ({"max_memory": {0: "1GiB"}}, "does not go with max_memory="),
         ({"pin": {"layers.0": 0}}, "does not go with pin="),
+        ({"together": ["layers"]}, "does not go with together="),
+        ({"return_outputs": False}, "does not go with return_outputs="),
         ({"args": ()}, "example inputs"),
         ({"train": True, "max_batch": 8}, "does not take max_batch"),
         ({"train": True, "train_outputs": "loss"}, "does not go with train_outputs="),
@@ -372,6 +374,11 @@ def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {"machines": [{0: "1GiB"}], "args": (X,), **options}
     with pytest.raises(graphplan.InputError, match=match):
         graphplan.plan(Stack(), **given)
+
+
+def test_empty_constraints_are_none() -> None:
+    plan: Any = graphplan.plan(Stack(), machines=[{0: "1GiB"}], args=(X,), pin={}, together=[])
+    assert plan.machines == 1
 
 
 def test_without_torchrun_there_is_no_group() -> None:
