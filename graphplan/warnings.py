@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from graphplan.errors import GraphplanWarning
@@ -16,12 +16,12 @@ from graphplan.errors import GraphplanWarning
 _BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
 
 
-_listeners: list[tuple[int, list[str]]] = []
+_listeners: dict[int, tuple[int, list[str]]] = {}
 
 
 def warn(message: str) -> None:
     """Warn the first caller that is neither graphplan nor what calls a model for its user."""
-    for thread, heard in _listeners:
+    for thread, heard in list(_listeners.values()):
         if thread == threading.get_ident():
             heard.append(message)
     level, frame = 2, sys._getframe(1)
@@ -37,12 +37,12 @@ def _package(namespace: dict[str, object]) -> str:
 @contextmanager
 def overheard() -> Iterator[list[str]]:
     """A block, and what graphplan warns of in this thread meanwhile."""
-    entry = threading.get_ident(), list[str]()
-    _listeners.append(entry)
+    heard = list[str]()
+    _listeners[id(heard)] = threading.get_ident(), heard
     try:
-        yield entry[1]
+        yield heard
     finally:
-        _listeners[:] = [one for one in _listeners if one is not entry]
+        del _listeners[id(heard)]
 
 
 @contextmanager
@@ -56,7 +56,8 @@ def unwarned(beginning: str = "") -> Iterator[None]:
         yield
     finally:
         here.ident = None
-        filters[:] = [one for one in filters if one is not entry]
+        with suppress(ValueError):  # the block may have reset them
+            filters.remove(entry)
 
 
 class _ThisThread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.warnings import unwarned
 
 BUDGETS = {0: "1MiB", "cpu": "1GiB", "disk": "1GiB"}
 
@@ -44,6 +46,26 @@ def test_a_warning_of_a_first_call_passes_over_torch() -> None:
         with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list") as caught:
             line, _ = here(), placed(torch.ones(2), [torch.ones(1)])
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+
+
+class NeverReplaced(list[Any]):
+    """What another thread adds while the whole is replaced is lost."""
+
+    def __setitem__(self, *_args: Any) -> None:
+        raise AssertionError("replaced as a whole")
+
+
+def test_filters_of_other_threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "filters", NeverReplaced(warnings.filters))
+    before = list(warnings.filters)
+    with unwarned("only this"):
+        assert len(warnings.filters) == len(before) + 1
+        warnings.warn("only this", stacklevel=1)
+        with pytest.raises(UserWarning, match="and this"):
+            warnings.warn("and this", stacklevel=1)
+    assert warnings.filters == before
+    with unwarned():
+        warnings.filters.clear()  # type: ignore[attr-defined]  # as a user may
 
 
 class Deciding(nn.Module):
