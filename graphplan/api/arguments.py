@@ -25,8 +25,9 @@ from graphplan.capture.model_methods import entry_named
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.devices.device_keys import own_key
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
-from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Topology
+from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.errors import DeviceError, InputError, PlanError
 from graphplan.integrations.rehearsal import rehearse
 from graphplan.ir.constraints import Constraints
@@ -117,9 +118,8 @@ def read_model(model: Any) -> nn.Module:
 def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constraints:
     """The caller's rules; whether their names are in the graph is seen later.
 
-    A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
-
     Raises:
+        DeviceError: ``pin`` names what is no device.
         InputError: ``pin`` is no mapping of names, or ``together`` no list of them.
     """
     pin, together = asked.pin, asked.together
@@ -131,8 +131,8 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
     for name in pin or {}:
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
-    keys = {spec.device: spec.key for spec in topology.devices} if topology is not None else {}
-    pins = {name: _key_of(keys, device) for name, device in (pin or {}).items()}
+    devices = topology.devices if topology is not None else ()
+    pins = {name: own_key(devices, device, "pin") for name, device in (pin or {}).items()}
     return Constraints(pins, groups, asked.offload, asked.cpu_compute, asked.balance)
 
 
@@ -145,17 +145,12 @@ def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topolo
     sparse = [name for name, tensor in weights.tensors.items() if tensor.layout is not torch.strided]
     if not sparse or all(spec.type != SIMULATED for spec in topology.devices):
         return constraints
-    if CPU not in topology:
+    if topology.cpu is None:
         raise DeviceError(
             f"{sparse[0]!r} is sparse, and simulated devices hold no sparse tensors: give 'cpu' in max_memory"
         )
     warn(f"simulated devices hold no sparse tensors: {', '.join(map(repr, sparse))} stay on the CPU")
-    return replace(constraints, pin={**dict.fromkeys(sparse, CPU), **constraints.pin})
-
-
-def _key_of(keys: Mapping[str, DeviceKey], device: DeviceKey | torch.device) -> DeviceKey:
-    """The key of a device that torch's name, or the key itself, stands for; others are refused later."""
-    return keys.get(str(device), str(device)) if isinstance(device, str | torch.device) else device
+    return replace(constraints, pin={**dict.fromkeys(sparse, topology.cpu), **constraints.pin})
 
 
 def _names_of(group: object) -> str | tuple[str, ...]:

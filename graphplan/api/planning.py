@@ -68,7 +68,8 @@ def plan(
     Args:
         model: any module; it is not changed.
         max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
-            ``"cpu"``, or device names; their order is the order of preference. A budget covers
+            ``"cpu"``, or device names; their order is the order of preference. Other arguments may name the
+            devices in other ways (``0``, ``"cuda:0"``, ``torch.device("cuda")``). A budget covers
             everything on the device: weights, activations, copies. None: what is free here.
         args: example inputs by position, on any device, meta too. Without examples the model's
             ``dummy_inputs`` serve, if it has any.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any, TypeVar
 
 import torch
 
 from graphplan.devices.machine import accelerator_type
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec
 from graphplan.errors import DeviceError
+
+_Value = TypeVar("_Value")
 
 
 def device_named(written: object) -> str:
@@ -66,3 +69,19 @@ def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> De
     except DeviceError as error:
         raise DeviceError(f"{argument}: {error}") from error
     return next((spec.key for spec in devices if spec.device == name), name)
+
+
+def by_own_keys(
+    devices: Sequence[DeviceSpec], given: Mapping[Any, _Value], argument: str
+) -> dict[DeviceKey, _Value]:
+    """What an argument has for devices, by the keys of ``max_memory``.
+
+    Raises:
+        DeviceError: it names what is no device, or not in ``max_memory``.
+    """
+    own = {written: own_key(devices, written, argument) for written in given}
+    keys = [spec.key for spec in devices]
+    if unknown := [written for written, key in own.items() if key not in keys]:
+        known = ", ".join(map(repr, keys))
+        raise DeviceError(f"{argument} names {unknown[0]!r}, which is not in max_memory: it has {known}")
+    return {own[written]: value for written, value in given.items()}

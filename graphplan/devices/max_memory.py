@@ -16,7 +16,7 @@ from accelerate.utils import convert_file_size_to_int
 
 from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import Card, find_card
-from graphplan.devices.device_keys import device_named, own_key
+from graphplan.devices.device_keys import by_own_keys, device_named, own_key
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
 from graphplan.errors import BudgetError, DeviceError, readable_bytes
@@ -129,9 +129,8 @@ def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[Devi
             _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
             for spec in specs
         )
-    if unknown := set(reserve) - {spec.key for spec in specs}:
-        raise DeviceError(f"reserve names {min(unknown, key=repr)!r}, which is not in max_memory")
-    sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in reserve.items()}
+    own = by_own_keys(specs, reserve, "reserve")
+    sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in own.items()}
     return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
 
 

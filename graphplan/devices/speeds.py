@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.max_memory import links_to_host, read_max_memory
+from graphplan.devices.device_keys import by_own_keys, own_key
+from graphplan.devices.max_memory import links_to_host, own_links
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, JsonFile, decode
@@ -151,13 +152,12 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
     if devices is None:
         return topology
     if isinstance(devices, Measurements):
-        names = _own_keys(topology, {*devices.speeds, *(key for pair in devices.links for key in pair)})
-        speeds = {names[key]: speed for key, speed in devices.speeds.items() if key in names}
-        links = {
-            (names[a], names[b]): link for (a, b), link in devices.links.items() if a in names and b in names
-        }
+        speeds = {own_key(topology.devices, key, "devices"): one for key, one in devices.speeds.items()}
+        links = own_links(topology.devices, devices.links)
     else:
-        speeds, links = _read_speeds(topology, devices), links_to_host(topology.devices, devices)
+        named = _read_named(topology, devices)
+        speeds = {key: _read_speed(key, speed) for key, speed in named.items()}
+        links = links_to_host(topology.devices, named)
     kept = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
     given = {pair for a, b in kept for pair in ((a, b), (b, a))}
     found = {pair: link for pair, link in links.items() if pair not in given}
@@ -165,30 +165,13 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
     return replace(topology, devices=tuple(specs), links={**topology.links, **found})
 
 
-def _own_keys(topology: Topology, keys: set[DeviceKey]) -> dict[DeviceKey, DeviceKey]:
-    """Each key -> the topology's for the same device, which may be written otherwise (0, "cuda:0")."""
-    by_device = {spec.device: spec.key for spec in topology.devices}
-    found: dict[DeviceKey, DeviceKey] = {}
-    for key in keys:
-        device = read_max_memory({key: 0, "cpu": 0}).devices[0].device if key != "disk" else "disk"
-        if key in topology:
-            found[key] = key
-        elif device in by_device:
-            found[key] = by_device[device]
-    return found
-
-
-def _read_speeds(topology: Topology, devices: Any) -> dict[DeviceKey, Speed]:
+def _read_named(topology: Topology, devices: Any) -> dict[DeviceKey, Speed | str]:
     if not isinstance(devices, Mapping) or not all(isinstance(s, Speed | str) for s in devices.values()):
         raise DeviceError(
             "devices must map device keys to graphplan.Speed or to names of cards, as {0: 'H100'}, or be "
             f"graphplan.Measurements, not {devices!r}"
         )
-    for key in devices:
-        if key not in topology:
-            known = ", ".join(map(repr, topology.keys))
-            raise DeviceError(f"devices names {key!r}, which is not in max_memory: it has {known}")
-    return {key: _read_speed(key, speed) for key, speed in devices.items()}
+    return by_own_keys(topology.devices, devices, "devices")
 
 
 def _read_speed(key: DeviceKey, speed: Speed | str) -> Speed:

@@ -52,9 +52,9 @@ def simulate(
     for spec in topology.devices:
         if isinstance(spec.key, int):
             sizes[spec.key] = spec.memory
-        elif spec.key != CPU:
+        elif spec.device != CPU:
             raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
-    cpu = topology[CPU].memory if CPU in topology else None
+    cpu = None if topology.cpu is None else topology[topology.cpu].memory
     known, taken = own_links(topology.devices, links or {}), read_size(workspace, "workspace")
     machine = SimulatedMachine(sizes, cpu, known, workspace=taken)
     register_backend()

@@ -73,6 +73,16 @@ def test_one_device_under_two_names() -> None:
         read_max_memory({"cuda:0": 10, "cuda": 10})
 
 
+@pytest.mark.parametrize("written", ["cuda:0", "cuda", torch.device("cuda"), torch.device("cuda", 0)])
+def test_a_device_may_be_written_in_every_way(written: Any) -> None:
+    (spec,) = read_max_memory({written: "1MiB"}).devices
+    assert (spec.key, spec.device) == (str(written), "cuda:0")
+    for key in ("cuda", "cuda:0"):
+        assert read_max_memory({key: "1MiB"}, reserve={written: "1KiB"})[key].reserve == 1 << 10
+    with pytest.raises(graphplan.DeviceError, match=r"reserve names .* not in max_memory: it has 'cpu'"):
+        read_max_memory({"cpu": "1MiB"}, reserve={written: 1})
+
+
 def test_absent_devices_are_for_planning_only() -> None:
     with pytest.raises(graphplan.DeviceError, match=r"device 7 .* is not here.*graphplan\.plan"):
         require_present(read_max_memory({7: 10}))

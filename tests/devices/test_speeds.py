@@ -104,6 +104,19 @@ def test_measurements_find_a_device_under_its_other_name() -> None:
     assert topology.link(name, "cpu") == Link(1e9, 1e-3)
 
 
+@pytest.mark.parametrize("written", ["cpu", "cpu:0", torch.device("cpu")])
+@pytest.mark.parametrize("key", ["cpu", "cpu:0"])
+def test_figures_are_for_a_device_by_every_name(written: Any, key: str) -> None:
+    speed, link = Speed(flops=5e12), Link(1e9, 1e-3)
+    topology = read_max_memory({"cuda:1": "1GiB", key: "1GiB"})
+    assert with_speeds(topology, {written: speed})[key].flops == 5e12
+    measured = with_speeds(topology, Measurements({written: speed}, {("cuda:1", written): link}))
+    assert measured[key].flops == 5e12
+    assert measured.link(key, "cuda:1") is link
+    named = with_speeds(topology, {torch.device("cuda", 1): "H200"})  # type: ignore[dict-item]  # it may
+    assert named.link("cuda:1", key).bandwidth == 55e9
+
+
 def test_links_that_the_caller_gives_come_before_measured_ones() -> None:
     measured = Measurements(links={(0, 1): Link(1e9, 1.0), (1, 0): Link(2e9, 1.0)})
     topology = with_speeds(read_max_memory({0: 1, 1: 1}, {(0, 1): Link(3e9, 0.0)}), measured)

@@ -111,13 +111,13 @@ def test_sparse_weights(layout: str, parameter: bool) -> None:
         with pytest.warns(graphplan.GraphplanWarning, match=_EACH_ANEW):
             placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6
-        with graphplan.simulate({0: "1MiB", "cpu": "1MiB"}) as machine:
+        with graphplan.simulate({0: "1MiB"}):
             with (
                 pytest.warns(graphplan.GraphplanWarning, match="'adjacency' stay on the CPU"),
                 pytest.warns(graphplan.GraphplanWarning, match=_EACH_ANEW),
             ):
-                placed = graphplan.partition(model, machine.max_memory, (X,))
-            assert placed.plan.placement["adjacency"] == "cpu"
+                placed = graphplan.partition(model, {0: "1MiB", "cpu:0": "1MiB"}, (X,))
+            assert placed.plan.placement["adjacency"] == "cpu:0"
             assert placed.plan.placement["first.weight"] == 0
             assert largest_difference(placed(X), model(X)) < 1e-6
         with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(graphplan.DeviceError, match="sparse"):

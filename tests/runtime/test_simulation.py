@@ -86,7 +86,8 @@ def test_links_and_workspace_are_read_as_elsewhere() -> None:
         with pytest.raises(kind, match=message), simulate({0: "1MiB"}, **options):
             pass
     link = Link(1e9)
-    with simulate({0: "1MiB"}, {(0, "cpu:0"): link}, workspace="8KiB") as machine:
+    with simulate({0: "1MiB", "cpu:0": "1KiB"}, {(0, "cpu:0"): link}, workspace="8KiB") as machine:
+        assert machine.max_memory["cpu"] == 1 << 10
         assert machine.workspace == 8 << 10
         assert graphplan.plan(nn.Linear(4, 4), args=(torch.ones(1, 4),)).topology.link("cpu", 0) is link
 

@@ -40,13 +40,19 @@ def test_a_pinned_module_runs_and_lives_where_it_is_told() -> None:
     plan.verify()
 
 
-@pytest.mark.parametrize("name", ["cuda:0", torch.device("cuda", 0), 0])
+@pytest.mark.parametrize("name", ["cuda:0", "cuda", torch.device("cuda", 0), torch.device("cuda"), 0])
 def test_a_pin_may_name_a_device_as_torch_does(name: Any) -> None:
     plan = graphplan.plan(
         nn.Linear(8, 8), {0: 1 << 20, 1: 1 << 20}, (torch.randn(2, 8),), pin={"weight": name}
     )
     assert plan.placement["weight"] == 0
     assert plan.constraints.pin == {"weight": 0}
+
+
+@pytest.mark.parametrize(("host", "name"), [("cpu", torch.device("cpu", 0)), ("cpu:0", "cpu")])
+def test_a_pin_may_name_the_cpu_in_another_way(host: str, name: Any) -> None:
+    plan = graphplan.plan(Tied().eval(), {0: "1MiB", host: "1MiB"}, (IDS,), pin={"blocks.1": name})
+    assert plan.device_of("blocks.1") == host
 
 
 def test_a_pinned_parameter_lives_there_and_is_streamed() -> None:
@@ -150,6 +156,7 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
         ({"pin": {"nonsense": 0}}, "no module, operation or weight of that name"),
         ({"pin": {"blocks.9": 0}}, "did you mean 'blocks"),
         ({"pin": {"head": 7}}, "no such device, max_memory has 0, 'cpu'"),
+        ({"pin": {"head": "CPU"}}, "pin: 'CPU' is no device: did you mean 'cpu'"),
         ({"pin": {"embed": 0, "head": "cpu"}}, "pin puts 'embed.weight' on 0"),
         ({"together": ["nonsense"]}, "together="),
         ({"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": [["blocks.0", "blocks.1"]]}, "must share"),
