@@ -221,7 +221,9 @@ def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str, sizes: bool = False) -
     """``sizes``: whether all were to vary, which is not tried again."""
     if sizes:
         model_copy.unsized.add(model_copy.entry)
-    model_copy.warn_once(f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is captured anew")
+    model_copy.warn_once(
+        f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is captured anew"
+    )
 
 
 @contextmanager

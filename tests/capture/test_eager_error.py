@@ -145,7 +145,9 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     from graphplan.capture import tracing
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
-    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each new size of its inputs is captured anew")
+    check_that_it_says_why_once(
+        f"{said} .LookupError: an odd one.*each new size of its inputs is captured anew"
+    )
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,9 @@ def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) * {"4": 1.0, "5": 2.0}[f"{x.shape[0]}"]
 
-    with pytest.warns(graphplan.GraphplanWarning, match="each new size of its inputs is captured anew") as caught:
+    with pytest.warns(
+        graphplan.GraphplanWarning, match="each new size of its inputs is captured anew"
+    ) as caught:
         check(Text(), [(torch.randn(4, 8),), (torch.randn(5, 8),), (torch.randn(4, 8),)])
     assert len(caught) == 1
     assert len(traces) == 3  # an attempt, and one for each size
