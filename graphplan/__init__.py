@@ -1,4 +1,4 @@
-"""graphplan: place a PyTorch model over several devices, graph first.
+"""Place a PyTorch model over several devices and CPU memory, by the graph of its operations.
 
 >>> import torch, graphplan
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())

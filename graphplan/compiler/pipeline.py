@@ -227,7 +227,7 @@ class Compiler:
     def further(self, call: BoundCall, modes: Modes, entry: str, barely: bool) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
-        ``barely``: whether it will do that there is room for this call, though its cache is to grow.
+        ``barely``: whether memory for this call suffices, without room for a cache that grows.
         """
         self.model_copy.enter(modes)
         settled = self.homes is not None
