@@ -66,7 +66,12 @@ Cards = Annotated[
 ]
 Links = Annotated[
     list[str] | None,
-    typer.Option("--link", metavar="KEY-KEY=BYTES", help="Bandwidth in bytes/s: 0-1=450GB. Default: 25GB."),
+    typer.Option(
+        "--link",
+        metavar="KEY-KEY=BYTES",
+        help="Bandwidth in bytes/s: 0-1=450GB. Default: of a known card to the CPU by its datasheet, "
+        "else 25GB.",
+    ),
 ]
 Measured = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file that `graphplan devices --measure --out` wrote.")
