@@ -1,13 +1,20 @@
-"""The wheel holds every folder of the package."""
+"""The wheel holds every folder of the package; the versions that it admits are those that were tested."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+from graphplan._compat import TESTED
+
 ROOT = Path(__file__).parents[1]
+
+
+def pinned(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def test_every_folder_is_packaged() -> None:
@@ -19,6 +26,25 @@ def test_every_folder_is_packaged() -> None:
         for init in (ROOT / folder).rglob("__init__.py")
     }
     assert found == set(settings["tool"]["setuptools"]["packages"])
+
+
+def test_the_floor_has_the_oldest_versions_that_are_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["transformers"]
+    oldest = dict(re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in needed)
+    assert {
+        name: version.startswith(f"{oldest[name]}.") or version == oldest[name]
+        for name, version in pinned("constraints-floor.txt").items()
+    } == dict.fromkeys(oldest, True)
+
+
+def test_messages_name_the_versions_that_were_tested() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    runs = re.findall(r"^\| (2\.\d+\.\d+) \| (5\.\d+\.\d+) \|", page, re.MULTILINE)
+    daily, floor = pinned("constraints.txt"), pinned("constraints-floor.txt")
+    for index, package in enumerate(("torch", "transformers")):
+        assert {*(run[index] for run in runs), daily[package]} == {*TESTED[package]}
+        assert TESTED[package][0] == floor[package]
 
 
 def test_an_import_loads_nothing_until_a_name_is_used() -> None:

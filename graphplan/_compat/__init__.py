@@ -1,7 +1,6 @@
 """The private names of torch and transformers that graphplan uses: one function for each, and no others.
 
-The files say with which versions they were tested; where a name is gone, :class:`graphplan.GraphplanError` is
-raised.
+Where a name is gone, :class:`graphplan.GraphplanError` is raised, which says what was tested.
 """
 
 from __future__ import annotations
@@ -12,15 +11,21 @@ from typing import Any
 
 from graphplan.errors import GraphplanError
 
+TESTED = {
+    "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
+    "transformers": ("5.17.0", "5.23.0", "5.24.0"),
+}
+"""Package -> the versions that the core tests ran with."""
+
 Replacement = tuple[Any, str, Callable[[Any], Any]]
 """A module or class, the name of its attribute, and what makes another of the attribute."""
 
 
-def private(owner: Any, name: str, package: str, tested: str) -> Any:
+def private(owner: Any, name: str, package: str) -> Any:
     """An attribute of a module, class or object that its package may change without notice.
 
     Raises:
-        GraphplanError: it is gone; ``tested`` is the version with which graphplan was tested.
+        GraphplanError: it is gone.
     """
     try:
         return getattr(owner, name)
@@ -28,5 +33,5 @@ def private(owner: Any, name: str, package: str, tested: str) -> Any:
         here = getattr(owner, "__name__", type(owner).__name__)
         raise GraphplanError(
             f"{here}.{name} is not in {package} {version(package)}; graphplan needs it, and was tested with "
-            f"{package} {tested}: install that, or a newer graphplan"
+            f"{package} {', '.join(TESTED[package])}: install one of these, or a newer graphplan"
         ) from error

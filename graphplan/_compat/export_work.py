@@ -1,4 +1,4 @@
-"""What ``torch.export`` does beside tracing that no capture needs. Tested with torch 2.13.
+"""What ``torch.export`` does beside tracing that no capture needs.
 
 It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
 ``no_grad`` blocks are split off and put back, and what the cache of fake results notes is tried each time.
@@ -18,8 +18,6 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from graphplan._compat import Replacement, private
 from graphplan._compat.torch import export_tracer
 
-_TESTED = "2.13"
-
 
 def less_work(*, keep_grad: bool, blocks: list[Any]) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
@@ -28,9 +26,9 @@ def less_work(*, keep_grad: bool, blocks: list[Any]) -> list[Replacement]:
     the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...).
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
-    private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch", _TESTED)
+    private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
     found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
-    mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
+    mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
     changes = _with_changes_of_grad_mode if keep_grad else _without_grad_mode
     found.append((mode, "__torch_function__", lambda own: _noting_blocks(changes(own), blocks)))
     return found
@@ -55,7 +53,7 @@ def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
 def _noting_blocks(own: Callable[..., Any], blocks: list[Any]) -> Callable[..., Any]:
     """The mode that writes blocks of autocast into the graph, without that; in branches it goes on."""
     amp = torch.amp.autocast_mode
-    enter, leave = (private(amp, name, "torch", _TESTED) for name in ("_enter_autocast", "_exit_autocast"))
+    enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
 
     def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (enter, leave) or type(self.tracer) is not export_tracer():

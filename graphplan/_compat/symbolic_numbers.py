@@ -1,4 +1,4 @@
-"""Python numbers that ``torch.export`` traces as symbols. Tested with torch 2.13.
+"""Python numbers that ``torch.export`` traces as symbols.
 
 Of itself it makes symbols of ints that are not negative, and never of floats. What it makes of an int is no
 ``int`` to a model that asks for its type; what is made here is. And what it makes of ``n > 4`` is neither
@@ -19,8 +19,6 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphplan._compat import Replacement, private
-
-_TESTED = "2.13"
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
@@ -90,7 +88,7 @@ def symbolic_numbers() -> list[Replacement]:
     """What to replace for ``torch.export`` to trace each int and each float as a symbol."""
     utils: Any = importlib.import_module("torch._export.non_strict_utils")  # late: it takes time
     for name in ("fakify", "_is_constant_argument", "_IntWrapper", "TrackedFake", "key_path_to_source"):
-        private(utils, name, "torch", _TESTED)
+        private(utils, name, "torch")
     return [
         (utils, "fakify", partial(_made_symbol, utils)),
         (utils, "_is_constant_argument", _needs_no_range),

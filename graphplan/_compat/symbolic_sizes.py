@@ -1,4 +1,4 @@
-"""Symbolic sizes as plain data, and back, with what a tracer knows of them. Tested with torch 2.13.
+"""Symbolic sizes as plain data, and back, with what a tracer knows of them.
 
 ``torch.export.load`` rebuilds sizes in the same way, by parsing the text of each; here a size is a list::
 
@@ -19,8 +19,7 @@ from torch.utils._sympy import functions, numbers
 
 from graphplan._compat import private
 
-_TESTED = "2.13"
-_INFINITY = private(numbers, "int_oo", "torch", _TESTED)
+_INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
 
 

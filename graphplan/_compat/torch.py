@@ -1,4 +1,4 @@
-"""Private names of torch. Tested with torch 2.13."""
+"""Private names of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from graphplan._compat import private
 from graphplan.errors import GraphplanError
 
-_TESTED = "2.13"
 _ABSENT = object()
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -31,7 +30,7 @@ SERVED_BY = "_compiled_call_impl"
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
     """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
-    found: list[str] = private(program, "_guards_code", "torch", _TESTED)
+    found: list[str] = private(program, "_guards_code", "torch")
     return found
 
 
@@ -51,8 +50,8 @@ def require_backward_stages() -> None:
 
 def uncompiled(module: Any) -> Any:
     """The module of which ``torch.compile`` has made this one; itself, if it has not."""
-    compiled = private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch", _TESTED)
-    return private(module, "_orig_mod", "torch", _TESTED) if isinstance(module, compiled) else module
+    compiled = private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch")
+    return private(module, "_orig_mod", "torch") if isinstance(module, compiled) else module
 
 
 def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
@@ -79,78 +78,78 @@ def never_compiled(why: str) -> Callable[[Callable[_Params, _Result]], Callable[
 def mask_reader() -> tuple[Any, str]:
     """What reads a mask of ``nn.Transformer`` to see whether it is causal: a kernel may be faster then."""
     name = "_detect_is_causal_mask"
-    private(transformer, name, "torch", _TESTED)
+    private(transformer, name, "torch")
     return transformer, name
 
 
 def run_after_backward(function: Callable[[], None]) -> bool:
     """Run a function at the end of the backward pass that this thread is in; whether it is in one."""
-    if private(torch._C, "_current_graph_task_id", "torch", _TESTED)() == -1:
+    if private(torch._C, "_current_graph_task_id", "torch")() == -1:
         return False
-    engine = private(torch.autograd.Variable, "_execution_engine", "torch", _TESTED)
+    engine = private(torch.autograd.Variable, "_execution_engine", "torch")
     engine.queue_callback(function)
     return True
 
 
 def call_of(module: torch.nn.Module) -> Any:
     """What runs in place of a module's call; None for its own."""
-    return private(module, SERVED_BY, "torch", _TESTED)
+    return private(module, SERVED_BY, "torch")
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have a call of a module run this, as its ``compile()`` does; None for its own."""
-    private(module, SERVED_BY, "torch", _TESTED)
+    private(module, SERVED_BY, "torch")
     vars(module)[SERVED_BY] = call
 
 
 def assignment_hook() -> tuple[Any, str]:
     """What an export calls to be told of the buffers that the traced module itself assigns."""
     name = "register_buffer_assignment_hook"
-    private(export_trace, name, "torch", _TESTED)
+    private(export_trace, name, "torch")
     return export_trace, name
 
 
 def global_hooks() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
-    return [private(nn_module, f"_global_{kind}_hooks", "torch", _TESTED) for kind in kinds]
+    return [private(nn_module, f"_global_{kind}_hooks", "torch") for kind in kinds]
 
 
 def export_tracer() -> type:
     """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
-    found: type = private(proxy_tensor, "_ModuleStackTracer", "torch", _TESTED)
+    found: type = private(proxy_tensor, "_ModuleStackTracer", "torch")
     return found
 
 
 def list_weights_anew(module: torch.nn.RNNBase) -> None:
     """Have a recurrent layer compute with the weights that it has now: it keeps a list of them."""
-    names: list[str] = private(module, "_flat_weights_names", "torch", _TESTED)
+    names: list[str] = private(module, "_flat_weights_names", "torch")
     vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]  # None as torch lists it
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have added to a parameter."""
-    before = private(parameter, "_backward_hooks", "torch", _TESTED)
-    after = private(parameter, "_post_accumulate_grad_hooks", "torch", _TESTED)
+    before = private(parameter, "_backward_hooks", "torch")
+    after = private(parameter, "_post_accumulate_grad_hooks", "torch")
     return list((before or {}).values()), list((after or {}).values())
 
 
 def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Have the hooks of a parameter on another too, until they are removed."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = private(parameter, name, "torch", _TESTED)
+        hooks = private(parameter, name, "torch")
         if hooks:
             setattr(other, name, hooks)
 
 
 def backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks of its backward pass, not those of its submodules."""
-    return any(private(module, f"_backward_{kind}", "torch", _TESTED) for kind in ("hooks", "pre_hooks"))
+    return any(private(module, f"_backward_{kind}", "torch") for kind in ("hooks", "pre_hooks"))
 
 
 def function_of(node: torch.autograd.function.BackwardCFunction) -> Any:
     """The ``torch.autograd.Function`` of which this is in a graph of autograd."""
-    return private(node, "_forward_cls", "torch", _TESTED)
+    return private(node, "_forward_cls", "torch")
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -161,13 +160,13 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
-    found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch", _TESTED)(tensor)
+    found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch")(tensor)
     return found
 
 
 def in_transform() -> bool:
     """Whether this thread runs inside a transform of ``torch.func``."""
-    level: int | None = private(torch._C._functorch, "maybe_current_level", "torch", _TESTED)()
+    level: int | None = private(torch._C._functorch, "maybe_current_level", "torch")()
     return level is not None
 
 
@@ -176,13 +175,13 @@ def in_grad_transform() -> bool:
     if not in_transform():
         return False
     functorch = torch._C._functorch
-    levels = private(functorch, "get_interpreter_stack", "torch", _TESTED)() or ()
+    levels = private(functorch, "get_interpreter_stack", "torch")() or ()
     return any(level.key() == functorch.TransformType.Grad for level in levels)
 
 
 def forget_kernels(operation: Any) -> None:
     """Let an operation look for its kernels in ``py_kernels`` again."""
-    private(operation, "_dispatch_cache", "torch", _TESTED).clear()
+    private(operation, "_dispatch_cache", "torch").clear()
 
 
 def read_functions() -> None:
@@ -191,18 +190,18 @@ def read_functions() -> None:
     It makes them once, of what it finds: made during a capture, they would hold patches.
     """
     rules = importlib.import_module("torch._dynamo.trace_rules")  # late: it takes a second
-    private(rules, "get_torch_obj_rule_map", "torch", _TESTED)()
+    private(rules, "get_torch_obj_rule_map", "torch")()
 
 
 def symbolic_kernels() -> AbstractContextManager[Any]:
     """A block in which operations on fake tensors of symbolic sizes are computed as in ``torch.export``."""
-    context: AbstractContextManager[Any] = private(dispatch, "enable_python_dispatcher", "torch", _TESTED)()
+    context: AbstractContextManager[Any] = private(dispatch, "enable_python_dispatcher", "torch")()
     return context
 
 
 def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
     """Whether autocast knows an operation on a type of device, and casts its arguments."""
-    has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch", _TESTED)
+    has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch")
     return bool(has_kernel(operation.name(), f"Autocast{kind.upper()}"))
 
 
@@ -215,7 +214,7 @@ def hide_tracer() -> None:
     if hasattr(_symbolic_trace, "_set_is_fx_tracing"):
         _symbolic_trace._set_is_fx_tracing(False)
         return
-    private(_symbolic_trace, "_is_fx_tracing_flag", "torch", _TESTED)
+    private(_symbolic_trace, "_is_fx_tracing_flag", "torch")
     _symbolic_trace._is_fx_tracing_flag = False
 
 
@@ -227,9 +226,9 @@ class Registry:
 
     def put(self, nodes: Mapping[type, pytree.NodeDef]) -> None:
         """Let torch know these, instead of what it may know of their classes."""
-        known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch", _TESTED)
-        written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch", _TESTED)
-        kind = private(pytree, "_SerializeNodeDef", "torch", _TESTED)
+        known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
+        written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
+        kind = private(pytree, "_SerializeNodeDef", "torch")
         for cls, node in nodes.items():
             if known.get(cls) is not node:
                 name = f"{cls.__module__}:{cls.__qualname__}"
@@ -259,8 +258,8 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     whole = dist.group.WORLD
     if whole is None or list(ranks) == list(range(dist.get_world_size())):
         return None
-    backend = private(whole, "_get_backend", "torch", _TESTED)(torch.device("cpu"))
-    timeout = private(private(backend, "options", "torch", _TESTED), "_timeout", "torch", _TESTED)
+    backend = private(whole, "_get_backend", "torch")(torch.device("cpu"))
+    timeout = private(private(backend, "options", "torch"), "_timeout", "torch")
     made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout)
     return made
 
@@ -272,4 +271,4 @@ def mark_backward_nodes(roots: Sequence[Any]) -> None:
         roots: the ``grad_fn`` from which backward starts.
     """
     tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # late: it takes time
-    private(tracing, "setup_stacktrace_preservation_hooks", "torch", _TESTED)(roots)
+    private(tracing, "setup_stacktrace_preservation_hooks", "torch")(roots)

@@ -1,4 +1,4 @@
-"""What ``torch.export`` knows of tensors while it traces. Tested with torch 2.13."""
+"""What ``torch.export`` knows of tensors while it traces."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch.utils import _python_dispatch
 
 from graphplan._compat import private
 
-_TESTED = "2.13"
-
 
 def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     """The node that has made a tensor; None for one that is not traced, or is a constant."""
-    slot = private(proxy_tensor, "get_proxy_slot", "torch", _TESTED)(tensor, tracer, None)
-    if slot is None or private(slot, "constant", "torch", _TESTED) is not None:
+    slot = private(proxy_tensor, "get_proxy_slot", "torch")(tensor, tracer, None)
+    if slot is None or private(slot, "constant", "torch") is not None:
         return None
     node: fx.Node = slot.proxy.node
     return node
@@ -28,7 +26,7 @@ def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
 
 def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     """Let the trace take a tensor for what a node has made."""
-    track = private(proxy_tensor, "track_tensor_tree", "torch", _TESTED)
+    track = private(proxy_tensor, "track_tensor_tree", "torch")
     track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
@@ -53,7 +51,7 @@ def is_made_in_code(node: fx.Node) -> bool:
 
 def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
     """Keep a tensor with values beside the trace, under a name that is returned."""
-    name: str = private(tracer, "get_fresh_qualname", "torch", _TESTED)("_tensor_constant")
+    name: str = private(tracer, "get_fresh_qualname", "torch")("_tensor_constant")
     setattr(tracer.root, name, tensor)
     return name
 
@@ -61,7 +59,7 @@ def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
 @contextmanager
 def untraced() -> Iterator[None]:
     """A block in which nothing is traced."""
-    without_modes = private(_python_dispatch, "_disable_current_modes", "torch", _TESTED)
+    without_modes = private(_python_dispatch, "_disable_current_modes", "torch")
     with without_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -77,4 +75,4 @@ def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
     else:
         made = torch.empty(0, dtype=tensor.dtype, device="meta")
         made.set_(base.untyped_storage(), tensor.storage_offset(), size, stride)
-    return FakeTensor(private(tensor, "fake_mode", "torch", _TESTED), made, tensor.device)
+    return FakeTensor(private(tensor, "fake_mode", "torch"), made, tensor.device)

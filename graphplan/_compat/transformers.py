@@ -1,4 +1,4 @@
-"""Private names of transformers, an optional package. Tested with transformers 5.23."""
+"""Private names of transformers, an optional package."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from types import ModuleType
 from typing import Any
 
 from graphplan._compat import Replacement, private
-
-_TESTED = "5.23"
 
 
 def export_patches() -> list[Replacement]:
@@ -21,7 +19,7 @@ def export_patches() -> list[Replacement]:
     from transformers.exporters import exporter_dynamo, utils
 
     assert exporter_dynamo  # importing it fills the list
-    listed = private(utils, "_PATCHES", "transformers", _TESTED)["dynamo"]
+    listed = private(utils, "_PATCHES", "transformers")["dynamo"]
     # transformers 5.17 lists the owners themselves, later releases their paths
     owners = ((_imported(one) if isinstance(one, str) else one, name, made) for one, name, made in listed)
     return [(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
@@ -31,7 +29,7 @@ def uncast_inputs() -> Replacement:
     """What has the exporter leave the types of inputs: it asks for the model's, to cast them."""
     from transformers.exporters import utils
 
-    private(utils, "module_dtype", "transformers", _TESTED)
+    private(utils, "module_dtype", "transformers")
     return utils, "module_dtype", lambda _own: lambda _model: None
 
 
@@ -50,7 +48,7 @@ def _imported(path: str) -> Any:
 
 def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     """What a table of transformers (of attention, of masks) has in place of the entries of its class."""
-    found: MutableMapping[str, Callable[..., Any]] = private(table, "_local_mapping", "transformers", _TESTED)
+    found: MutableMapping[str, Callable[..., Any]] = private(table, "_local_mapping", "transformers")
     return found
 
 
@@ -64,7 +62,7 @@ def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str]]:
 
     names = "_ignore_causal_mask_sdpa", "packed_sequence_mask_function", "and_masks"
     for name in names:
-        private(masking_utils, name, "transformers", _TESTED)
+        private(masking_utils, name, "transformers")
     return masking_utils, names
 
 
@@ -73,7 +71,7 @@ def vision_stand_in() -> tuple[ModuleType, str]:
     from transformers.exporters import exporter_dynamo
 
     name = "_reshaped_vision_attention_forward"
-    private(exporter_dynamo, name, "transformers", _TESTED)
+    private(exporter_dynamo, name, "transformers")
     return exporter_dynamo, name
 
 
@@ -84,7 +82,7 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
         cls: that can generate.
         make: from the configuration of a generation to the function.
     """
-    original = private(cls, "_get_logits_processor", "transformers", _TESTED)
+    original = private(cls, "_get_logits_processor", "transformers")
 
     def get(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = original(self, generation_config, *args, **kwargs)
@@ -96,7 +94,7 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
 
 def kept_dtypes(model: Any, dtype: Any) -> dict[str, Any]:
     """Patterns of names of weights -> the dtype that a model keeps them in, if it is loaded in ``dtype``."""
-    found: dict[str, Any] = private(model, "_get_dtype_plan", "transformers", _TESTED)(dtype)
+    found: dict[str, Any] = private(model, "_get_dtype_plan", "transformers")(dtype)
     return found
 
 
@@ -107,7 +105,7 @@ def mark_initialized(tensor: Any) -> None:
 
 def adjust_keys(model: Any, info: Any) -> None:
     """Take from the missing and unexpected keys of a loading report what the model expects to be so."""
-    private(model, "_adjust_missing_and_unexpected_keys", "transformers", _TESTED)(info)
+    private(model, "_adjust_missing_and_unexpected_keys", "transformers")(info)
 
 
 def remember_conversions(model: Any, conversions: Any) -> None:
