@@ -305,8 +305,8 @@ def require_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, 
     call = read_example(request, args, kwargs)
     if call is None:
         raise InputError(
-            f"{type(request.model).__name__} is planned for example inputs, and there are none: give args= "
-            "or kwargs= (on the command line, a factory that returns the model and its inputs)"
+            f"{type(request.model).__name__} is planned for example inputs, and there are none: give "
+            "args= or kwargs="
         )
     return call
 

@@ -56,7 +56,8 @@ _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\bdevices(?= names\b)"), "--device"),
     (re.compile(r"\blinks(?= names\b)"), "--link"),
     (re.compile(r"\boffload=False\b"), "--no-offload"),
-    (re.compile(r"\btime_limit\b"), "--time-limit"),
+    (re.compile(r"\btime_limit\b(.* seconds) or None\b"), r"--time-limit\1"),
+    (re.compile(r"\bgive args= or kwargs="), "name a factory that returns the model and its inputs"),
 )
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 

@@ -117,7 +117,7 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
     again = ClusterPlan.load_json(tmp_path / "plan.json")
     assert again == plan
     again.verify()
-    assert "machine" in plan.summary()
+    assert f"per microbatch, at {NEAR.bandwidth / 1e9:.3g} GB/s and " in plan.summary()
     data = json.loads(plan.to_json())
     data["stages"][0]["end"] += 1
     with pytest.raises(graphplan.PlanError, match="damaged"):

@@ -46,6 +46,9 @@ from torch import nn
 def pair():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.ones(2, 8),)
 
+def alone():
+    return nn.Linear(8, 8)
+
 def named():
     return nn.Linear(8, 8), {"input": torch.ones(2, 8)}
 
@@ -523,4 +526,11 @@ def test_a_plan_of_a_training_step_is_not_run(made: Made, run: Run, tmp_path: Pa
 def test_no_time_for_the_search_is_an_error_of_the_option(made: Made, run: Run) -> None:
     done = run("plan", "factories:pair", "--max-memory", "cpu=1MiB", "--time-limit", "0", cwd=made.folder)
     assert done.code == 2
-    assert "--time-limit must be a positive number" in done.err
+    assert "--time-limit must be a positive number of seconds, not 0" in done.err
+
+
+def test_a_factory_without_example_inputs_is_told_what_to_return(made: Made, run: Run) -> None:
+    done = run("plan", "factories:alone", "--max-memory", "cpu=1MiB", cwd=made.folder)
+    assert done.code == 2
+    assert "there are none: name a factory that returns the model and its inputs" in done.err
+    assert "args=" not in done.err

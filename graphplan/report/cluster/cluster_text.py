@@ -46,7 +46,7 @@ def shares_text(plan: ClusterPlanData[Any]) -> str:
 
 def network_text(network: Link) -> str:
     """What a network can do."""
-    return f"{size_text(int(network.bandwidth))}/s and {time_text(network.latency)}"
+    return f"{network.bandwidth / 1e9:.3g} GB/s and {time_text(network.latency)}"
 
 
 def schedule_text(plan: ClusterPlanData[Any]) -> str:
