@@ -65,6 +65,27 @@ def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_p
     assert included(page) == shown
 
 
+@pytest.mark.slow
+def test_the_scripts_of_several_machines_run_in_two_processes(tmp_path: Path) -> None:
+    page = (DOCS / "how-to" / "several-machines.md").read_text(encoding="utf-8")
+    scripts = re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [name for _, name in scripts] == ["run.py", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    def run(name: str) -> str:
+        done = subprocess.run([*torchrun, name], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for text, name in scripts:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert run("run.py").count("all 32 results") == 2
+    assert run("train.py").count("has done step") == 6
+    (tmp_path / "train.py").write_text(scripts[1][0].replace(", 3\n", ", 5\n"), encoding="utf-8")
+    assert run("train.py").count("has done step") == 4  # from the checkpoint of step 2 on
+
+
 def test_pages_include_every_picture_and_nothing_else() -> None:
     others = {
         path for path in DOCS.rglob("*.md") if path not in pages(DOCS) and "generated" not in path.parts
