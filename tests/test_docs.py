@@ -119,7 +119,7 @@ def test_the_front_page_is_short_and_its_files_exist() -> None:
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
-def test_the_planners_page_has_every_number_that_steers_the_search() -> None:
+def test_the_planners_page_has_every_field_of_the_parameters() -> None:
     text = (DOCS / "planner.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
     assert {name: float(value) for name, value in listed.items()} == asdict(SearchParams())
