@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import convert_file_size_to_int
-
-from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.max_memory import read_max_memory, text_bytes
 from graphplan.devices.speeds import Measurements, with_speeds
 from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
@@ -67,8 +65,8 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     for pair, speed in _pairs(words, "--link", form, DeviceError):
         source, _, destination = pair.partition("-")
         try:
-            bandwidth = float(convert_file_size_to_int(speed.removesuffix("/s")))
-        except ValueError:
+            bandwidth = float(text_bytes(speed.removesuffix("/s")))
+        except (ValueError, OverflowError):
             bandwidth = math.nan
         if not (source and destination) or math.isnan(bandwidth):
             raise DeviceError(f"--link '{pair}={speed}': write {form}")

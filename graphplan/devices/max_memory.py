@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ _CPU_SPEED = (1e12, 50e9)
 # An operation on the CPU stops the host from queueing work for the accelerators, so its price is
 # the thread pool's wake-up and a drained queue, not a launch.
 _CPU_OVERHEAD = 20e-6
+_TERABYTES = re.compile(r"(.+)t(i?b)", re.IGNORECASE)
 _ELSEWHERE = "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
 
 
@@ -162,6 +164,19 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
             raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {have}. {hint}")
 
 
+def text_bytes(text: str) -> int:
+    """Bytes that a number with a unit means, ``"10GiB"`` or ``"1.5TB"``.
+
+    Raises:
+        ValueError: it is no such text.
+        OverflowError: it is infinite.
+    """
+    if tera := _TERABYTES.fullmatch(text):  # accelerate's reader ends with gigabytes
+        number, unit = tera.groups()
+        text = f"{float(number) * (1024 if len(unit) == 2 else 1000)}G{unit}"
+    return int(convert_file_size_to_int(text))
+
+
 def read_size(value: object, name: str) -> int:
     """Bytes that are given as a number or a text such as ``"10GiB"``; ``name`` says what they are.
 
@@ -173,7 +188,7 @@ def read_size(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         raise BudgetError(f"{name} must be bytes or text such as '10GiB', not {value!r}")
     try:
-        nbytes = int(convert_file_size_to_int(value)) if isinstance(value, str) else math.floor(float(value))
+        nbytes = text_bytes(value) if isinstance(value, str) else math.floor(float(value))
     except (ValueError, OverflowError) as error:
         negative = str(value).lstrip().startswith("-")
         what = "is negative" if negative else "is no size: write bytes, '10GiB' or '10GB'"

@@ -379,6 +379,8 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--reserve", "2GiB"], 2, "--reserve = 2.00 GiB"),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--reserve", "2GiB"], 2, "nothing of --max-memory 0 = 1.00"),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0=1"], 2, "write KEY-KEY=BYTES"),
+    (["plan", "MODEL", "--max-memory", "0=1TiB", "--link", "0-0=1TB/s"], 2, "name two devices, this is one"),
+    (["plan", "MODEL", "--max-memory", "0=1TiB", "--link", "0-1=infGB"], 2, "write KEY-KEY=BYTES"),
     (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--measured", "broken.json"], 2, "no JSON"),
     (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--measured", "broken.json"], 2, "'broken.json': this is"),
     (

@@ -17,6 +17,14 @@ def test_keys_keep_the_callers_order() -> None:
     assert [spec.memory for spec in topology.devices] == [1 << 30, 1000, 2_000_000, 10**9]
 
 
+def test_sizes_may_be_in_terabytes() -> None:
+    topology = read_max_memory({0: "1TiB", 1: "1.5TB", "cpu": "2 tib"})
+    assert [spec.memory for spec in topology.devices] == [1 << 40, 1_500_000_000_000, 1 << 41]
+    for text in ("-1TB", "TiB", "nanTB", "infTiB", "1T"):
+        with pytest.raises(graphplan.BudgetError, match=text):
+            read_max_memory({0: text})
+
+
 def test_integer_keys_name_accelerators_even_without_one() -> None:
     topology = read_max_memory({3: 10, "cuda:1": 10, "disk": 10})
     assert [spec.device for spec in topology.devices] == [
