@@ -14,6 +14,7 @@ from graphplan.report.data_flows import find_flows
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
 """One for each accelerator, in the order of ``max_memory``; the palette of the page, SVG and DOT."""
 _DARK = ("#7aa5f7", "#45c4b4", "#b58df0", "#f07fb0", "#86c972", "#6cc5e6")  # the same on a dark page
+_WHERE = 38  # characters that a place takes in a table, which a terminal of 100 shows in one line
 _OTHER = {CPU: ("#64748b", "#94a3b8"), DISK: ("#8a6d52", "#c1a487")}
 
 
@@ -85,7 +86,6 @@ def summary_text(plan: PlanData) -> str:
     hooked = plan.method == "hooks"
     time = f"{time_text(plan.makespan)} estimated" + (", copies only" if hooked else "")
     bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
-    call = graph.call
     lines = [
         f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
         f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",
@@ -94,10 +94,7 @@ def summary_text(plan: PlanData) -> str:
         "",
         *_stages(plan),
         "",
-        f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per {call}",
-        f"streams    {count_text(len(plan.streams), 'prefetch', 'prefetches')}, "
-        f"{size_text(plan.streamed_bytes)} per {call}"
-        + "".join(_buffer_text(buffer) for buffer in plan.schedule.prefetch_buffers),
+        *_moves(plan),
         f"time       {time}, {bound}{gap_text(plan, 2)}",
     ]
     if plan.others:
@@ -152,6 +149,19 @@ def _saved_less(plan: PlanData) -> list[str]:
     return lines
 
 
+def _moves(plan: PlanData) -> list[str]:
+    """What moves in a forward pass; no line of what does not."""
+    lines, call, buffers = [], plan.graph.call, plan.schedule.prefetch_buffers
+    if plan.transfers:
+        count = count_text(len(plan.transfers), "value")
+        lines.append(f"transfers  {count}, {size_text(plan.transfer_bytes)} per {call}")
+    if plan.streams or buffers:
+        count = count_text(len(plan.streams), "prefetch", "prefetches")
+        held = "".join(map(_buffer_text, buffers))
+        lines.append(f"streams    {count}, {size_text(plan.streamed_bytes)} per {call}{held}")
+    return lines
+
+
 def _buffer_text(buffer: PrefetchBuffer) -> str:
     if not buffer.slots:
         return f", {size_text(buffer.nbytes)} on {buffer.device} for other calls"
@@ -171,7 +181,7 @@ def _devices(plan: PlanData) -> list[str]:
                 spec.device,
                 size_text(spec.memory),
                 size_text(peak.nbytes),
-                f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-",
+                f"{100 * peak.nbytes / spec.memory:.0f}" if spec.memory else "-",
                 size_text(peak.weights - buffer),
                 *([size_text(buffer)] if buffers else []),
                 str(count),
@@ -179,14 +189,26 @@ def _devices(plan: PlanData) -> list[str]:
             ]
         )
     streamed = ["prefetch"] if buffers else []
-    header = ["key", "device", "budget", "peak", "used", "weights", *streamed, "operations", "peak at"]
+    header = ["key", "device", "budget", "peak", "% of budget", "weights", *streamed, "operations", "peak at"]
     return table_lines(header, rows)
 
 
 def _where(plan: PlanData, operation: str) -> str:
     """What runs at a peak: an operation by its module, the optimizer, or nothing yet."""
     found = plan.graph.operations.get(operation)
-    return operation_text(found) if found is not None else operation or "-"
+    if found is None:
+        return operation or "-"
+    text = operation_text(found)
+    return text if len(text) <= _WHERE else _shortened(found.module_path or text)
+
+
+def _shortened(path: str) -> str:
+    """A long path without its middle: ``"encoder.layer.0...intermediate_act_fn"``."""
+    *parts, last = path.split(".")
+    while parts and len(path) > _WHERE:
+        path = f"{'.'.join(parts)}...{last}"
+        parts.pop()
+    return path
 
 
 def module_range(plan: PlanData, stage: Stage) -> str:

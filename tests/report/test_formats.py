@@ -94,7 +94,7 @@ def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -
     (buffer,) = plan.schedule.prefetch_buffers
     assert plan.peaks[0].weights == 4 * KIB * 2 + buffer.nbytes
     table = plan.summary()
-    assert re.search(r"used +weights +prefetch +operations", table)
+    assert re.search(r"% of budget +weights +prefetch +operations", table)
     assert re.search(rf"^0 .* 8\.0 KiB +{re.escape(size_text(buffer.nbytes))} +4 ", table, re.MULTILINE)
     assert " in 1 prefetch buffer on 0" in table
     resident = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0))
@@ -102,6 +102,31 @@ def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -
     shared = resident.with_prefetch_buffers({0: 4 * KIB})
     assert "4.0 KiB on 0 for other calls" in shared.summary()
     assert "prefetch buffer" not in shared.summary()
+
+
+def test_the_summary_has_no_line_of_what_does_not_move() -> None:
+    names = ("v0", "v1", "v2", "v3")
+    resident = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, dict.fromkeys(names, 0)).summary()
+    assert "transfers" not in resident
+    assert "streams" not in resident
+    moved = by_hand(chain(4), {0: "1MiB", 1: "1MiB"}, dict(zip(names, (0, 0, 1, 1), strict=True))).summary()
+    assert "transfers  1 value, 1.0 KiB per forward pass" in moved
+    assert "streams" not in moved
+
+
+def test_long_paths_leave_out_their_middle_in_the_table_of_devices() -> None:
+    plan = by_hand(chain(4), {0: "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0))
+    place, long = plan.peaks[0].operation, "encoder.layer.0.intermediate.block.intermediate_act_fn"
+    made = plan.graph.operations
+    graph = Graph(
+        [replace(one, module_path=long) if name == place else one for name, one in made.items()],
+        list(plan.graph.values.values()),
+        list(plan.graph.weights.values()),
+        plan.graph.inputs,
+        plan.graph.outputs,
+    )
+    table = by_hand(graph, {0: "1MiB"}, dict.fromkeys(made, 0)).summary()
+    assert re.search(r"^0 .*  encoder\.layer\.0\.\.\.intermediate_act_fn$", table, re.MULTILINE)
 
 
 # -- SVG ------------------------------------------------------------------------------------------
