@@ -1,7 +1,8 @@
 """The driver: which search a problem gets, in which order, within one effort.
 
 Accelerators come first: where they hold the model, the CPU computes nothing, and weights are streamed only
-if operations then run on faster accelerators. Within that, seconds decide.
+if operations then run on faster accelerators, and no further calls follow from this one. Within that,
+seconds decide.
 """
 
 from __future__ import annotations
@@ -201,7 +202,14 @@ def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
 def _on_faster_accelerators(
     search: ResidentSearch, found: Evaluation, problem: Problem, limits: Limits
 ) -> Solution | None:
-    """Streamed, from a placement in which operations would be faster on other accelerators; else None."""
+    """Streamed, from a placement in which operations would be faster on other accelerators; else None.
+
+    Not where a cache or an optimizer's step makes the same weights serve calls of another kind: the tokens
+    after a prompt would stream them too, and the CPU would change them.
+    """
+    graph = problem.graph
+    if any(v.stays for v in graph.values.values()) or any(o.backward for o in graph.operations.values()):
+        return None
     settled = problem.fixed_weights.keys() >= set(problem.graph.streamable)
     least = search.effort.params.sufficient_gap * found.seconds
     if settled or search.beyond_fastest <= least or problem.balance or not _may_offload(problem):
