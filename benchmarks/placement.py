@@ -25,9 +25,9 @@ from report import RESULTS, parser_of, table, write
 
 from graphplan.errors import InfeasibleError
 from graphplan.integrations.accelerate.comparison import LESS, Baseline
+from graphplan.message_text import size_text
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.params import Limits
-from graphplan.report.text import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -20,39 +20,7 @@ __all__ = [
     "PlanError",
     "SimulatedOutOfMemoryError",
     "VerificationError",
-    "first_line",
-    "lines_around",
-    "readable_bytes",
 ]
-
-
-def readable_bytes(nbytes: int) -> str:
-    """Bytes for people, exact where it matters: ``1536 -> "1.50 KiB (1536 bytes)"``."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes} bytes)"
-
-
-def first_line(error: BaseException, most: int = 200) -> str:
-    """The kind of an error and what it says first: torch goes on with lists of all its backends.
-
-    Args:
-        error: any.
-        most: characters of the text.
-    """
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
-
-
-def lines_around(lines: Sequence[str], index: int) -> str:
-    """The lines around one of them, which is marked: for messages."""
-    first = max(0, index - 5)
-    return "\n".join(
-        f"{'->' if at == index else '  '} {line}" for at, line in enumerate(lines[first : index + 6], first)
-    )
 
 
 class GraphplanError(Exception):

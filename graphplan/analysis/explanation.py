@@ -26,7 +26,8 @@ from graphplan.errors import PlanError
 from graphplan.ir.constraints import names_in
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
-from graphplan.report.text import count_text, size_text, table_lines, time_text
+from graphplan.message_text import size_text
+from graphplan.report.text import count_text, table_lines, time_text
 
 
 @dataclass(frozen=True, slots=True)

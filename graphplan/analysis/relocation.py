@@ -13,11 +13,11 @@ from typing import Any
 
 from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.devices.topology import CPU, DeviceKey
-from graphplan.errors import readable_bytes
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.timeline import make_timeline
+from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.report.text import time_text

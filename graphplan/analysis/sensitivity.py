@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.report.text import device_text, size_text, table_lines, time_text
+from graphplan.message_text import size_text
+from graphplan.report.text import device_text, table_lines, time_text
 
 Thing = Literal["memory", "link", "speed"]
 

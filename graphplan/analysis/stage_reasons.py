@@ -8,8 +8,9 @@ from graphplan.analysis.plan_problem import as_if_first
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
+from graphplan.message_text import size_text
 from graphplan.report.data_flows import run_seconds
-from graphplan.report.text import device_text, operation_text, size_text, time_text
+from graphplan.report.text import device_text, operation_text, time_text
 
 _MOST = 12  # stages: those that take most time
 _EFFORT = 40_000  # operations, over all placements that are evaluated: about a second

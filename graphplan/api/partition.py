@@ -36,8 +36,9 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import with_progress
 from graphplan.devices.max_memory import MaxMemory, read_max_memory, require_present
 from graphplan.devices.speeds import with_speeds
-from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
+from graphplan.errors import CaptureError, GraphplanError, InputError
 from graphplan.ir.plan_data import PlanData
+from graphplan.message_text import first_line
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class

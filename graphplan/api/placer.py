@@ -32,10 +32,11 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError, first_line, readable_bytes
+from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
+from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations

@@ -36,7 +36,8 @@ from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.capture.structure import written_arguments
 from graphplan.capture.tracers.quiet import quiet
-from graphplan.errors import InputError, NoGraphError, first_line
+from graphplan.errors import InputError, NoGraphError
+from graphplan.message_text import first_line
 
 aten = torch.ops.aten
 

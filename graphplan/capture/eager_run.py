@@ -25,7 +25,8 @@ from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.structure import unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
-from graphplan.errors import GraphplanError, InputError, first_line
+from graphplan.errors import GraphplanError, InputError
+from graphplan.message_text import first_line
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 

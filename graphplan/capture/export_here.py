@@ -30,7 +30,8 @@ from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.errors import CaptureError, NoGraphError, first_line
+from graphplan.errors import CaptureError, NoGraphError
+from graphplan.message_text import first_line
 
 logger = logging.getLogger("graphplan")
 

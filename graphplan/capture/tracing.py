@@ -35,7 +35,8 @@ from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
-from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.message_text import first_line
 
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "

@@ -14,7 +14,8 @@ from graphplan.cli.plan_run import RunResult
 from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.ir.schedule import prefetch_bytes
-from graphplan.report.text import size_text, table_lines, time_text
+from graphplan.message_text import size_text
+from graphplan.report.text import table_lines, time_text
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from graphplan.capture.captured_graph import Part
 from graphplan.compiler.activation_choice import member_with
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
 from graphplan.devices.topology import Topology
-from graphplan.errors import PlanError, readable_bytes
+from graphplan.errors import PlanError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_difference import graph_difference
 from graphplan.ir.plan_data import PlanData
+from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify

@@ -36,7 +36,8 @@ from graphplan.capture.saved.plain_capture import made_capture, plain_capture
 from graphplan.capture.saved.plain_values import NotSavedError
 from graphplan.capture.saved.source_files import changed_file, loaded_files
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.errors import InputError, PlanError, first_line
+from graphplan.errors import InputError, PlanError
+from graphplan.message_text import first_line
 from graphplan.passes import frontend, training
 from graphplan.version import __version__
 from graphplan.versioned_json import Format

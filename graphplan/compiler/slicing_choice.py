@@ -17,9 +17,10 @@ from graphplan.compiler.compile_state import CompileState, Member, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import ALIGNMENT, DeviceSpec
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
+from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.problem import Problem

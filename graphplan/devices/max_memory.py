@@ -20,7 +20,8 @@ from graphplan.devices.datasheets import Card, find_card
 from graphplan.devices.device_keys import by_own_keys, device_named, own_key
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
-from graphplan.errors import BudgetError, DeviceError, readable_bytes
+from graphplan.errors import BudgetError, DeviceError
+from graphplan.message_text import readable_bytes
 
 Size = int | float | str  # bytes, or text such as "10GiB"
 MaxMemory = Mapping[DeviceKey, Size]

@@ -21,8 +21,9 @@ from typing import Any
 
 import networkx as nx
 
-from graphplan.errors import VerificationError, lines_around
+from graphplan.errors import VerificationError
 from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.message_text import lines_around
 from graphplan.versioned_json import decode
 
 _PARTS: dict[str, Any] = {

@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
-from graphplan.errors import VerificationError, lines_around
+from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
+from graphplan.message_text import lines_around
 
 _Instance = tuple[str, DeviceKey]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology
-from graphplan.errors import VerificationError, lines_around, readable_bytes
+from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, measure_memory
 from graphplan.ir.schedule import Load, Move, PrefetchBuffer, Release, Run, Schedule, Wait, read_in_place
+from graphplan.message_text import lines_around, readable_bytes
 
 
 def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memory:

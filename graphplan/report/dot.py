@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphplan.ir.plan_data import PlanData
-from graphplan.report.text import count_text, device_colours, device_name, size_text
+from graphplan.message_text import size_text
+from graphplan.report.text import count_text, device_colours, device_name
 
 MOST_NODES = 400
 MOST_MODULES = 100

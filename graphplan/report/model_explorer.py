@@ -13,8 +13,9 @@ from typing import Any
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
+from graphplan.message_text import size_text
 from graphplan.report.data_flows import made_bytes, run_seconds
-from graphplan.report.text import device_colours, shape_text, size_text, time_text
+from graphplan.report.text import device_colours, shape_text, time_text
 from graphplan.whole_files import write_whole
 
 _GRAPH = "plan"

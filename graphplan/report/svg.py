@@ -15,6 +15,7 @@ from operator import itemgetter
 from graphplan.devices.topology import DeviceKey, DeviceSpec
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
+from graphplan.message_text import size_text
 from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
 from graphplan.report.svg_elements import INK, MUTED, TRANSFER, opening, rect, text, titled
@@ -25,7 +26,6 @@ from graphplan.report.text import (
     device_text,
     gap_text,
     operation_text,
-    size_text,
     time_text,
 )
 

@@ -9,6 +9,7 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.plan_data import PlanData, Stage
 from graphplan.ir.schedule import PrefetchBuffer, prefetch_bytes
+from graphplan.message_text import size_text
 from graphplan.report.data_flows import find_flows
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
@@ -25,18 +26,6 @@ def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
     found = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
     other = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}
     return {CPU: _OTHER[CPU], **found, **other}
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes for people: ``1536 -> "1.5 KiB"``."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = nbytes / 1024
-    for unit in ("KiB", "MiB", "GiB"):
-        if round(value, 1) < 1024:
-            return f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def time_text(seconds: float) -> str:

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.devices.topology import Topology, round_up
-from graphplan.errors import first_line
 from graphplan.ir.liveness import LiveStorages
+from graphplan.message_text import first_line
 from graphplan.passes.frontend.tensor_meta import TensorMeta
 from graphplan.warnings import unwarned, warn
 

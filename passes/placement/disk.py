@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import InfeasibleError
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
+from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.driver import WITHOUT_OFFLOAD, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate

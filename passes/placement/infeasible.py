@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import InfeasibleError
+from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
-from graphplan.errors import InputError, first_line
+from graphplan.errors import InputError
 from graphplan.ir.liveness import LiveBytes
+from graphplan.message_text import first_line
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """The class of an optimizer, or what makes one of parameters (``functools.partial(SGD, momentum=0.9)``)."""

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphplan.errors import ClusterError, InfeasibleError, first_line
+from graphplan.errors import ClusterError, InfeasibleError
+from graphplan.message_text import first_line
 
 Made = TypeVar("Made")
 

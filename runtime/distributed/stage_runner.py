@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.errors import ClusterError, InputError
 from graphplan.ir.cluster.flight import PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import interleaved_order
+from graphplan.message_text import first_line
 from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
 from graphplan.warnings import silenced

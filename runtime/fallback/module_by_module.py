@@ -26,7 +26,8 @@ from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, CounterLeaf, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
-from graphplan.errors import CaptureError, GraphplanError, PlanError, first_line
+from graphplan.errors import CaptureError, GraphplanError, PlanError
+from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.short_names import original_class
 

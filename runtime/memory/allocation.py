@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from graphplan.errors import GraphplanError, readable_bytes
+from graphplan.errors import GraphplanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.message_text import readable_bytes
 
 
 @contextmanager

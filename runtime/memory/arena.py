@@ -17,7 +17,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from graphplan.devices.topology import round_up
-from graphplan.errors import readable_bytes
+from graphplan.message_text import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 

@@ -26,11 +26,12 @@ from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Measured, Timeline
+from graphplan.message_text import size_text
 from graphplan.report.html_page import to_html
 from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
-from graphplan.report.text import size_text, table_lines, time_text
+from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 

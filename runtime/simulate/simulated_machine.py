@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from graphplan._compat.torch import run_after_backward
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
-from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
+from graphplan.errors import DeviceError, SimulatedOutOfMemoryError
+from graphplan.message_text import readable_bytes
 
 Watch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 

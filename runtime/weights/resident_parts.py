@@ -10,8 +10,8 @@ import threading
 
 import torch
 
-from graphplan.errors import readable_bytes
 from graphplan.ir.graph_elements import Weight
+from graphplan.message_text import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.weights.weight_changes import require_planned
 

@@ -19,7 +19,8 @@ from graphplan._compat.torch import copy_gradient_hooks
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
-from graphplan.errors import InputError, readable_bytes
+from graphplan.errors import InputError
+from graphplan.message_text import readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating

@@ -22,8 +22,8 @@ import torch
 
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.devices.topology import CPU, round_up
-from graphplan.errors import readable_bytes
 from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, PrefetchSegment
+from graphplan.message_text import readable_bytes
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import shaped

@@ -19,9 +19,9 @@ from graphplan.api.machines import plan_machines, read_cluster
 from graphplan.api.plan_options import PlanOptions
 from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
 from graphplan.compiler.cluster.stage_step import StepPlan
+from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
-from graphplan.report.text import size_text
 
 WIDTH = 1024
 LAYER = (WIDTH * WIDTH + WIDTH) * 4

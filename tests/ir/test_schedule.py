@@ -187,7 +187,7 @@ def test_checks_refuse_a_damaged_schedule(damage: Callable[[Schedule], Schedule]
 
 def test_checks_refuse_a_passed_budget() -> None:
     graph = chain(2)
-    with pytest.raises(VerificationError, match=r"device 0 needs .*10240 bytes\) at 'v0'.* 9.00 KiB"):
+    with pytest.raises(VerificationError, match=r"device 0 needs .*10240 bytes\) at 'v0'.* 9.0 KiB"):
         check_schedule(graph, topology(d0=9 * KIB, d1=KIB, cpu=KIB), scheduled(graph, v0=0, v1=0))
 
 

@@ -22,6 +22,7 @@ from graphplan.capture.source_lines import source_line
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
+from graphplan.message_text import size_text
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import MOST_MODULES
@@ -29,7 +30,7 @@ from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
-from graphplan.report.text import device_name, device_text, size_text, time_text
+from graphplan.report.text import device_name, device_text, time_text
 
 PLANS = [llama_plan, unet_plan, hostile_plan]
 

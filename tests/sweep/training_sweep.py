@@ -25,7 +25,7 @@ from shortcuts import short_search
 from torch import nn
 from training_steps import CONFIGURATIONS, budgets_of, check_training, example, needed
 
-from graphplan.errors import first_line
+from graphplan.message_text import first_line
 
 ADAMW = torch.optim.AdamW
 FURTHER = 48  # steps beside the two of the check

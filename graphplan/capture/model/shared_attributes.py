@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan.capture.structure import leaves_of
-from graphplan.errors import CaptureError, NoGraphError, first_line
+from graphplan.errors import CaptureError, NoGraphError
+from graphplan.message_text import first_line
 
 PATCHED = "_graphplan_patched"
 """The attribute of a placed module with the ``forward`` of the model's own instance, if it had one."""

@@ -21,9 +21,10 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.training import trainable
 from graphplan.devices.topology import Link, Topology
-from graphplan.errors import CaptureError, InfeasibleError, InputError, readable_bytes
+from graphplan.errors import CaptureError, InfeasibleError, InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
+from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS

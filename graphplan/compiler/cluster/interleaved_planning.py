@@ -17,9 +17,9 @@ from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
 from graphplan.compiler.cluster.stage_placement import Stretch
 from graphplan.compiler.training import trainable
 from graphplan.devices.topology import Topology
-from graphplan.errors import readable_bytes
 from graphplan.ir.cluster.interleaved_order import play
 from graphplan.ir.cluster.machine_stage import stage_seconds
+from graphplan.message_text import readable_bytes
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import Estimates
 from graphplan.passes.pipeline.interleaved_dp import InterleavedDP

@@ -18,8 +18,9 @@ from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.modes import Differentiation, needs_portable
 from graphplan.compiler.cluster.stage_compiler import StageSource
 from graphplan.devices.topology import DeviceKey
-from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
+from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.ir.liveness import saved_bytes
+from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.training.weight_views import read_weights_anew
 

@@ -30,12 +30,13 @@ from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import EntryCall
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
-from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
+from graphplan.message_text import first_line
 from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem

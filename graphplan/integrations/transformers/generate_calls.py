@@ -20,8 +20,9 @@ import torch
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler
-from graphplan.errors import GraphplanError, NoGraphError, first_line
+from graphplan.errors import GraphplanError, NoGraphError
 from graphplan.integrations.rehearsal import Rehearsal, Rehearsed
+from graphplan.message_text import first_line
 from graphplan.warnings import silenced, warn
 
 logger = logging.getLogger("graphplan")

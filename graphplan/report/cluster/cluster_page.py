@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.cluster.cluster_text import (
@@ -21,7 +22,7 @@ from graphplan.report.cluster.cluster_text import (
     shares_text,
 )
 from graphplan.report.html_page import asset
-from graphplan.report.text import count_text, size_text, time_text
+from graphplan.report.text import count_text, time_text
 
 
 def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Sequence[Slot] = ()) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster.cluster_text import shares_text
 from graphplan.report.svg_elements import INK, MUTED, TRANSFER, opening, rect, text, titled
-from graphplan.report.text import COLOURS, size_text, time_text
+from graphplan.report.text import COLOURS, time_text
 
 _WIDTH, _LEFT, _RIGHT, _LANE, _BOX, _HEAD = 1180, 190, 24, 64, 30, 62
 _WAIT = "#f1f3f6"

@@ -7,7 +7,8 @@ from typing import Any
 
 from graphplan.devices.topology import Link
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
-from graphplan.report.text import count_text, size_text, table_lines, time_text
+from graphplan.message_text import size_text
+from graphplan.report.text import count_text, table_lines, time_text
 
 HEADER = ("machine", "operations", "weights", "peaks", "seconds", "computes", "network", "waits", "sends")
 """Of :func:`machine_rows`."""

@@ -165,10 +165,10 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
             r"together=\['blocks'\] and pin=\{'blocks.0': 0, 'blocks.1': 'cpu'\} contradict",
         ),
         ({"pin": {"head": "cpu"}, "offload": False}, r"pin=\{'head': 'cpu'\} contradicts offload=False"),
-        ({"reserve": "80KiB"}, r"reserve = 80.00 KiB .* leaves nothing of max_memory\[0\] = 64.00 KiB"),
+        ({"reserve": "80KiB"}, r"reserve = 80.0 KiB .* leaves nothing of max_memory\[0\] = 64.0 KiB"),
         (
             {"reserve": {"cpu": "1GiB"}},
-            r"reserve\['cpu'\] = 1.00 GiB .* leaves nothing of max_memory\['cpu'\]",
+            r"reserve\['cpu'\] = 1.0 GiB .* leaves nothing of max_memory\['cpu'\]",
         ),
         ({"reserve": {5: 1}}, "reserve names 5"),
         ({"reserve": -1}, "negative"),
