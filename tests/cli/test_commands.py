@@ -376,7 +376,11 @@ BAD: list[tuple[list[str], int, str]] = [
         "--device names 1, which is not in --max-memory",
     ),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--reserve", "2GiB"], 2, "--reserve = 2.0 GiB"),
-    (["plan", "MODEL", "--max-memory", "0=1GiB", "--reserve", "2GiB"], 2, "nothing of --max-memory 0 = 1.0 GiB"),
+    (
+        ["plan", "MODEL", "--max-memory", "0=1GiB", "--reserve", "2GiB"],
+        2,
+        "nothing of --max-memory 0 = 1.0 GiB",
+    ),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0=1"], 2, "write KEY-KEY=BYTES"),
     (["plan", "MODEL", "--max-memory", "0=1TiB", "--link", "0-0=1TB/s"], 2, "name two devices, this is one"),
     (["plan", "MODEL", "--max-memory", "0=1TiB", "--link", "0-1=infGB"], 2, "write KEY-KEY=BYTES"),
