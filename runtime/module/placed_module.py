@@ -26,6 +26,7 @@ from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.hooked_run import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
@@ -122,6 +123,15 @@ class PlacedModule(ShortNames, KeptInPlace):
         if state is not None:
             state.asked_to_train = mode
         return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """As the model's own, and where it is placed."""
+        own, state = super().extra_repr(), vars(self).get("_graphplan")
+        if state is None:
+            return own
+        known = state.known_plan or next((program.plan for program in state.programs), None)
+        said = "placed at its first call" if known is None else _stages_text(known)
+        return f"{own}, {said}" if own else said
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
@@ -273,6 +283,11 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of the placed copies of a model, under the model's own name."""
     return made_class(original, PlacedModule, lambda: answers(PlacedModule, original))
+
+
+def _stages_text(plan: PlanData) -> str:
+    keys = dict.fromkeys(stage.device for stage in plan.stages)
+    return f"placed: {count_text(len(plan.stages), 'stage')} on {', '.join(map(device_name, keys))}"
 
 
 def unplace(module: nn.Module) -> nn.Module:

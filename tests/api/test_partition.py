@@ -511,3 +511,22 @@ def test_the_types_of_options_are_those_of_their_values() -> None:
     shown = inspect.signature(graphplan.partition).parameters
     assert written.keys() <= shown.keys()
     assert all(shown[one.name].default == one.default for one in fields(PlanOptions))
+
+
+def test_a_placed_model_prints_as_the_model_with_its_placement() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(2, 64)
+    with graphplan.simulate({0: "24KiB", 1: "24KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        first, said, *rest = repr(placed).splitlines()
+        assert [first, *rest] == repr(model).splitlines()
+        assert said == "  placed: 2 stages on GPU 0, GPU 1"
+        assert repr(graphplan.unplace(placed)) == repr(model)
+
+
+def test_what_a_placed_model_prints_comes_after_what_the_model_says_of_itself() -> None:
+    with pytest.warns(graphplan.GraphplanWarning, match="no example inputs"):
+        placed = graphplan.partition(nn.Linear(4, 4), {"cpu": "1MiB"})
+    own = "Linear(in_features=4, out_features=4, bias=True, "
+    assert repr(placed) == own + "placed at its first call)"
+    placed(torch.ones(1, 4))
+    assert repr(placed) == own + "placed: 1 stage on CPU)"
