@@ -1,6 +1,9 @@
-"""The private names of torch and transformers that graphplan uses: one function for each, and no others.
+"""Private names of torch, transformers and PEFT that may go without notice: one function for each.
 
-Where a name is gone, :class:`graphplan.GraphplanError` is raised, which says what was tested.
+Where a name is gone, :class:`graphplan.GraphplanError` is raised, which says what was tested. Elsewhere
+only those are used that code outside torch builds on: ``torch.utils._pytree``, its modes for dispatch,
+``torch._ops`` with the schemas of operations, ``torch._subclasses``, the types of ``torch._C`` that generated
+code and schemas name, versions of tensors, and the tables of modules (``_parameters``, ``_buffers``).
 """
 
 from __future__ import annotations

@@ -9,13 +9,19 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import _guards as guards
+from torch import fx
 from torch._dispatch import python as dispatch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace as export_trace
 from torch.fx import _symbolic_trace
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
 from torch.nn.modules import transformer
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
+from torch.utils import backend_registration
 
 from graphplan._compat import private
 from graphplan.errors import GraphplanError
@@ -216,6 +222,65 @@ def hide_tracer() -> None:
         return
     private(_symbolic_trace, "_is_fx_tracing_flag", "torch")
     _symbolic_trace._is_fx_tracing_flag = False
+
+
+def detected_fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
+    """The mode of fake tensors that these are of, or that is on."""
+    found: FakeTensorMode | None = private(guards, "detect_fake_mode", "torch")(values)
+    return found
+
+
+def rename_node(node: fx.Node, name: str) -> None:
+    """Give a node a name, of which its graph makes another where it is taken."""
+    private(node, "_rename", "torch")(name)
+
+
+def unbacked_like_backed() -> AbstractContextManager[Any]:
+    """A block in which a trace takes no size for 0 or 1 by its example."""
+    context: AbstractContextManager[Any] = private(symbolic_config, "patch", "torch")(
+        backed_size_oblivious=True
+    )
+    return context
+
+
+def parsed_move(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and the dtype that arguments of ``nn.Module.to`` mean."""
+    device, dtype, _, _ = private(torch._C._nn, "_parse_to", "torch")(*args, **kwargs)
+    return device, dtype
+
+
+def call_without_compiled(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, but not what runs in place of its call."""
+    return private(module, "_call_impl", "torch")(*args, **kwargs)
+
+
+def current_mode() -> Any:
+    """The innermost mode that intercepts operations; None without one."""
+    return private(python_dispatch, "_get_current_dispatch_mode", "torch")()
+
+
+def without_current_mode() -> AbstractContextManager[Any]:
+    """A block without :func:`current_mode`."""
+    context: AbstractContextManager[Any] = private(python_dispatch, "_pop_mode_temporarily", "torch")()
+    return context
+
+
+def device_module() -> type:
+    """A class of what torch asks of ``torch.NAME`` for a type of device that Python implements."""
+    found: type = private(backend_registration, "_DummyBackendModule", "torch")
+    return found
+
+
+def own_device_name() -> str:
+    """What this process calls the PrivateUse1 type of device; ``"privateuseone"`` if nobody has named it."""
+    found: str = private(torch._C, "_get_privateuse1_backend_name", "torch")()
+    return found
+
+
+def name_own_device(name: str, module: Any) -> None:
+    """Name the PrivateUse1 type of device for the process, and let Python implement it."""
+    setup = private(backend_registration, "_setup_privateuseone_for_python_backend", "torch")
+    setup(name, backend_module=module)
 
 
 class Registry:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from graphplan._compat.torch import global_hooks, in_transform, read_functions
+from graphplan._compat.torch import global_hooks, in_transform, read_functions, rename_node
 from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, bound_call
@@ -144,7 +144,7 @@ def _named_apart(found: Capture) -> Capture:
             old, number = node.name, 1
             while f"{old}_{number}" in used:
                 number += 1
-            node._rename(f"{old}_{number}")
+            rename_node(node, f"{old}_{number}")
             used.add(node.name)
             renamed[old] = node.name
     inputs = tuple(renamed.get(name, name) for name in found.inputs)

@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import symbolic_kernels
+from graphplan._compat.torch import detected_fake_mode, symbolic_kernels
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.machine import suspended
 
@@ -150,7 +149,7 @@ class _Slicer:
     def __init__(self, capture: Capture, weight: str, parts: Sequence[Part]) -> None:
         self.capture, self.graph, self.parts = capture, capture.graph, parts
         self.sources = _placeholders(capture, weight)
-        self.mode = detect_fake_mode([self.sources[0].meta["val"]])
+        self.mode = detected_fake_mode([self.sources[0].meta["val"]])
 
     def run(self) -> None:
         with self.mode or nullcontext():

@@ -27,7 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from graphplan._compat.torch import call_of, set_call
+from graphplan._compat.torch import call_of, call_without_compiled, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
@@ -68,7 +68,7 @@ class _Link:
         part: Any = self._part()
         whole: Any = self.whole()
         if whole is None:
-            return part._call_impl(*args, **kwargs)
+            return call_without_compiled(part, *args, **kwargs)
         if self._signature is None:
             self._signature = inspect.signature(part.forward)
         return whole._graphplan_enter(self._path, self._signature, args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import device_of, methods_of
 
@@ -44,7 +45,7 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         PlanError: asked for another dtype.
     """
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype = parsed_move(*args, **kwargs)
     if dtype is not None and dtype != self.dtype:
         raise PlanError(
             f"a placed model keeps its dtype {self.dtype}: convert the original, and partition it"

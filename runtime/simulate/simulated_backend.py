@@ -14,11 +14,8 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import (
-    _DummyBackendModule,
-    _setup_privateuseone_for_python_backend,
-)
 
+from graphplan._compat.torch import device_module, name_own_device, own_device_name
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import SIMULATED
 from graphplan.errors import DeviceError
@@ -36,7 +33,7 @@ _REACHED = (
 )
 
 
-class _Backend(_DummyBackendModule):
+class _Backend(device_module()):  # type: ignore[misc]  # a class that torch keeps private
     """What torch asks of ``torch.sim``."""
 
     def device_count(self) -> int:
@@ -57,10 +54,10 @@ def register_backend() -> None:
     """Make the devices known to torch, once per process."""
     if _library:
         return
-    taken = torch._C._get_privateuse1_backend_name()
+    taken = own_device_name()
     if taken not in ("privateuseone", SIMULATED):
         raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
-    _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
+    name_own_device(SIMULATED, _Backend())
     library = torch.library.Library("aten", "IMPL")
     for op in _REACHED:
         library.impl(op, _kernel(op), "PrivateUse1")

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from graphplan._compat.torch import run_after_backward
+from graphplan._compat.torch import current_mode, run_after_backward, without_current_mode
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError
@@ -107,10 +106,10 @@ class SimulatedMachine:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A block in which operations are not intercepted."""
-        if not getattr(_get_current_dispatch_mode(), "simulates", False):
+        if not getattr(current_mode(), "simulates", False):
             yield
             return
-        with _pop_mode_temporarily():
+        with without_current_mode():
             yield
 
     def take(self, index: int, nbytes: int) -> None:

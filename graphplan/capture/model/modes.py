@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.peft import adapters_of, is_adapted, set_adapters
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
@@ -94,7 +95,7 @@ class ModeReader:
     def __init__(self, module: nn.Module, device_types: Sequence[str] = ()) -> None:
         self._device_types = frozenset(device_types)
         self._parts = list(module.modules())[1:]
-        self._adapted = [part for part in self._parts if _is_adapted(part)]
+        self._adapted = [part for part in self._parts if is_adapted(part)]
         self._configs = _configs([module, *self._parts])
         self._known: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}) for _ in self._configs]
         self._peft = vars(module).get("peft_config")
@@ -112,7 +113,7 @@ class ModeReader:
                 "original model, and partition that"
             )
         training = (module.training, *map(_training, self._parts))
-        adapters = tuple(_adapters(part) for part in self._adapted)
+        adapters = tuple(adapters_of(part) for part in self._adapted)
         configs = tuple(map(self._values, range(len(self._configs))))
         return Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
 
@@ -136,9 +137,7 @@ class ModeReader:
             part.training = training
         _require_adapters(self._adapted, {name for _, active, _ in modes.adapters for name in active})
         for layer, (off, active, merged) in zip(self._adapted, modes.adapters, strict=True):
-            vars(layer).update(
-                _disable_adapters=off, _active_adapter=list(active), merged_adapters=list(merged)
-            )
+            set_adapters(layer, off, active, merged)
         for config, plain in zip(self._configs, modes.configs, strict=False):
             table = vars(config)
             for name, value in plain.items():
@@ -174,17 +173,6 @@ def read_modes(module: nn.Module) -> Modes:
 def write_modes(module: nn.Module, modes: Modes) -> None:
     """As :meth:`ModeReader.write`."""
     ModeReader(module).write(module, modes)
-
-
-def _is_adapted(part: nn.Module) -> bool:
-    """Whether it is a layer of PEFT's, as ``peft.tuners.tuners_utils.BaseTunerLayer``."""
-    return all(hasattr(part, name) for name in ("_disable_adapters", "_active_adapter", "merged_adapters"))
-
-
-def _adapters(layer: Any) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    active = layer._active_adapter
-    names = (active,) if isinstance(active, str) else tuple(active)
-    return bool(layer._disable_adapters), names, tuple(layer.merged_adapters)
 
 
 def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:

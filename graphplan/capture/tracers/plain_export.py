@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
-from graphplan._compat.torch import hide_tracer
+from graphplan._compat.torch import hide_tracer, unbacked_like_backed
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.export_here import export
@@ -117,7 +116,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
     shapes = {name: shapes_for(value, each) for name, value in given.items()}
     with (
         restored(map(vars, call.tensors)),  # a trace that fails leaves its marks on them
-        symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
+        unbacked_like_backed(),
         patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons
-from graphplan._compat.torch import hide_tracer
+from graphplan._compat.torch import hide_tracer, unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.export_here import export
@@ -157,7 +156,7 @@ def _patched_for_export(
 
     with (
         torch.set_grad_enabled(keep_grad),
-        symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
+        unbacked_like_backed(),
         patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)),
         patched(*(Patch.of(*one) for one in plain_comparisons())),
         masks_as_in_eager(),

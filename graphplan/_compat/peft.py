@@ -1,0 +1,23 @@
+"""Private names of PEFT, an optional package, which is not imported: its layers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def is_adapted(part: Any) -> bool:
+    """Whether a module is a layer of PEFT's, as ``peft.tuners.tuners_utils.BaseTunerLayer``."""
+    return all(hasattr(part, name) for name in ("_disable_adapters", "_active_adapter", "merged_adapters"))
+
+
+def adapters_of(layer: Any) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """Whether a layer's adapters are off, which are active, and which are merged into its weights."""
+    active = layer._active_adapter
+    names = (active,) if isinstance(active, str) else tuple(active)
+    return bool(layer._disable_adapters), names, tuple(layer.merged_adapters)
+
+
+def set_adapters(layer: Any, off: bool, active: Sequence[str], merged: Sequence[str]) -> None:
+    """Write what :func:`adapters_of` reads, without what PEFT does at a switch: it changes gradients."""
+    vars(layer).update(_disable_adapters=off, _active_adapter=list(active), merged_adapters=list(merged))
