@@ -70,10 +70,10 @@ def never_compiled(why: str) -> Callable[[Callable[_Params, _Result]], Callable[
     """As ``torch.compiler.disable``, which imports all of dynamo, and takes its time at each call."""
 
     def marked(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        frames = private(private(torch._C, "_dynamo", "torch", _TESTED), "eval_frame", "torch", _TESTED)
-        skip = private(private(frames, "_FrameAction", "torch", _TESTED), "SKIP", "torch", _TESTED)
-        strategy = private(frames, "_FrameExecStrategy", "torch", _TESTED)(skip, skip)
-        private(frames, "set_code_exec_strategy", "torch", _TESTED)(function.__code__, strategy)
+        frames = private(private(torch._C, "_dynamo", "torch"), "eval_frame", "torch")
+        skip = private(private(frames, "_FrameAction", "torch"), "SKIP", "torch")
+        strategy = private(frames, "_FrameExecStrategy", "torch")(skip, skip)
+        private(frames, "set_code_exec_strategy", "torch")(function.__code__, strategy)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
         return function

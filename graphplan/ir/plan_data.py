@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import PlanError, VerificationError, readable_bytes
+from graphplan.errors import PlanError, VerificationError
 from graphplan.ir.constraints import Constraints, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
@@ -22,6 +22,7 @@ from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, call_seconds, make_timeline
+from graphplan.message_text import size_text
 from graphplan.warnings import warn
 
 Transfer = Move
@@ -184,8 +185,8 @@ class PlanData:
             if found.gathered and found.nbytes[spec.key] > spec.room:
                 warn(
                     "device_map() keeps modules whole, whose parameters the plan has on several devices: "
-                    f"weights on {spec.key!r} take {readable_bytes(found.nbytes[spec.key])}, and it has "
-                    f"{readable_bytes(spec.room)}. Plan with together={found.gathered}"
+                    f"weights on {spec.key!r} take {size_text(found.nbytes[spec.key])}, and it has "
+                    f"{size_text(spec.room)}. Plan with together={found.gathered}"
                 )
         return found.entries
 
