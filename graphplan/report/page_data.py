@@ -100,7 +100,6 @@ class _PageWriter:
             "makespan": plan.makespan,
             "lowerBound": plan.lower_bound,
             "gap": plan.gap,
-            "settled": bool(plan.fixed_weights),
             "proof": plan.proof,
             "transferBytes": plan.transfer_bytes,
             "transfers": len(plan.transfers),

@@ -122,7 +122,7 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert len(stages) == len(plan.stages)
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
-    assert "no plan of these operations takes less than" in figures
+    assert f"by {plan.proof}" in figures
     assert plan.proof in page.locator(".figure[title^=Proved]").get_attribute("title")
     assert f"{len(plan.streams)} copies per forward pass" in figures
     opened.shoot("light", whole=True)

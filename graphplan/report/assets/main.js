@@ -23,7 +23,7 @@
     byId("figures").append(
       figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${guessed()}${measured}`,
         guessed() ? "Nothing is known of how fast these are: see Assumptions. Give devices= and links=, or graphplan.measure_devices()." : null),
-      figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal: ${summary.settled ? "with the weights where they are, " : ""}no plan of these operations takes less than ${Format.seconds(summary.lowerBound)}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
+      figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal, at least ${Format.seconds(summary.lowerBound)} by ${summary.proof}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
       figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per ${summary.call}`),
       figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
