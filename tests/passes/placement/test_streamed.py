@@ -201,6 +201,10 @@ def test_unlike_cards_that_hold_a_model_stream_what_the_slower_one_would_compute
     assert found.evaluation.schedule.prefetch_buffers
     assert found.proof.endswith("on the accelerators")
     assert found.evaluation.seconds < 0.1 * place(replace(mixed, offload=False)).evaluation.seconds
+    kept = [replace(value, stays=value.name == "v3") for value in graph.values.values()]
+    cached = place(replace(mixed, graph=graph.changed(values=kept)))  # other calls read these weights
+    assert not cached.evaluation.schedule.prefetch_buffers
+    assert cached.proof.endswith("without offload")
     like = place(Problem(graph, Topology((*cards, HOST), {}, link), CPU))
     assert not like.evaluation.schedule.prefetch_buffers
     assert like.proof.endswith("without offload")
