@@ -17,6 +17,8 @@ from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map
+from graphplan.passes.placement.driver import holds_for
+from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.warnings import warn
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
@@ -51,10 +53,18 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
         ]
         again = fit_together([call.with_homes({}) for call in exact], near)
         if all(found.feasible for found in again):
-            return _chosen(state, exact, [certify(*pair) for pair in zip(again, bounds, strict=True)])
+            return _chosen(state, exact, _certified(exact, again, bounds))
         calls = [_upper_bound_call(old, new) for old, new in zip(calls, exact, strict=True)]
     last = [one.evaluation for one in _place(state, calls, near)]
-    return _chosen(state, calls, [certify(*pair) for pair in zip(last, bounds, strict=True)])
+    return _chosen(state, calls, _certified(calls, last, bounds))
+
+
+def _certified(calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]) -> list[Solution]:
+    """With the bounds of the first round, as far as they are of placements such as these."""
+    return [
+        certify(one, bound if holds_for(bound.proof, call.with_homes({}), one) else Bound())
+        for call, one, bound in zip(calls, found, bounds, strict=True)
+    ]
 
 
 def _chosen(state: CompileState, calls: Sequence[Call], solutions: Sequence[Solution]) -> CompileState:

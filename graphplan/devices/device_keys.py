@@ -77,11 +77,13 @@ def by_own_keys(
     """What an argument has for devices, by the keys of ``max_memory``.
 
     Raises:
-        DeviceError: it names what is no device, or not in ``max_memory``.
+        DeviceError: it names what is no device, or not in ``max_memory``, or one device twice.
     """
     own = {written: own_key(devices, written, argument) for written in given}
     keys = [spec.key for spec in devices]
     if unknown := [written for written, key in own.items() if key not in keys]:
         known = ", ".join(map(repr, keys))
         raise DeviceError(f"{argument} names {unknown[0]!r}, which is not in max_memory: it has {known}")
+    if len(set(own.values())) < len(own):
+        raise DeviceError(f"{argument} names a device twice, in {list(given)}: keep one of these")
     return {own[written]: value for written, value in given.items()}

@@ -119,10 +119,15 @@ def own_links(
     specs: Sequence[DeviceSpec], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """Links, by the keys of ``max_memory``."""
-    return {
+    own = {
         (own_key(specs, source, "links"), own_key(specs, destination, "links")): link
         for (source, destination), link in links.items()
     }
+    if len(own) < len(links) or any(source == destination for source, destination in own):
+        raise DeviceError(
+            f"links name a pair twice, or a device with itself, in {list(links)}: keep one of each"
+        )
+    return own
 
 
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:

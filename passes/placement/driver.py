@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphplan.devices.topology import DeviceKey
+from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.bounds.milp import bound_by_classes
-from graphplan.passes.placement.bounds.relaxation import least_seconds
+from graphplan.passes.placement.bounds.relaxation import LEAST_SECONDS, least_seconds
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
@@ -202,20 +202,27 @@ def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
 def _on_faster_accelerators(
     search: ResidentSearch, found: Evaluation, problem: Problem, limits: Limits
 ) -> Solution | None:
-    """Streamed, from a placement in which operations would be faster on other accelerators; else None.
+    """Streamed, where operations would be faster on other accelerators, and that takes less; else None.
 
     Not where a cache or an optimizer's step makes the same weights serve calls of another kind: the tokens
     after a prompt would stream them too, and the CPU would change them.
     """
-    graph = problem.graph
-    if any(v.stays for v in graph.values.values()) or any(o.backward for o in graph.operations.values()):
-        return None
-    settled = problem.fixed_weights.keys() >= set(problem.graph.streamable)
     least = search.effort.params.sufficient_gap * found.seconds
-    if settled or search.beyond_fastest <= least or problem.balance or not _may_offload(problem):
+    if search.beyond_fastest <= least or not _may_stream_alone(problem):
         return None
     there = replace(problem, allowed=search.problem.allowed)
-    return _place_streamed(there, problem, limits, found.assignment)
+    streamed = _place_streamed(there, problem, limits, found.assignment)
+    return None if streamed is None or streamed.evaluation.seconds >= found.seconds else streamed
+
+
+def _may_stream_alone(problem: Problem) -> bool:
+    """Whether weights may be streamed where unlike accelerators hold them, and serve this call alone."""
+    graph = problem.graph
+    speeds = {(spec.flops, spec.bandwidth) for spec in problem.topology.accelerators}
+    further = problem.further_calls or any(value.stays for value in graph.values.values())
+    trains = not problem.streaming or any(op.backward for op in graph.operations.values())
+    settled = problem.balance or problem.fixed_weights.keys() >= set(graph.streamable)
+    return len(speeds) > 1 and _may_offload(problem) and not (further or trains or settled)
 
 
 def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
@@ -232,7 +239,8 @@ def _place_resident(
     """Segments and local search, then labels and bounds, then head-room."""
     if candidate.balance and len(candidate.topology.accelerators) > 1:
         return _place_evenly(candidate, problem, limits, near)
-    effort = _effort(candidate, limits)
+    mine = limits.until(0.5) if limits.left is not None and _may_stream_alone(problem) else limits
+    effort = _effort(candidate, mine)
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _begin(search, near):
         return None
@@ -315,21 +323,35 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
     return search.bound
 
 
-def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
-    """Whether a solution's bound is one of placements among which ``found`` is."""
-    alone = accelerators_alone(problem)
-    if alone is None:
+def holds_for(proof: str, problem: Problem, found: Evaluation) -> bool:
+    """Whether a bound with this proof is one of placements among which ``found`` is."""
+    alone, now = accelerators_alone(problem), found.assignment
+    if not is_searched(problem, found):
+        return LEAST_SECONDS in proof
+    if alone is None or not (WITHOUT_OFFLOAD in proof or ON_ACCELERATORS in proof):
         return True
-    now, keys = found.assignment, {spec.key for spec in problem.topology.accelerators}
-    at_home = all(
-        now.weights[name] in keys or not readers or name in problem.fixed_weights
-        for name in problem.graph.weights
-        for readers in (problem.graph.readers.get(name, ()),)
-    )
-    computed = all(now.operations[name] in rule for name, rule in alone.allowed.items())
-    if WITHOUT_OFFLOAD in solution.proof:
-        return computed and at_home
-    return computed or ON_ACCELERATORS not in solution.proof
+    keys = {spec.key for spec in problem.topology.accelerators}
+    read = [
+        n for n in problem.graph.weights if problem.graph.readers.get(n) and n not in problem.fixed_weights
+    ]
+    at_home = ON_ACCELERATORS in proof or all(now.weights[name] in keys for name in read)
+    return at_home and all(now.operations[name] in rule for name, rule in alone.allowed.items())
+
+
+def is_searched(problem: Problem, found: Evaluation) -> bool:
+    """Whether each weight that one group of operations reads resides with it, on the CPU, or as it is fixed.
+
+    Other calls over the same weights may leave it on another accelerator, from where no search streams it.
+    """
+    graph, now = problem.graph, found.assignment
+    group_of = {name: number for number, group in enumerate(graph.together) for name in group}
+    for name in graph.weights:
+        readers = graph.readers.get(name, ())
+        own = len({group_of.get(reader, reader) for reader in readers}) == 1
+        homes = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
+        if own and now.weights[name] not in homes | {now.operations[reader] for reader in readers}:
+            return False
+    return True
 
 
 def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:

@@ -29,6 +29,7 @@ class Problem:
         balance: minimise the longest stage instead of the sum.
         prefetch_bytes: device -> bytes of the prefetch buffer that plans of other calls have there already.
         prefetch_limits: device -> bytes that these may have at most, where those calls leave no more room.
+        further_calls: whether calls of other kinds are placed over the same weights.
         streaming: False where autograd keeps weights after the call: they are then copied one by one.
     """
 
@@ -42,6 +43,7 @@ class Problem:
     balance: bool = False
     prefetch_bytes: Mapping[DeviceKey, int] = field(default_factory=dict)
     prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    further_calls: bool = False
     streaming: bool = True
     # seconds of each operation by device: asked for at every evaluation
     _clocks: dict[DeviceKey, tuple[DeviceSpec, dict[str, float]]] = field(

@@ -3,8 +3,8 @@
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
 parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
 most that lives in the second beyond that is what a step takes. What is on the CPU all the same, such as
-Adam's ``step``, is a scalar, and is not counted. Numbers that a step reads out of tensors, as Adafactor does,
-are ones: they change values, not sizes.
+Adam's ``step``, is a scalar, and is not counted. Floating-point numbers that a step reads out of tensors,
+as Adafactor does, are ones: they scale values.
 """
 
 from __future__ import annotations
@@ -112,13 +112,15 @@ def _dry_steps(
 
 
 class _NumbersAreOnes(TorchDispatchMode):
-    """A number that is read out of a tensor without values is 1."""
+    """A floating-point number that is read out of a tensor without values is 1; others are an error."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         read = func is torch.ops.aten._local_scalar_dense.default and _counts(args[0])
-        return 1.0 if read else func(*args, **(kwargs or {}))
+        if read and args[0].dtype.is_floating_point:  # a bool may decide whether to step at all
+            return 1.0
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:

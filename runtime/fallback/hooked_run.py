@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,6 +205,8 @@ def run_hooked(
 class _OnOneDevice(TorchDispatchMode):
     """Operations that take no tensors of several devices run on one: that of what they write to, or this."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.device = device
@@ -215,12 +218,16 @@ class _OnOneDevice(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            leaves = leaves_of((args, kwargs))
-            if len({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}) < 2:
+            there = _devices(leaves_of((args, kwargs)))
+            written = _devices(written_arguments(func, args, kwargs))
+            if len(there) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
                 raise
-        written = written_arguments(func, args, kwargs)
-        args, kwargs = sent((args, kwargs), written[0].device if written else self.device)
+        args, kwargs = sent((args, kwargs), next(iter(written), self.device))
         return func(*args, **kwargs)
+
+
+def _devices(leaves: Iterable[Any]) -> set[torch.device]:
+    return {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -69,12 +69,12 @@ def _kernel(op: Any) -> Callable[..., Any]:
 
 
 def _is_whole(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
-    inference = torch.is_inference_mode_enabled() or any(
-        isinstance(value, torch.Tensor) and value.is_inference() for value in args
-    )
+    """Whether an operation that torch takes apart before has arrived whole.
+
+    It does so in inference mode, and inside another mode for dispatch.
+    """
     key = DispatchKey.CompositeImplicitAutograd
-    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
+    return func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
 
 
 class SimulationMode(TorchDispatchMode):

@@ -386,6 +386,17 @@ def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bo
         check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=made, exact=False)
 
 
+def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
+    class Careful(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(p.grad.isnan().any() for group in self.param_groups for p in group["params"]):
+                return None
+            return super().step(closure)
+
+    with pytest.raises(graphplan.InputError, match="optimizer_bytes_per_element"):
+        graphplan.plan(stack(), {0: "1GiB"}, kwargs=batch(), train=True, optimizer=Careful)
+
+
 def test_dropout_is_that_of_the_seed_and_another_for_another() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
         placed = partitioned(machine, stack())

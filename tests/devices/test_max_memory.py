@@ -91,6 +91,19 @@ def test_a_device_may_be_written_in_every_way(written: Any) -> None:
         read_max_memory({"cpu": "1MiB"}, reserve={written: 1})
 
 
+def test_two_names_of_one_device_are_refused() -> None:
+    budgets = {0: "1MiB", 1: "1MiB"}
+    with pytest.raises(graphplan.DeviceError, match="reserve names a device twice"):
+        read_max_memory(budgets, reserve={0: 1, f"{accelerator_type()}:0": 2})
+    link = Link(1e9)
+    for links in (
+        {(0, 1): link, (0, f"{accelerator_type()}:1"): link},
+        {(0, f"{accelerator_type()}:0"): link},
+    ):
+        with pytest.raises(graphplan.DeviceError, match="a pair twice, or a device with itself"):
+            read_max_memory(budgets, links=links)
+
+
 def test_absent_devices_are_for_planning_only() -> None:
     with pytest.raises(graphplan.DeviceError, match=r"device 7 .* is not here.*graphplan\.plan"):
         require_present(read_max_memory({7: 10}))

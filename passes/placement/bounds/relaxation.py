@@ -25,6 +25,8 @@ from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settle
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.params import ROUNDING, Effort
 
+LEAST_SECONDS = "least seconds of each operation"  # what a proof says that holds wherever weights reside
+
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
@@ -337,7 +339,7 @@ class Relaxation:
 def least_seconds(arrays: Arrays) -> Bound:
     """The bound at prices of zero with free copies: each operation where it takes least. It takes no time."""
     seconds = float(arrays.compute.min(axis=0, initial=np.inf).sum())
-    return Bound(seconds * (1 - ROUNDING), "least seconds of each operation")
+    return Bound(seconds * (1 - ROUNDING), LEAST_SECONDS)
 
 
 def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:

@@ -19,11 +19,20 @@ from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.calls.exchange import exchange, weighted_seconds
 from graphplan.passes.placement.calls.shared_buffers import beside, evaluate_together, fit_together, within
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
-from graphplan.passes.placement.driver import attempt, bound_with_offload, holds_for, place, probe
+from graphplan.passes.placement.driver import (
+    attempt,
+    bound_with_offload,
+    holds_for,
+    is_searched,
+    place,
+    probe,
+)
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.infeasible import smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits, SearchParams
@@ -88,6 +97,7 @@ def place_jointly(
     Raises:
         InfeasibleError: a call fits in no way, or no way was found in which all of them do.
     """
+    calls = [replace(call, problem=replace(call.problem, further_calls=len(calls) > 1)) for call in calls]
     problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
     known: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
@@ -121,9 +131,12 @@ def place_jointly(
 
 def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) -> Bound:
     """Alone, no call is slower; but one that fits the accelerators alone may be offloaded beside others."""
-    if holds_for(solo, problem, found):
+    if holds_for(solo.proof, problem, found):
         return Bound(solo.lower_bound, f"these inputs alone: {solo.proof}")
-    bound = bound_with_offload(problem, found.seconds, limits)
+    if is_searched(problem, found):
+        bound = bound_with_offload(problem, found.seconds, limits)
+    else:
+        bound = least_seconds(Arrays(problem))
     return replace(bound, proof=f"these inputs alone: {bound.proof}")
 
 

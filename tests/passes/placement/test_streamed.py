@@ -15,7 +15,8 @@ from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.bounds import label_dp
 from graphplan.passes.placement.bounds.label_dp import search_labels
-from graphplan.passes.placement.driver import attempt, place
+from graphplan.passes.placement.bounds.relaxation import LEAST_SECONDS
+from graphplan.passes.placement.driver import ON_ACCELERATORS, WITHOUT_OFFLOAD, attempt, holds_for, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem
@@ -208,6 +209,32 @@ def test_unlike_cards_that_hold_a_model_stream_what_the_slower_one_would_compute
     like = place(Problem(graph, Topology((*cards, HOST), {}, link), CPU))
     assert not like.evaluation.schedule.prefetch_buffers
     assert like.proof.endswith("without offload")
+
+
+def test_no_bound_but_the_least_is_of_weights_that_another_accelerator_keeps() -> None:
+    """Other calls over the same weights may leave them there: no search streams them from it."""
+    graph = stack([MIB] * 4, 10**8)
+    problem = Problem(graph, equal_cards(2, HOST, kind="sim"), CPU)
+    on_one = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0)))
+    away = replace(on_one.assignment, weights={**on_one.assignment.weights, "w2": 1})
+    kept = evaluate(problem, away)
+    assert kept.feasible
+    for proof in ("a proof", f"a proof, {WITHOUT_OFFLOAD}", f"a proof, {ON_ACCELERATORS}"):
+        assert holds_for(proof, problem, on_one)
+        assert not holds_for(proof, problem, kept)
+    assert holds_for(f"these inputs alone: {LEAST_SECONDS}", problem, kept)
+    fixed = replace(problem, fixed_weights={"w2": 1})
+    assert holds_for("a proof", fixed, kept)
+
+
+def test_weights_that_several_calls_read_are_not_streamed_to_a_faster_card() -> None:
+    graph = stack([MIB] * 8, 10**10)
+    cards = [replace(CARD, key=key, device=f"sim:{key}", memory=6 * MIB) for key in range(2)]
+    devices = (cards[0], replace(cards[1], flops=CARD.flops / 100), HOST)
+    problem = Problem(graph, Topology(devices, {}, Link(25e9, 1e-5)), CPU, further_calls=True)
+    assert not place(problem).evaluation.schedule.prefetch_buffers
+    for alone in (replace(problem, streaming=False), replace(problem, balance=True)):
+        assert not place(replace(alone, further_calls=False)).evaluation.schedule.prefetch_buffers
 
 
 def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
