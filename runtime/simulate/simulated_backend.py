@@ -68,7 +68,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_simulated(op, args, kwargs)
 
 
-def _is_whole(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_whole(func: Any) -> bool:
     """Whether an operation that torch takes apart before has arrived whole.
 
     It does so in inference mode, and inside another mode for dispatch.
@@ -89,7 +89,7 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if _is_whole(func, args):
+        if _is_whole(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:
