@@ -46,7 +46,7 @@ def device_named(written: object) -> str:
         )
         raise DeviceError(f"{name!r} is no device: {hint}") from error
     if device.type == "meta":
-        raise DeviceError("'meta' is no device that computes: leave it out of max_memory")
+        raise DeviceError("'meta' is no device that computes: name one that does")
     return CPU if device.type == CPU else f"{device.type}:{device.index or 0}"
 
 

@@ -330,11 +330,12 @@ def holds_for(proof: str, problem: Problem, found: Evaluation) -> bool:
         return LEAST_SECONDS in proof
     if alone is None or not (WITHOUT_OFFLOAD in proof or ON_ACCELERATORS in proof):
         return True
-    keys = {spec.key for spec in problem.topology.accelerators}
-    read = [
-        n for n in problem.graph.weights if problem.graph.readers.get(n) and n not in problem.fixed_weights
-    ]
-    at_home = ON_ACCELERATORS in proof or all(now.weights[name] in keys for name in read)
+    keys, readers = {spec.key for spec in problem.topology.accelerators}, problem.graph.readers
+    at_home = ON_ACCELERATORS in proof or all(
+        now.weights[name] in keys | {now.operations[reader] for reader in readers.get(name, ())}
+        for name in problem.graph.weights
+        if readers.get(name) and name not in problem.fixed_weights
+    )
     return at_home and all(now.operations[name] in rule for name, rule in alone.allowed.items())
 
 

@@ -68,13 +68,13 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_simulated(op, args, kwargs)
 
 
-def _is_whole(func: Any) -> bool:
-    """Whether an operation that torch takes apart before has arrived whole.
-
-    It does so in inference mode, and inside another mode for dispatch.
-    """
+def _is_whole(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
+    inference = torch.is_inference_mode_enabled() or any(
+        isinstance(value, torch.Tensor) and value.is_inference() for value in args
+    )
     key = DispatchKey.CompositeImplicitAutograd
-    return func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
+    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
 
 
 class SimulationMode(TorchDispatchMode):
@@ -89,7 +89,7 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if _is_whole(func):
+        if _is_whole(func, args):
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:
