@@ -324,10 +324,16 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
 
 
 def holds_for(proof: str, problem: Problem, found: Evaluation) -> bool:
-    """Whether a bound with this proof is one of placements among which ``found`` is."""
-    alone, now = accelerators_alone(problem), found.assignment
+    """Whether a bound with this proof is one of placements among which ``found`` is.
+
+    Args:
+        proof: of the bound, which ends in what it holds for.
+        problem: that was placed.
+        found: a placement of it, from any search.
+    """
     if not is_searched(problem, found):
         return LEAST_SECONDS in proof
+    alone, now = accelerators_alone(problem), found.assignment
     if alone is None or not (WITHOUT_OFFLOAD in proof or ON_ACCELERATORS in proof):
         return True
     keys, readers = {spec.key for spec in problem.topology.accelerators}, problem.graph.readers
