@@ -94,7 +94,7 @@ def _run(instance: Instance, limit: float | None) -> Run:
     cpu, wall = time.process_time(), time.perf_counter()
     found = place(problem, Limits.within(limit))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Run(limit, found.evaluation.seconds, found.lower_bound, cpu, wall, found.proof)
+    return Run(limit, found.evaluation.seconds, found.bound.seconds, cpu, wall, found.bound.text)
 
 
 # -- tables ----------------------------------------------------------------------------------------

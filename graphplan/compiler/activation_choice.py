@@ -20,7 +20,7 @@ from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
-from graphplan.passes.placement.certificate import Bound, certify
+from graphplan.passes.placement.certificate import Bound, Scope, certify
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
@@ -117,7 +117,7 @@ class _Choice:
             (choice,) = searched.choices
             if trial.found is None or choice.seconds <= trial.seconds:
                 return searched
-            bound = Bound(choice.solution.lower_bound, choice.solution.proof)
+            bound = choice.solution.bound
         return place_calls(state, [certify(trial.found, bound)])
 
     @property
@@ -129,7 +129,9 @@ class _Choice:
     @cached_property
     def bound(self) -> Bound:
         """One that holds for steps that save less, too, if there may be any: all run these operations."""
-        return Bound(sum(self.least.values()), _EACH_ALONE) if self.recomputes or self.offloads else Bound()
+        if not (self.recomputes or self.offloads):
+            return Bound()
+        return Bound(sum(self.least.values()), _EACH_ALONE, Scope.ANY)
 
     def _items(self) -> list[Item]:
         """What can save less, priced for the fastest accelerator."""
@@ -154,9 +156,9 @@ class _Choice:
     def _with_bound(self, state: CompileState) -> CompileState:
         """The placement, with the lower of its bound and the one that holds for steps that save less."""
         (choice,) = state.choices
-        if not self.bound.seconds or self.bound.seconds >= choice.solution.lower_bound:
+        if not self.bound.seconds or self.bound.seconds >= choice.solution.bound.seconds:
             return state
-        solution = replace(choice.solution, lower_bound=self.bound.seconds, proof=self.bound.proof)
+        solution = replace(choice.solution, bound=self.bound)
         return replace(state, choices=[replace(choice, solution=solution)])
 
     def _fits_as_it_is(self) -> bool:

@@ -45,7 +45,7 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
     for _ in range(_ROUNDS):
         solutions = known or _place(state, calls, near)
         known = None
-        bounds = bounds or [Bound(one.lower_bound, one.proof) for one in solutions]
+        bounds = bounds or [one.bound for one in solutions]
         near = [one.evaluation.schedule.assignment for one in solutions]
         exact = [
             _moved(formulation, member, captures, call, found)
@@ -62,7 +62,7 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
 def _certified(calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]) -> list[Solution]:
     """With the bounds of the first round, as far as they are of placements such as these."""
     return [
-        certify(one, bound if holds_for(bound.proof, call.with_homes({}), one) else Bound())
+        certify(one, bound if holds_for(bound.scope, call.with_homes({}), one) else Bound())
         for call, one, bound in zip(calls, found, bounds, strict=True)
     ]
 

@@ -301,14 +301,14 @@ PASSES: Sequence[Callable[[CompileState], CompileState]] = (
 
 def plan_of(choice: Choice) -> Plan:
     """What was chosen of a call, as its plan; beside settled weights a bound holds beside them alone."""
-    found, asked = choice.solution.evaluation, choice.asked
-    proof = choice.solution.proof.removesuffix(_SETTLED)
+    found, asked, bound = choice.solution.evaluation, choice.asked, choice.solution.bound
+    proof = bound.text.removesuffix(_SETTLED)
     return Plan(
         choice.problem.graph,
         choice.problem.topology,
         found.schedule,
         found.seconds,
-        choice.solution.lower_bound,
+        bound.seconds,
         proof + _SETTLED if asked.problem.fixed_weights else proof,
         choice.annotator.capture.method,
         asked.constraints,

@@ -80,7 +80,7 @@ def _whole_or_crowded(state: CompileState) -> CompileState:
             raise _with_hint(state, error) from None
         return place_calls(sliced.state)
     solution = whole.choices[0].solution
-    if solution.evaluation.seconds <= _HOPE * solution.lower_bound or state.limits.over:
+    if solution.evaluation.seconds <= _HOPE * solution.bound.seconds or state.limits.over:
         return whole
     sliced = _best_slicing(state, share=_CROWDED, most=_FEW)
     if sliced is None or sliced.seconds > _HOPE * solution.evaluation.seconds:
@@ -155,10 +155,11 @@ def _named(formulation: Formulation) -> set[str]:
 def _faster(whole: CompileState, sliced: CompileState) -> CompileState:
     """The faster of two placements, with the lower of their bounds, which holds for both graphs."""
     best = min(whole, sliced, key=lambda state: state.choices[0].seconds)
-    least = min(whole, sliced, key=lambda state: state.choices[0].solution.lower_bound)
-    bound = least.choices[0].solution
-    proof = bound.proof + (", with weights sliced" if least is sliced else "")
-    solution = replace(best.choices[0].solution, lower_bound=bound.lower_bound, proof=proof)
+    least = min(whole, sliced, key=lambda state: state.choices[0].solution.bound.seconds)
+    bound = least.choices[0].solution.bound
+    if least is sliced:
+        bound = replace(bound, proof=f"{bound.proof}, with weights sliced")
+    solution = replace(best.choices[0].solution, bound=bound)
     return replace(best, choices=[replace(best.choices[0], solution=solution)])
 
 

@@ -18,8 +18,8 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topolog
 from graphplan.errors import InfeasibleError
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.message_text import readable_bytes
-from graphplan.passes.placement.certificate import Bound, Solution, certify
-from graphplan.passes.placement.driver import WITHOUT_OFFLOAD, bound_with_offload, place
+from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
+from graphplan.passes.placement.driver import bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import Limits, SearchParams
@@ -57,6 +57,7 @@ class _DiskPlacement:
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
+    advises: bool = True  # an error names budgets that were tried
 
     def run(self) -> Solution:
         problem, disk = self.problem, self.problem.topology[DISK]
@@ -72,7 +73,7 @@ class _DiskPlacement:
         wider = self._widened(extra, settled)
         if not settled:
             found = self._without_disk()
-            if found is not None and WITHOUT_OFFLOAD in found.proof:
+            if found is not None and found.bound.scope is Scope.WITHOUT_OFFLOAD:
                 return found
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
                 return certify(found.evaluation, self._bound(wider[0], found.evaluation))
@@ -180,6 +181,8 @@ class _DiskPlacement:
         if nearest:
             least = min(nearest, key=lambda one: sum(one.excess.values()))
             needed = peaks_or_given(topology, least)
+        if self.advises:
+            needed = self._tried(needed)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
         hint = f". Budgets that would do: max_memory={needed}" if needed else ""
@@ -194,6 +197,19 @@ class _DiskPlacement:
         device = None if failure is None else failure.device
         text = f"{what}; the budgets are {available}{hint}"
         return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
+
+    def _tried(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
+        """Budgets grown until a placement is found within them; none where that takes too many steps."""
+        for _ in range(SearchParams().retries if needed else 0):
+            problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
+            limits = replace(self.limits, proves=False)
+            try:
+                _DiskPlacement(problem, self.mappable, limits, advises=False).run()
+            except InfeasibleError as error:
+                needed = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
+            else:
+                return needed
+        return {}
 
     def _needed(self, failure: InfeasibleError | None, extra: int) -> Mapping[DeviceKey, int]:
         if failure is None or not failure.needed:

@@ -15,8 +15,8 @@ import numpy as np
 from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.bounds.milp import bound_by_classes
-from graphplan.passes.placement.bounds.relaxation import LEAST_SECONDS, least_seconds
-from graphplan.passes.placement.certificate import Bound, Solution, certify
+from graphplan.passes.placement.bounds.relaxation import least_seconds
+from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import Effort, Limits, SearchParams
@@ -32,10 +32,6 @@ _NOT_EVEN = (
     "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least "
     "time instead"
 )
-# what a proof says that holds for some placements only: those without offload, and those that may stream
-# weights, but run everything on the accelerators
-WITHOUT_OFFLOAD = "without offload"
-ON_ACCELERATORS = "on the accelerators"
 
 
 def place(
@@ -323,21 +319,23 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
     return search.bound
 
 
-def holds_for(proof: str, problem: Problem, found: Evaluation) -> bool:
-    """Whether a bound with this proof is one of placements among which ``found`` is.
+def holds_for(scope: Scope, problem: Problem, found: Evaluation) -> bool:
+    """Whether a bound of this scope holds for ``found``.
 
     Args:
-        proof: of the bound, which ends in what it holds for.
+        scope: of the bound.
         problem: that was placed.
         found: a placement of it, from any search.
     """
+    if scope is Scope.ANY:
+        return True
     if not is_searched(problem, found):
-        return LEAST_SECONDS in proof
+        return False
     alone, now = accelerators_alone(problem), found.assignment
-    if alone is None or not (WITHOUT_OFFLOAD in proof or ON_ACCELERATORS in proof):
+    if alone is None or scope is Scope.SEARCHED:
         return True
     keys, readers = {spec.key for spec in problem.topology.accelerators}, problem.graph.readers
-    at_home = ON_ACCELERATORS in proof or all(
+    at_home = scope is Scope.ON_ACCELERATORS or all(
         now.weights[name] in keys | {now.operations[reader] for reader in readers.get(name, ())}
         for name in problem.graph.weights
         if readers.get(name) and name not in problem.fixed_weights
@@ -365,8 +363,7 @@ def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
     """The bound with the class of placements that it holds for."""
     if candidate is problem or not problem.offload or problem.topology.cpu is None:
         return bound
-    where = ON_ACCELERATORS if candidate.offload else WITHOUT_OFFLOAD
-    return replace(bound, proof=f"{bound.proof}, {where}")
+    return replace(bound, scope=Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD)
 
 
 def _place_streamed(

@@ -41,8 +41,8 @@ def planned(
         topology,
         judged.schedule,
         judged.seconds,
-        found.lower_bound,
-        found.proof,
+        found.bound.seconds,
+        found.bound.text,
         constraints=Constraints(**constraints),
     )
 

@@ -253,7 +253,7 @@ def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> Non
     for counts in ([1.0, 1.0], [1000.0, 1.0], [1.0, 1000.0]):
         solutions = joint([light, heavy], counts, budgets)
         assert all(s.evaluation.feasible for s in solutions)
-        bound = sum(c * s.lower_bound for c, s in zip(counts, solutions, strict=True))
+        bound = sum(c * s.bound.seconds for c, s in zip(counts, solutions, strict=True))
         assert bound <= total(solutions, counts) * (1 + 1e-9)
 
 
@@ -267,7 +267,7 @@ def test_a_decode_leaves_room_for_the_activations_of_a_prefill() -> None:
         for graph, count in zip((prefill, decode), counts, strict=True)
     ]
     solutions = place_jointly(calls)
-    bound = sum(count * one.lower_bound for count, one in zip(counts, solutions, strict=True))
+    bound = sum(count * one.bound.seconds for count, one in zip(counts, solutions, strict=True))
     assert total(solutions, counts) <= 1.05 * bound
 
 

@@ -95,7 +95,7 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int])
         assert not needed or any(needed[key] > budgets[key] for key in budgets)
         return
     check_schedule(graph, topology, solution.evaluation.schedule)
-    assert 0 <= solution.lower_bound <= solution.evaluation.seconds
+    assert 0 <= solution.bound.seconds <= solution.evaluation.seconds
 
 
 @settings(QUICK, max_examples=8)

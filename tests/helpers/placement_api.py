@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.certificate import Bound, Scope, Solution
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Evaluation", "Problem", "Solution", "evaluate", "place"]
+__all__ = ["Bound", "Evaluation", "Problem", "Scope", "Solution", "evaluate", "place"]

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from brute import Space
-from placement_api import Evaluation, Problem, Solution, evaluate
+from placement_api import Evaluation, Problem, Scope, Solution, evaluate
 from random_problems import restrict
 
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.errors import InfeasibleError, VerificationError
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
-from graphplan.passes.placement.driver import ON_ACCELERATORS, WITHOUT_OFFLOAD
 
 __all__ = ["FULL", "Effort", "Findings", "inspect", "sound", "violations"]
 
@@ -83,7 +82,7 @@ class Findings:
         if self.solution is None:
             return None
         seconds = self.solution.evaluation.seconds
-        return 1 - self.solution.lower_bound / seconds if seconds else 0.0
+        return 1 - self.solution.bound.seconds / seconds if seconds else 0.0
 
 
 def violations(problem: Problem, place: Place, seed: int = 0, effort: Effort = FULL) -> list[str]:
@@ -162,17 +161,18 @@ class _Inspection:
         assert self.found.best is not None
         if found.seconds < self.found.best.seconds:
             self.found.best, self.found.source = found, source
-        if solution.lower_bound > found.seconds * TIGHT:
+        if solution.bound.seconds > found.seconds * TIGHT:
             self._say(
-                f"bound: {solution.lower_bound:.6g} s ({solution.proof}), {source} takes "
+                f"bound: {solution.bound.seconds:.6g} s ({solution.bound.text}), {source} takes "
                 f"{found.seconds:.6g} s, the plan {solution.evaluation.seconds:.6g} s"
             )
 
     def _space_of(self, solution: Solution) -> Space:
         """The placements for which a bound of the problem holds."""
-        if WITHOUT_OFFLOAD in solution.proof:
+        scope = solution.bound.scope
+        if scope is Scope.WITHOUT_OFFLOAD:
             return self.plain
-        return bounded(self.problem, solution) if ON_ACCELERATORS in solution.proof else self.whole
+        return bounded(self.problem, solution) if scope is Scope.ON_ACCELERATORS else self.whole
 
     @property
     def _plan_is_plain(self) -> bool:
@@ -260,9 +260,9 @@ class _Inspection:
             other = evaluate(restricted, known.schedule.assignment)
             if not other.feasible or space.objection(other.schedule.assignment) is not None:
                 continue
-            if solution.lower_bound > other.seconds * TIGHT:
+            if solution.bound.seconds > other.seconds * TIGHT:
                 self._say(
-                    f"bound: {solution.lower_bound:.6g} s ({solution.proof}) with {text}, "
+                    f"bound: {solution.bound.seconds:.6g} s ({solution.bound.text}) with {text}, "
                     f"{self.found.source} takes {other.seconds:.6g} s"
                 )
 
@@ -278,18 +278,18 @@ class _Inspection:
             return
         if again.evaluation.schedule.assignment != first.evaluation.schedule.assignment:
             self._say("determinism: another plan the second time")
-        elif (again.lower_bound, again.proof) != (first.lower_bound, first.proof):
+        elif again.bound != first.bound:
             self._say("determinism: another bound the second time")
 
 
 def bounded(problem: Problem, solution: Solution) -> Space:
     """The placements for which a solution's bound is said to hold."""
-    if ON_ACCELERATORS in solution.proof:
+    if solution.bound.scope is Scope.ON_ACCELERATORS:
         alone = Space(problem, alone=True)
         rules = {name: frozenset(keys) for group, keys in alone.groups.items() for name in group}
         rules |= {name: frozenset(keys) for name, keys in alone.sizes.items()}
         return Space(replace(problem, allowed=rules), alone=False)
-    return Space(problem, alone=WITHOUT_OFFLOAD in solution.proof)
+    return Space(problem, alone=solution.bound.scope is Scope.WITHOUT_OFFLOAD)
 
 
 def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
@@ -300,7 +300,7 @@ def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
         space: the placements for which its bound is said to hold.
         solution: of the planner.
     """
-    found, bound, wrong = solution.evaluation, solution.lower_bound, []
+    found, bound, wrong = solution.evaluation, solution.bound.seconds, []
     if not found.feasible:
         wrong.append(f"feasible: {found.seconds} s, over by {dict(found.excess)}")
     if evaluate(problem, found.schedule.assignment) != found:
@@ -308,7 +308,7 @@ def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
     if (objection := space.objection(found.schedule.assignment)) is not None:
         wrong.append(f"rules: {objection}")
     if not (math.isfinite(bound) and 0 <= bound <= found.seconds * TIGHT):
-        wrong.append(f"bound: {bound} s of a plan of {found.seconds} s ({solution.proof})")
+        wrong.append(f"bound: {bound} s of a plan of {found.seconds} s ({solution.bound.text})")
     try:
         check_schedule(problem.graph, problem.topology, found.schedule)
     except VerificationError as error:

@@ -22,10 +22,8 @@ from scipy.optimize import linprog
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
-from graphplan.passes.placement.certificate import Bound
+from graphplan.passes.placement.certificate import Bound, Scope
 from graphplan.passes.placement.params import ROUNDING, Effort
-
-LEAST_SECONDS = "least seconds of each operation"  # what a proof says that holds wherever weights reside
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +337,7 @@ class Relaxation:
 def least_seconds(arrays: Arrays) -> Bound:
     """The bound at prices of zero with free copies: each operation where it takes least. It takes no time."""
     seconds = float(arrays.compute.min(axis=0, initial=np.inf).sum())
-    return Bound(seconds * (1 - ROUNDING), LEAST_SECONDS)
+    return Bound(seconds * (1 - ROUNDING), "least seconds of each operation", Scope.ANY)
 
 
 def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:

@@ -131,9 +131,9 @@ def place_jointly(
 
 def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) -> Bound:
     """Alone, no call is slower; but one that fits the accelerators alone may be offloaded beside others."""
-    if holds_for(solo.proof, problem, found):
-        return Bound(solo.lower_bound, f"these inputs alone: {solo.proof}")
-    if is_searched(problem, found):
+    if holds_for(solo.bound.scope, problem, found):
+        bound = solo.bound
+    elif is_searched(problem, found):
         bound = bound_with_offload(problem, found.seconds, limits)
     else:
         bound = least_seconds(Arrays(problem))

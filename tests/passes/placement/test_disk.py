@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
     problem = disk_problem(4, cpu, 1 << 20)
     solution = place_or_map(problem)
     assert solution.evaluation.feasible
-    assert solution.lower_bound <= solution.evaluation.seconds
+    assert solution.bound.seconds <= solution.evaluation.seconds
     homes = list(solution.evaluation.schedule.assignment.weights.values())
     on_disk = homes.count("disk")
     if cpu == 40000:
@@ -198,6 +199,20 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
         assert on_disk
         spare = cpu - solution.evaluation.peak("cpu").nbytes
         assert spare < 4096  # another weight would not fit
+
+
+@pytest.mark.parametrize("disk", [2048, 5000])
+def test_budgets_that_would_do_hold_whole_weights(disk: int) -> None:
+    """A weight of 4096 bytes stays on disk as a whole, or not at all."""
+    devices = (
+        DeviceSpec("cpu", "cpu", 4096, 1e9, 1e9, 1e-6),
+        DeviceSpec("disk", "disk", disk, 0.0, 0.0, 0.0),
+    )
+    problem = Problem(chain(2), Topology(devices), "cpu")
+    with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+        place_or_map(problem)
+    grown = replace(problem, topology=problem.topology.with_memory(caught.value.needed))
+    assert place_or_map(grown).evaluation.feasible
 
 
 sizes = st.integers(1, 30).map(lambda n: n * 512)
@@ -214,13 +229,16 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int],
     except graphplan.InfeasibleError as error:
         infeasible = error
     if infeasible is not None:
-        assert not infeasible.needed or any(infeasible.needed[key] > topology[key].memory for key in budgets)
+        if infeasible.needed:
+            assert any(nbytes > topology[key].memory for key, nbytes in infeasible.needed.items())
+            grown = replace(problem, topology=topology.with_memory(infeasible.needed))
+            assert place_or_map(grown).evaluation.feasible
         return
     assert found is not None
     schedule = found.evaluation.schedule
     memory = check_schedule(graph, topology, schedule)
     assert memory.peaks["disk"].nbytes <= disk
-    assert found.lower_bound <= found.evaluation.seconds * (1 + 1e-9)
+    assert found.bound.seconds <= found.evaluation.seconds * (1 + 1e-9)
     assert found.evaluation.seconds == evaluate(problem, schedule.assignment).seconds
 
 

@@ -131,7 +131,7 @@ def test_no_placement_is_better_than_the_plan(kind: str, ties: bool, seed: int) 
         return
     seconds = solution.evaluation.seconds
     assert solution.evaluation.feasible
-    assert solution.lower_bound <= seconds * TIGHT
+    assert solution.bound.seconds <= seconds * TIGHT
     assert better(problem, seconds / HEADROOM, offload=offloads(solution)) is None
     if offloads(solution):  # which is for models that do not fit without
         assert better(problem, np.inf, offload=False) is None

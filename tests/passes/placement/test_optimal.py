@@ -88,7 +88,7 @@ def test_the_plan_is_the_best_there_is(seed: int, kind: str) -> None:
         return
     solution = place(problem)
     assert solution.evaluation.seconds == pytest.approx(expected, rel=1e-9)
-    assert solution.lower_bound <= expected * (1 + 1e-9)
+    assert solution.bound.seconds <= expected * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:10])
@@ -121,5 +121,5 @@ def test_what_was_proven_is_said() -> None:
     graph = random_graph(3, 6)
     size = int(graph.weight_bytes * 0.8) + 8192
     solution = place(Problem(graph, read_max_memory({0: size, 1: size, "cpu": 1 << 30}), "cpu"))
-    assert solution.proof.endswith("without offload")
-    assert 0.999 * solution.evaluation.seconds <= solution.lower_bound <= solution.evaluation.seconds
+    assert solution.bound.text.endswith("without offload")
+    assert 0.999 * solution.evaluation.seconds <= solution.bound.seconds <= solution.evaluation.seconds

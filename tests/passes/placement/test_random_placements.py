@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from brute import Brute, Space
-from placement_api import Problem, Solution, evaluate, place
+from placement_api import Bound, Problem, Scope, Solution, evaluate, place
 from placement_checks import Effort, least_excess, sound, violations
 from random_problems import BUDGETS, DEVICES, MEDIUM, TINY, Parameters, random_instance, restrict
 
@@ -151,7 +151,7 @@ def test_operations_differ_by_the_weights_that_only_they_read() -> None:
     assert by_hand is not None
     pinned = place(by_hand)
     assert pinned.evaluation.seconds < 390e-6
-    assert solution.lower_bound <= pinned.evaluation.seconds * (1 + 1e-9), solution.proof
+    assert solution.bound.seconds <= pinned.evaluation.seconds * (1 + 1e-9), solution.bound.text
     assert solution.evaluation.seconds <= pinned.evaluation.seconds * (1 + 1e-9)
     assert not violations(problem, place, effort=Effort(steps=1000))
 
@@ -163,7 +163,7 @@ def test_equal_cards_differ_by_the_links_among_them() -> None:
     assert near is not None
     pinned = place(near)
     assert pinned.evaluation.seconds < 160e-6
-    assert solution.lower_bound <= pinned.evaluation.seconds * (1 + 1e-9), solution.proof
+    assert solution.bound.seconds <= pinned.evaluation.seconds * (1 + 1e-9), solution.bound.text
     assert solution.evaluation.seconds <= pinned.evaluation.seconds * (1 + 1e-9)
     assert not violations(problem, place)
 
@@ -176,11 +176,11 @@ def by_brute_force(problem: Problem) -> Solution:
     plain, whole = (Space(problem, alone=alone) for alone in (True, False))
     best = plain.best() if plain.accelerators else None
     if best is not None:
-        return Solution(best, best.seconds, "every placement, without offload")
+        return Solution(best, Bound(best.seconds, "every placement", Scope.WITHOUT_OFFLOAD))
     best = whole.best()
     if best is None:
         raise InfeasibleError("no placement fits")
-    return Solution(best, best.seconds, "every placement")
+    return Solution(best, Bound(best.seconds, "every placement"))
 
 
 def test_nothing_is_wrong_with_the_best_of_all() -> None:
@@ -198,13 +198,15 @@ def test_what_is_wrong_is_found() -> None:
 
     def blind(problem: Problem) -> Solution:
         best = by_brute_force(problem)
-        found = least_excess(Space(problem, alone="alone" in best.proof), random.Random(0), 300)
+        found = least_excess(
+            Space(problem, alone=best.bound.scope is Scope.WITHOUT_OFFLOAD), random.Random(0), 300
+        )
         assert found is not None
-        return Solution(found, found.seconds, "hope" + best.proof[len("every placement") :])
+        return Solution(found, Bound(found.seconds, "hope", best.bound.scope))
 
     def high(problem: Problem) -> Solution:
         best = by_brute_force(problem)
-        return replace(best, lower_bound=best.evaluation.seconds * 1.001)
+        return replace(best, bound=replace(best.bound, seconds=best.evaluation.seconds * 1.001))
 
     def refusing(problem: Problem) -> Solution:
         raise InfeasibleError("no placement fits")
@@ -281,8 +283,8 @@ def test_a_solution_that_breaks_rules_is_found() -> None:
     solution = by_hand_on_one_and_two(problem)
     space = Space(problem, alone=True)
     assert not sound(problem, space, solution)
-    assert sound(problem, space, replace(solution, lower_bound=1.0))
-    assert sound(problem, space, replace(solution, lower_bound=math.nan))
+    assert sound(problem, space, replace(solution, bound=replace(solution.bound, seconds=1.0)))
+    assert sound(problem, space, replace(solution, bound=replace(solution.bound, seconds=math.nan)))
     assert sound(problem, space, replace(solution, evaluation=replace(solution.evaluation, seconds=0.0)))
     pinned = restrict(problem, {"v3": frozenset({0})})
     assert pinned is not None
@@ -297,4 +299,4 @@ def by_hand_on_one_and_two(problem: Problem) -> Solution:
     operations = {name: 2 if name in first else 1 for name in graph.operations}
     weights = {name: operations[graph.readers[name][0]] for name in graph.weights}
     found = evaluate(problem, Assignment(operations, weights))
-    return Solution(found, 0.0, "nothing, without offload")
+    return Solution(found, Bound(0.0, "nothing", Scope.WITHOUT_OFFLOAD))

@@ -235,7 +235,7 @@ def test_streaming_every_second_weight_is_not_faster_than_the_plan() -> None:
     even = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0), away))
     assert even.feasible
     found = place(problem)
-    assert found.lower_bound <= found.evaluation.seconds <= even.seconds * (1 + 1e-9)
+    assert found.bound.seconds <= found.evaluation.seconds <= even.seconds * (1 + 1e-9)
 
 
 def test_a_table_of_which_few_rows_are_read_is_not_streamed() -> None:
