@@ -42,7 +42,7 @@ from graphplan.message_text import first_line
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import require_data
+from graphplan.runtime.weights.storage import like, require_data
 from graphplan.warnings import warn
 
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
@@ -176,8 +176,10 @@ def partition(
 
 
 def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
-    """What is placed when it is called, in place."""
-    shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    """What is placed when it is called, in place: with parameters of its own, over the same memory."""
+    memo: dict[int, Any] = {id(t): t for t in model.buffers()}
+    memo |= {id(t): like(t, t.detach(), {}) for t in model.parameters()}
+    shell = copy_to_run(model, memo)
     trace_patched(shell)
     shell = of_class(shell, placed_class(type(model)))
     attach(shell, ModuleState([], start=placer))

@@ -25,6 +25,7 @@ from graphplan.capture.eager_run import saved_bytes
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
 from graphplan.capture.model.modes import Differentiation, Modes
+from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
@@ -42,7 +43,13 @@ from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import bring_back, place_model
+from graphplan.runtime.weights.storage import (
+    bring_back,
+    place_model,
+    refilled,
+    taken_over,
+    with_parameters_of,
+)
 from graphplan.warnings import warn
 
 _IN_MEMORY = (
@@ -100,7 +107,7 @@ class Placer:
             mover, planned = self.found  # whose inputs must not stay with the module
             with suppress(TypeError, GraphplanError):  # the call is of another thread, and fits nothing
                 _let_go(planned, mover.model_copy.part(entry).bind(args, kwargs))
-            placed = replace(self, found=None).attached(model, mover, [planned])
+            placed = replace(self, found=None).attached(model, mover, [planned], refilled)
             mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
             return placed
         model_copy = ModelCopy(model)
@@ -162,6 +169,8 @@ class Placer:
         """Run by hooks, which keep room for the call with the largest inputs."""
         largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
         placed = fall_back(model, model_copy, largest, self.topology, self.options, self.source, failed)
+        if self.in_place:
+            placed = with_parameters_of(model, placed)
         return self._checked(model, placed, calls)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
@@ -184,7 +193,13 @@ class Placer:
         settled = self.plan is not None or self.compiler is not None or DISK in self.topology
         return not (settled or self.options.grad or self.options.training is not None)
 
-    def attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
+    def attached(
+        self,
+        model: nn.Module,
+        compiler: Compiler,
+        planned: Sequence[Planned],
+        in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
+    ) -> nn.Module:
         """A placed copy of ``model``, or itself, with the programs of what was planned and committed."""
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
@@ -203,7 +218,7 @@ class Placer:
             placed_class,
             self.source,
             owned=owned,
-            in_place=self.in_place,
+            become=in_place if self.in_place else copy_to_run,
         )
         first = planned[0].plan if planned else self.known_plan
         state = ModuleState(

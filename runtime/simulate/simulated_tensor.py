@@ -43,6 +43,7 @@ class SimulatedTensor(torch.Tensor):
     """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
 
     stands_for = torch.Tensor
+    own = ("allocation", "elem")  # attributes; others are the user's
     elem: torch.Tensor
     allocation: _Allocation
 

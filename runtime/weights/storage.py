@@ -16,16 +16,17 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks
-from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
-from graphplan.message_text import readable_bytes
+from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
 
@@ -54,7 +55,7 @@ class Placement:
     """A placed module, and the host memory of its weights that it does not share with the caller's.
 
     Attributes:
-        module: the copy.
+        module: the copy, or the model.
         pages: mappings that a checkpoint was read into.
         files: those that weights are read from at each call.
     """
@@ -72,7 +73,7 @@ def place_model(
     source: Checkpoint | None = None,
     *,
     owned: bool = False,
-    in_place: bool = False,
+    become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run,
 ) -> Placement:
     """A copy of ``model`` whose weights are on their devices.
 
@@ -86,10 +87,11 @@ def place_model(
         placed_class: from the class of the model to that of the copy.
         source: where the data is read from instead of the model (a checkpoint).
         owned: whether ``model`` gives its weights away, so that what is in place is not copied.
-        in_place: whether its modules become those of the copy.
+        become: from the model and its placed tensors, by the identity of each, to what is returned: a copy,
+            or the model itself as :func:`refilled` or :func:`taken_over`.
 
     Raises:
-        InputError: a weight is on the meta device, so there is nothing to place.
+        InputError: a weight is on the meta device, so there is nothing to place; or others hold on to it.
         GraphplanError: a device has no room.
     """
     if source is None:
@@ -104,10 +106,10 @@ def place_model(
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
-    copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
-    trace_patched(copied)
-    copied = of_class(copied, placed_class(type(model)))
-    return Placement(copied, tuple(placing.pages), () if source is None else source.files)
+    made = become(model, memo)
+    trace_patched(made)
+    made = of_class(made, placed_class(type(model)))
+    return Placement(made, tuple(placing.pages), () if source is None else source.files)
 
 
 def bring_back(model: nn.Module, layout: Layout) -> None:
@@ -125,7 +127,7 @@ def bring_back(model: nn.Module, layout: Layout) -> None:
     for name, tensor in named_tensors(model).items():
         home = here[weights.first[name]]
         memo[id(tensor)] = like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
-    _refilled(model, memo)
+    refilled(model, memo)
 
 
 @dataclass(slots=True)
@@ -214,14 +216,52 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
         )
 
 
-def _refilled(model: nn.Module, placed: Mapping[int, object]) -> nn.Module:
-    """The model itself with these in place of its tensors: its modules stay the ones that others hold."""
+def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
+    """The model itself with these in place of its tensors, which calls that are under way still read."""
     for part in model.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    table[name] = placed[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
+                    table[name] = placed[id(tensor)]
     return model
+
+
+def taken_over(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
+    """The model itself, each parameter the object that it was: an optimizer may hold it by now.
+
+    Source: ``torch.nn.Module._apply``.
+
+    Raises:
+        InputError: torch cannot move one, as something else holds on to it.
+    """
+    own = {id(one): _over(one, placed[id(one)], name) for name, one in model.named_parameters()}
+    return refilled(model, {**placed, **own})
+
+
+def with_parameters_of(model: nn.Module, copied: nn.Module) -> nn.Module:
+    """A placed copy that has the parameters of the model, as :func:`taken_over`."""
+    there = dict(copied.named_parameters())
+    own = {id(there[name]): _over(one, there[name], name) for name, one in model.named_parameters()}
+    return refilled(copied, {id(one): one for one in copied.buffers()} | own)
+
+
+def _over(parameter: nn.Parameter, placed: nn.Parameter, name: str) -> nn.Parameter:
+    """The same object over the memory of another."""
+    if placed is parameter:
+        return parameter
+    gradient, parameter.grad = parameter.grad, None
+    try:
+        if any(hasattr(one, "__tensor_flatten__") for one in (parameter, placed)):
+            torch.utils.swap_tensors(parameter, placed)
+        else:
+            parameter.data = placed.data
+    except RuntimeError as error:
+        raise InputError(
+            f"{name!r} cannot be placed at this first call, as something holds on to it "
+            f"({first_line(error)}): let go of it, or give partition example inputs"
+        ) from error
+    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    return parameter
 
 
 def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
@@ -233,5 +273,8 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(placed, original.requires_grad)
         copy_gradient_hooks(original, made)
+        if is_dense(original):  # what users note there, as ``weight.no_decay = True``
+            known = {*made.__dict__, *SimulatedTensor.own}
+            made.__dict__.update({key: note for key, note in original.__dict__.items() if key not in known})
         return made
     return placed.requires_grad_(original.requires_grad) if original.requires_grad else placed

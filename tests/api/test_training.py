@@ -8,6 +8,7 @@ import gc
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,6 +441,75 @@ def test_copies_and_pickles_train_too() -> None:
             step_of(model, batch())
             assert gap(gradients_of(model), gradients_of(eager)) < 1e-5
         assert all(parameter.grad is None for parameter in placed.parameters())
+
+
+class Asking(nn.Module):
+    """Its path depends on its data: its modules run one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.stack(ids, labels)
+        return found if found["loss"] < 1e9 else {}
+
+
+def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The weights afterwards."""
+    for _ in range(2):
+        model(**batch())["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Stack, Asking])
+@pytest.mark.parametrize("options", [{"train": True}, {"grad": True}], ids=str)
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_an_optimizer_that_is_made_before_the_first_call_trains(
+    kind: type[nn.Module], options: dict[str, bool]
+) -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return kind().eval()  # without dropout
+
+    eager = fresh()
+    expected = two_steps(eager, sgd(eager))
+    with graphplan.simulate({0: ROOMY}), short_search():
+        own = fresh()
+        later = graphplan.partition(own, {0: ROOMY}, **options)
+        now = graphplan.partition(fresh(), {0: ROOMY}, kwargs=batch(), **options)
+        for placed in (later, pickle.loads(pickle.dumps(now)), pickle.loads(pickle.dumps(later))):
+            held = dict(placed.named_parameters())
+            found = two_steps(placed, sgd(placed))
+            assert all(parameter is held[name] for name, parameter in placed.named_parameters())
+            assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-4
+        untouched = zip(own.parameters(), fresh().parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in untouched)
+
+
+def test_a_weight_that_something_holds_is_named_at_the_first_call() -> None:
+    with graphplan.simulate({0: ROOMY}):
+        with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+            placed = graphplan.partition(stack(), {0: ROOMY}, train=True)
+        held = weakref.ref(placed.head.weight)
+        with pytest.raises(graphplan.InputError, match=r"'head.weight' cannot be placed .* let go of it"):
+            placed(**batch())
+        assert held() is not None
+
+
+def test_what_is_noted_on_parameters_stays() -> None:
+    own = stack()
+    own.head.bias.no_decay = True  # type: ignore[union-attr]  # as optimizers are told
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        assert placed.head.bias.no_decay
+        assert copy.deepcopy(placed).head.bias is not placed.head.bias
+        assert graphplan.unplace(placed).head.bias.no_decay
 
 
 def test_attention_is_written_out_for_gpus() -> None:

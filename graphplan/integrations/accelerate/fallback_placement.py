@@ -47,7 +47,7 @@ from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import Layout, place_model
+from graphplan.runtime.weights.storage import Layout, place_model, with_parameters_of
 from graphplan.warnings import warn
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
@@ -137,7 +137,7 @@ class _ByModules:
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """A placed copy, whatever call comes next."""
-        return self.place(module, None)
+        return with_parameters_of(module, self.place(module, None))
 
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
         """A placed copy, with weights from a checkpoint if there is one."""

@@ -7,8 +7,8 @@ import gc
 import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
