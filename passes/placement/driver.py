@@ -92,7 +92,7 @@ def probe(
     if not _runs(problem):
         only = _without_operations(problem)
         return only if only.feasible else None
-    visits = Effort.default(len(problem.graph.operations)).visits / 10
+    visits = SearchParams().visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
@@ -222,11 +222,8 @@ def _may_stream_alone(problem: Problem) -> bool:
 
 
 def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
-    effort = Effort.default(len(problem.graph.operations), limits.left)
-    if limits.left is not None:
-        return effort
-    times = limits.effort * (effort.params.streaming_effort if streaming else 1.0)
-    return Effort(effort.visits * times, None, effort.params)
+    times = SearchParams().streaming_effort if streaming else 1.0
+    return limits.work(len(problem.graph.operations), times)
 
 
 def _place_resident(
@@ -261,7 +258,7 @@ def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> 
     An error costs the caller more than a longer search: a small effort does not end before the default has.
     """
     whole = search.effort
-    default = Effort.default(len(search.problem.graph.operations)).visits
+    default = SearchParams().visits(len(search.problem.graph.operations))
     search.effort = replace(whole, deadline=whole.until(0.5))
     found = search.begin(near)
     whole.charge(search.effort.done)

@@ -116,22 +116,6 @@ class Effort:
     def __post_init__(self) -> None:
         self.total = self.visits
 
-    @classmethod
-    def default(
-        cls, operations: int, time_limit: float | None = None, params: SearchParams | None = None
-    ) -> Effort:
-        """What a graph of so many operations is worth, or what can be done in so many seconds.
-
-        Args:
-            operations: of the graph.
-            time_limit: seconds; None for the default effort, whose result does not depend on the clock.
-            params: how the search is steered.
-        """
-        params = params or SearchParams()
-        if time_limit is None:
-            return cls(params.visits(operations), None, params)
-        return cls(params.visits_per_second * time_limit, time.monotonic() + time_limit, params)
-
     @property
     def late(self) -> bool:
         """Whether time is up."""
@@ -209,3 +193,10 @@ class Limits:
     def one_of(self, searches: int) -> Limits:
         """Of one of so many searches: the time that is left is shared, the default work is each one's own."""
         return replace(self.until(1 / searches), effort=self.effort)
+
+    def work(self, operations: int, times: float = 1.0) -> Effort:
+        """What can be done in the time that is left; by work, ``times`` what so many operations are worth."""
+        params, left = SearchParams(), self.left
+        if left is not None:
+            return Effort(params.visits_per_second * left, self.deadline)
+        return Effort(params.visits(operations) * self.effort * times)

@@ -237,7 +237,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     problem = calls[0].problem
     nearest = None
     if advise:
-        effort = Effort.default(sum(len(call.problem.graph.operations) for call in calls), limits.left)
+        effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
         nearest = smallest_budgets(problem, effort, lambda one, left: _probed(calls, one, left))
     if nearest is None:
         return InfeasibleError(said)

@@ -20,7 +20,7 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Scope
 from graphplan.passes.placement.driver import attempt, holds_for, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.params import Effort, Limits
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
@@ -96,7 +96,7 @@ def test_a_large_weight_at_the_end_keeps_its_place(share: float) -> None:
 def test_labels_keep_room_for_what_no_slot_takes(aware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, _ = layers_and_head(0.8, 40)
     allowed = {name: frozenset[DeviceKey]({0}) for name in problem.graph.operations}
-    search = StreamedSearch(replace(problem, allowed=allowed), Effort.default(1000))
+    search = StreamedSearch(replace(problem, allowed=allowed), Limits().work(1000))
     if not aware:
         monkeypatch.setattr(label_dp._Detours, "seconds", lambda *_: 0.0)
     small = next(one for one in search._configurations(search.effort) if 0 < one.buffers.nbytes[0] <= MIB)
@@ -179,7 +179,7 @@ def test_a_weight_that_nobody_reads_goes_to_a_card_where_the_cpu_has_no_room(
 def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> None:
     """A U-Net over eight cards and the CPU: accelerate's map takes 20.4 ms, segments in any order 21.8."""
     problem = second_set(331)["331.08-unet-8-cpu"]().problem
-    search = StreamedSearch(problem, Effort.default(len(problem.graph.operations)))
+    search = StreamedSearch(problem, Limits().work(len(problem.graph.operations)))
     assert search.begin()
     assert search.seconds < 0.0203
 
