@@ -258,7 +258,7 @@ def partition_machines(
         {
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=": repr(machines),
-            **{f"{each.name}=": repr(getattr(asked, each.name)) for each in fields(asked)},
+            **{f"{each.name}=": repr(getattr(asked, each.name)) for each in fields(asked) if each.repr},
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()

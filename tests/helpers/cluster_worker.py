@@ -156,10 +156,10 @@ def chain(width: int = 8, wrong: bool = False) -> Any:
 
 
 def profile(folder: str) -> None:
-    """Measured batches of one stage and of two on each rank, the same on all ranks."""
-    x = torch.ones(6, 8)
+    """Measured batches of one stage and of two on each rank, the same on all ranks; each keeps its traces."""
+    x, own = torch.ones(6, 8), {"return_outputs": True, "capture_cache": f"{folder}/{dist.get_rank()}"}
     for schedule in ("gpipe", "interleaved"):
-        placed = divided(chain(), {"input": x}, 3, return_outputs=True, schedule=schedule)
+        placed = divided(chain(), {"input": x}, 3, **own, schedule=schedule)
         placed(x)
         found = placed.profile(x)
         found.save_trace(f"{folder}/{schedule}-{dist.get_rank()}.json")
