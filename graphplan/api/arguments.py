@@ -51,11 +51,7 @@ class Request:
 
 
 def read_request(
-    model: Any,
-    topology: Topology | None,
-    asked: PlanOptions,
-    own: Options,
-    unsupported: Mapping[str, Any] | None = None,
+    model: Any, topology: Topology | None, asked: PlanOptions, own: Options, *, check: bool = False
 ) -> Request:
     """The model and the options of its compiler.
 
@@ -64,7 +60,7 @@ def read_request(
         topology: the devices; None for several machines, which take no pins and cut a step into stages.
         asked: keyword arguments of the caller.
         own: what else is asked of the compiler.
-        unsupported: name -> value of further arguments that are not combined with training.
+        check: whether results are compared with eager's.
 
     Raises:
         InputError: an argument is not what :func:`graphplan.plan` takes.
@@ -74,7 +70,10 @@ def read_request(
     constraints = read_constraints(asked, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
-    training = read_training(asked, model_copy, {"grad": own.grad, **(unsupported or {})})
+    others: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
+    if topology is not None:
+        others |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
+    training = read_training(asked, model_copy, others)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation(topology.computing_types)
     options = replace(

@@ -25,8 +25,7 @@ from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, wh
 from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
-from graphplan.devices.max_memory import MaxMemory, read_max_memory
-from graphplan.devices.speeds import with_speeds
+from graphplan.devices.max_memory import MaxMemory
 from graphplan.devices.topology import Link, Topology
 from graphplan.errors import BudgetError, DeviceError, InputError, PlanError
 from graphplan.ir.cluster.cluster_plan_data import Objective
@@ -84,7 +83,7 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
 
 def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions) -> Topology:
     try:
-        return with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
+        return asked.topology(max_memory)
     except (BudgetError, DeviceError) as error:
         raise type(error)(f"machines[{index}]: {error}") from error
 

@@ -34,8 +34,7 @@ from graphplan.capture.model.shared_attributes import copy_to_run, of_class, tra
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import with_progress
-from graphplan.devices.max_memory import MaxMemory, read_max_memory, require_present
-from graphplan.devices.speeds import with_speeds
+from graphplan.devices.max_memory import MaxMemory, require_present
 from graphplan.errors import CaptureError, GraphplanError, InputError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
@@ -143,12 +142,12 @@ def partition(
         )
     given = read_given_plan(plan, Plan, asked)
     if given is None:
-        topology = with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
+        topology = asked.topology(max_memory)
     else:
         topology = budgeted(given.topology, max_memory, asked.reserve)
     require_present(topology)
     own = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
-    request = read_request(model, topology, asked, own, {**asked.varying, "compile": compile, "check": check})
+    request = read_request(model, topology, asked, own, check=check)
     model, model_copy = request.model, request.model_copy
     rules = pin_sparse(request.options.constraints, model_copy.weights, topology)
     for name, value in model_copy.shared.items():

@@ -13,9 +13,9 @@ import torch
 
 from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.compiler.saved_captures import SavedCaptures
-from graphplan.devices.max_memory import Reserve
-from graphplan.devices.speeds import GivenSpeeds
-from graphplan.devices.topology import DeviceKey, Link
+from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
+from graphplan.devices.speeds import GivenSpeeds, with_speeds
+from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import PipelineSchedule
@@ -122,15 +122,14 @@ class PlanOptions:
                 if not given[needed] and not same:
                     raise InputError(f"{name}= goes with {needed}: give both")
 
+    def topology(self, max_memory: MaxMemory | None) -> Topology:
+        """The devices, as fast as the caller says; BudgetError or DeviceError where they cannot be read."""
+        return with_speeds(read_max_memory(max_memory, self.links, self.reserve), self.devices)
+
     @property
     def size_limits(self) -> SizeLimits:
         """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
         return SizeLimits(self.max_batch, self.max_length)
-
-    @property
-    def varying(self) -> dict[str, Any]:
-        """What makes a placement of one machine serve several calls, or sizes."""
-        return {"dynamic_shapes": self.dynamic_shapes, "calls": self.calls}
 
     def saved_captures(self) -> SavedCaptures | None:
         """The folder of captures, if there is to be one; InputError where it cannot be made."""

@@ -22,8 +22,7 @@ from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.progress import with_progress
-from graphplan.devices.max_memory import MaxMemory, read_max_memory
-from graphplan.devices.speeds import with_speeds
+from graphplan.devices.max_memory import MaxMemory
 from graphplan.integrations.transformers.generate_plan import plan_first
 
 
@@ -156,8 +155,8 @@ def plan(
     if machines is not None:
         refuse_with_machines(asked, max_memory=max_memory, return_outputs=not return_outputs)
         return plan_machines(model, machines, asked, args, kwargs)
-    topology = with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
-    request = read_request(model, topology, asked, Options(return_outputs=return_outputs), asked.varying)
+    topology = asked.topology(max_memory)
+    request = read_request(model, topology, asked, Options(return_outputs=return_outputs))
     compiler = Compiler(request.model_copy, topology, request.options)
     if asked.calls is not None:
         find = read_examples(request.model_copy, args, kwargs, asked)
