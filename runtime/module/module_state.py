@@ -121,15 +121,15 @@ class KnownForm:
 class ModuleState:
     """What a placed module keeps beside the model's own attributes.
 
-    ``codes`` are bound to one module's weights, so a copy of the module makes its own. ``start`` places the
-    module at its next call: where there were no inputs to plan with, and where pickling has dropped the
-    programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
-    ``turns`` is held by each run: a plan has room for one.
-    ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all
-    structures. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
-    training step differentiates, where steps are planned. ``move`` is None where weights are to stay.
-    ``running`` has the calls that read the weights now. What is added to ``programs`` is added under the
-    capture lock; nothing is ever taken away.
+    ``start`` places the module at its next call: where there were no inputs to plan with, and where pickling
+    has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run
+    as they are. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
+    training step differentiates, where steps are planned. ``move`` is None where weights are to stay. What is
+    added to ``programs`` is added under the capture lock; nothing is ever taken away.
+
+    What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
+    ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
+    ``turns`` is held by each run: a plan has room for one. ``running`` has the calls that read weights now.
     """
 
     programs: list[Program]
@@ -141,23 +141,23 @@ class ModuleState:
     refused: Refused | None = None
     start: Start | None = None
     device: torch.device | None = None
-    as_written: set[str] = field(default_factory=set)
-    codes: dict[int, Code] = field(default_factory=dict)
-    routes: list[KnownForm] = field(default_factory=list)
-    by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict)
     device_types: tuple[str, ...] = ()
-    reader: ModeReader | None = None
-    guard: ModuleGuard | None = None
-    streams: ModuleStreams = field(default_factory=ModuleStreams)
-    parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict)
+    as_written: set[str] = field(default_factory=set)
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
-    turns: CallTurns = field(default_factory=CallTurns)
     step: Differentiation | None = None
     move: MoveWeights | None = None
-    running: RunningCalls = field(default_factory=RunningCalls)
     told_of_gradients: bool = False
     asked_to_train: bool = False
+    codes: dict[int, Code] = field(default_factory=dict, init=False)
+    routes: list[KnownForm] = field(default_factory=list, init=False)
+    by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict, init=False)
+    reader: ModeReader | None = field(default=None, init=False)
+    guard: ModuleGuard | None = field(default=None, init=False)
+    streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)
+    parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict, init=False)
+    turns: CallTurns = field(default_factory=CallTurns, init=False)
+    running: RunningCalls = field(default_factory=RunningCalls, init=False)
 
     def watch(self, module: nn.Module) -> None:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""
@@ -186,11 +186,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
-        copied.modulewise = Modulewise(list(self.modulewise.forms))
-        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, CallTurns()
-        copied.running = RunningCalls()
-        return copied
+        return replace(self, programs=programs, modulewise=Modulewise(list(self.modulewise.forms)))
 
     def __reduce__(self) -> Any:
         return _restored, (self.restart or self.start,)
