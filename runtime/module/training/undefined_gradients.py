@@ -42,47 +42,30 @@ def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
         graph: which stays as it is.
         absent: names of the placeholders that will be None.
     """
-    return _Reduced(graph, absent).made
-
-
-class _Reduced:
-    def __init__(self, graph: fx.Graph, absent: Collection[str]) -> None:
-        self.made = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.gradients: set[fx.Node] = set()
-        self.undefined: set[fx.Node] = set()
-        _saved, *tangents = graph.find_nodes(op="placeholder")
-        self.gradients.update(tangents)
-        self.undefined.update(node for node in tangents if node.name in absent)
-        for node in graph.nodes:
-            self._visit(node)
-
-    def _visit(self, node: fx.Node) -> None:
-        of = [source for source in node.all_input_nodes if source in self.gradients]
-        defined = [source for source in of if source not in self.undefined]
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    _saved, *tangents = graph.find_nodes(op="placeholder")
+    gradients, undefined = set(tangents), {node for node in tangents if node.name in absent}
+    for node in graph.nodes:
+        of = [source for source in node.all_input_nodes if source in gradients]
+        lacking = [source for source in of if source in undefined]
+        beside = next((env[source] for source in of if source not in undefined), None)
         if node.op == "output":
-            results = [None if result in self.undefined else result for result in node.args[0]]  # type: ignore[union-attr]  # a tuple
-            self.made.output(fx.map_arg(tuple(results), self.env.__getitem__))
-            return
+            results = [None if result in undefined else result for result in node.args[0]]
+            made.output(fx.map_arg(tuple(results), env.__getitem__))
+            continue
         if of:
-            self.gradients.add(node)
-        if of and not defined:
-            self.undefined.add(node)
-        elif len(defined) == len(of):
-            self.env[node] = self.made.node_copy(node, self.env.__getitem__)
-        elif node.target in _SUMS:  # memory of its own, as that of the sum
-            self.env[node] = self.made.call_function(torch.clone, (self.env[defined[0]],))
+            gradients.add(node)
+        if lacking and beside is None:
+            undefined.add(node)
+        elif lacking and node.target in _SUMS:  # memory of its own, as that of the sum
+            env[node] = made.call_function(torch.clone, (beside,))
         else:
-            self.env[node] = self.made.node_copy(
-                node, lambda source: self._defined(source, self.env[defined[0]])
-            )
-
-    def _defined(self, source: fx.Node, beside: fx.Node) -> fx.Node:
-        """A gradient, or zeros in the place of one that is not defined, on the device of another."""
-        if source not in self.undefined:
-            return self.env[source]
-        value: Any = _operation_of(source).meta["val"]
-        return self.made.call_method("new_zeros", (beside, tuple(value.shape)), {"dtype": value.dtype})
+            for source in lacking:  # zeros in its place, on the device of another
+                value: Any = _operation_of(source).meta["val"]
+                shape, dtype = tuple(value.shape), {"dtype": value.dtype}
+                env[source] = made.call_method("new_zeros", (beside, shape), dtype)
+            env[node] = made.node_copy(node, env.__getitem__)
+    return made
 
 
 def _operation_of(node: fx.Node) -> fx.Node:
