@@ -92,10 +92,6 @@ class _Found:
     def peak(self, key: DeviceKey) -> int:
         return max(found.peak(key).nbytes for found in self.calls)
 
-    @property
-    def assignments(self) -> list[Assignment]:
-        return [found.schedule.assignment for found in self.calls]
-
 
 class BottleneckSearch:
     """Plans again on other devices, as if no earlier plan had placed the weights."""
@@ -208,7 +204,8 @@ class BottleneckSearch:
                 trials[middle] = self.now if found is None else min(found.seconds, self.now)
                 low = middle
                 continue
-            high, near = min(middle, max(self._taken(spec, found), low + 1)), found.assignments
+            high = min(middle, max(self._taken(spec, found), low + 1))
+            near = [one.schedule.assignment for one in found.calls]
             trials[high] = found.seconds
         return trials
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
-from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
 from graphplan.capture.model.model_weights import ModelWeights
@@ -26,7 +25,6 @@ from graphplan.compiler.pipeline import AHEAD
 from graphplan.compiler.training import trainable, trained_values
 from graphplan.errors import InfeasibleError, InputError
 from graphplan.integrations.transformers.cluster_generate import generator_of
-from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
@@ -130,10 +128,10 @@ class RankBuilder:
         if self.source is not None:
             return weights
         lacking = ranks_without_data(weights.tensors)
-        wanted = {
-            rank: [name for name in _read_by(self.plan.stages_of(rank)) if name in weights.tensors]
-            for rank in lacking
-        }
+        wanted = {}
+        for rank in lacking:
+            read = (name for stage in self.plan.stages_of(rank) for name in stage.plan.graph.weights)
+            wanted[rank] = [name for name in dict.fromkeys(read) if name in weights.tensors]
         found = copy.copy(weights)
         found.tensors = dict(weights.tensors)
         for name, data in send_weights(weights.tensors, wanted).items():
@@ -298,11 +296,6 @@ class RankBuilder:
             return loss(rebuild(dict(zip(names, made, strict=True))), target)
 
         return self._new_runner(known, wires, self.plan.microbatches, loss_of)
-
-
-def _read_by(stages: Sequence[MachineStage[Plan]]) -> list[str]:
-    """The weights that stages read."""
-    return list(dict.fromkeys(name for stage in stages for name in stage.plan.graph.weights))
 
 
 @dataclass(frozen=True, slots=True)

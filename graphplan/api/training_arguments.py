@@ -8,6 +8,7 @@ from typing import Any
 from graphplan.api.plan_options import PlanOptions
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.training import Training, trainable
+from graphplan.devices.topology import is_figure
 from graphplan.errors import InputError
 from graphplan.passes.training.optimizer_memory import optimizer_memory
 
@@ -45,7 +46,7 @@ def _require_one_optimizer(asked: PlanOptions) -> None:
     optimizer, nbytes = asked.optimizer, asked.optimizer_bytes_per_element
     if nbytes is not None and optimizer is not None:
         raise InputError("give optimizer or optimizer_bytes_per_element, not both")
-    if nbytes is not None and not _is_size(nbytes):
+    if nbytes is not None and not is_figure(nbytes, may_be_zero=True):
         raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
     if optimizer is not None and not callable(optimizer):
         given = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}(...)"
@@ -62,7 +63,3 @@ def _outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if not names or not all(isinstance(name, str) for name in names):
         raise InputError(f"train_outputs must be names of results, such as 'loss', not {given!r}")
     return names
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

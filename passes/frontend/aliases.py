@@ -34,7 +34,8 @@ def find_together(graph: Graph, groups: Iterable[Sequence[str]] = ()) -> list[fr
     for name, root in roots.items():
         members.setdefault(root, []).append(name)
     ties: nx.Graph[str] = nx.Graph()
-    for root in _written_roots(graph, roots):
+    written = (name for operation in graph.operations.values() for name in operation.mutates)
+    for root in dict.fromkeys(roots.get(name, name) for name in written):
         if root in graph.weights or root in graph.inputs:
             nx.add_path(ties, _touching(graph, root, roots))
         else:
@@ -45,11 +46,6 @@ def find_together(graph: Graph, groups: Iterable[Sequence[str]] = ()) -> list[fr
     for names in groups:
         nx.add_path(ties, [graph.producer[name] for name in names if name in graph.producer])
     return [frozenset(group) for group in nx.connected_components(ties) if len(group) > 1]
-
-
-def _written_roots(graph: Graph, roots: dict[str, str]) -> list[str]:
-    written = (name for op in graph.operations.values() for name in op.mutates)
-    return list(dict.fromkeys(roots.get(name, name) for name in written))
 
 
 def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:

@@ -56,7 +56,8 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     _let_views_copy(graph)
     _copy_windows(capture)
     _name_states(graph)
-    _eliminate_dead_code(graph)
+    kept = ("placeholder", "output")
+    graph.eliminate_dead_code(lambda n: n.op in kept or bool(mutated_arguments(n)) or _has_effects(n))
     graph.lint()
 
 
@@ -234,11 +235,6 @@ def _returns_first(node: fx.Node) -> bool:
         return False
     returns = cast(torch._ops.OpOverload, node.target)._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-
-
-def _eliminate_dead_code(graph: fx.Graph) -> None:
-    kept = ("placeholder", "output")
-    graph.eliminate_dead_code(lambda n: n.op in kept or bool(mutated_arguments(n)) or _has_effects(n))
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -94,7 +94,8 @@ class _Cut:
         self.sent = results_of(whole, caches_stay=stay) if last else boundaries.crossing(end)
         self.nodes = {node.name: node for node in whole.graph.nodes}
         cached = {whole.outputs[position] for position in whole.kept} if stay else set()
-        self.cached = [node.name for node in cached if isinstance(node, fx.Node) and self._is_made_here(node)]
+        nodes = (node for node in cached if isinstance(node, fx.Node))
+        self.cached = [node.name for node in nodes if self._producer(node).name in self.names]
 
     def stage(self, trace: str) -> StageCapture:
         given = {*self.received, *self.whole.inputs}
@@ -147,9 +148,6 @@ class _Cut:
         while node.name not in self.boundaries.graph.operations and node.target is operator.getitem:
             node = node.all_input_nodes[0]
         return node
-
-    def _is_made_here(self, node: fx.Node) -> bool:
-        return self._producer(node).name in self.names
 
     def _require_made_here(self, node: fx.Node) -> None:
         producer = self._producer(node)

@@ -78,7 +78,7 @@ class Estimates:
             if not kept:
                 found[c][self._as_large(start, end)] = np.inf
         for table in found:
-            table[self._backwards] = np.inf
+            table[np.tri(len(self.cuts), dtype=bool)] = np.inf  # backwards
         return found
 
     def calibrate(self) -> None:
@@ -140,10 +140,6 @@ class Estimates:
         return np.asarray(self.weights + kept * self._saved + self._live)
 
     # -- tables ----------------------------------------------------------------------------------------
-
-    @cached_property
-    def _backwards(self) -> NDArray[np.bool_]:
-        return np.tri(len(self.cuts), dtype=bool)
 
     @cached_property
     def weights(self) -> Floats:
@@ -230,18 +226,14 @@ class Estimates:
             most = max(spec.room for spec in accelerators)
             hop = machine.link(accelerators[0].key, accelerators[1].key)
             further = np.clip(np.ceil(need / max(most, 1)) - 1, 0, len(accelerators) - 1)
-            seconds = seconds + further * (hop.latency + self._narrowest / hop.bandwidth)
+            narrowest = float(min(self.boundaries.crossing_bytes[self.cuts][1:-1], default=0))
+            seconds = seconds + further * (hop.latency + narrowest / hop.bandwidth)
         excess = np.maximum(0.0, need - room)
         host = next((spec.key for spec in hosts), CPU)
         # stages that share a machine have a part of its accelerators each, and stream the more
         beyond = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
         streamed = beyond / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
-
-    @property
-    def _narrowest(self) -> float:
-        """Bytes that cross where least do, inside; none where nothing can be cut."""
-        return float(min(self.boundaries.crossing_bytes[self.cuts][1:-1], default=0))
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
         """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.devices.topology import ALIGNMENT, DeviceKey, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
@@ -41,7 +41,9 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
         effort: what the search may cost; the best by then is returned.
         probe: finds a placement with little work, and charges it.
     """
-    topology, step = _growable(problem.topology), 0.125
+    # budgets of nothing cannot grow in proportion: they start at one allocation
+    empty = {s.key: ALIGNMENT for s in problem.topology.computing if s.memory == 0}
+    topology, step = problem.topology.with_memory(empty), 0.125
     room = sum(spec.room for spec in topology.devices)
     low = high = max(1.0, problem.graph.held_bytes / max(1, room))
     found = probe(replace(problem, topology=topology.scaled(high)), effort)
@@ -68,11 +70,6 @@ def _everything_on_one(problem: Problem) -> Advice | None:
     finite = [one for one in found if math.isfinite(one.seconds)]
     least = min(finite, key=lambda one: sum(one.excess.values()), default=None)
     return None if least is None else Advice(least, peaks_or_given(problem.topology, least))
-
-
-def _growable(topology: Topology) -> Topology:
-    """Budgets of nothing cannot grow in proportion: start them at one allocation."""
-    return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
 
 
 def peaks_or_given(topology: Topology, found: Evaluation) -> dict[DeviceKey, int]:

@@ -61,7 +61,8 @@ def reside(
     beside = {module_of(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
     for weight in graph.weights.values():
         if weight.name not in found:
-            idle = cpu if cpu is not None else _roomiest(topology, taken)
+            roomiest = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
+            idle = roomiest if cpu is None else cpu
             # a buffer that this call does not read, another may write to, with its neighbours
             home = beside.get(module_of(weight.name), idle) if weight.kind == "buffer" else idle
             found[weight.name] = home
@@ -115,7 +116,3 @@ def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, 
 def module_of(name: str) -> str:
     """``layers.0.norm.mean -> layers.0.norm``."""
     return name.rpartition(".")[0]
-
-
-def _roomiest(topology: Topology, taken: Mapping[DeviceKey, int]) -> DeviceKey:
-    return max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key

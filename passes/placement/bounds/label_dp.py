@@ -290,13 +290,9 @@ class _LabelSearch:
         if not self.every:
             labels = labels.take(_undominated(labels))
         if labels.count > self.width:
-            self._drop(labels.value[self.width :])
+            self.dropped = min(self.dropped, float(labels.value[self.width :].min()))
             labels = labels.take(np.arange(self.width))
         return labels
-
-    def _drop(self, values: Floats) -> None:
-        if len(values):
-            self.dropped = min(self.dropped, float(values.min()))
 
     def _trace(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
         frontier = self.frontier
