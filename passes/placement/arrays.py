@@ -42,6 +42,8 @@ class Arrays:
     Attributes:
         keys: devices: those that compute come first, then the others, the host's last.
         specs: of the devices that compute.
+        accelerates: (devices that compute,) whether each is an accelerator.
+        cpu: index of the CPU; None where it does not compute.
         host: index of the caller's device.
         running: (operations,) indices of operations in the order in which they run.
         compute: (devices that compute, operations) seconds, infinite where it may not run.
@@ -73,6 +75,8 @@ class Arrays:
         self.specs: list[DeviceSpec] = topology.computing
         self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
         self.computing = len(self.keys)
+        self.accelerates: Bools = np.array([spec.is_accelerator for spec in self.specs], dtype=bool)
+        self.cpu = next(iter(np.flatnonzero(~self.accelerates).tolist()), None)
         self.keys += [spec.key for spec in topology.devices if not spec.computes]
         if problem.host not in self.keys:
             self.keys.append(problem.host)

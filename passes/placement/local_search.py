@@ -91,7 +91,7 @@ class LocalSearch:
     @property
     def fullness(self) -> float:
         """Share of its budget that the fullest accelerator uses."""
-        return _fullness(self.arrays, self.peaks)
+        return float(_used(self.arrays, self.peaks).max())
 
     # -- goals ---------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class LocalSearch:
         arrays, draw = self.arrays, random.Random(0)
         variables = len(arrays.units) + len(arrays.shared)
         patience = left = self.effort.params.retries * variables * arrays.computing
-        homes = np.flatnonzero(self._accelerates).tolist() or range(arrays.computing)
+        homes = np.flatnonzero(arrays.accelerates).tolist() or range(arrays.computing)
         over, least = self.excess, seconds(self.devices, self.chosen)
         while (over or least) and left and arrays.computing > 1 and not self.effort.over:
             left -= 1
@@ -175,7 +175,7 @@ class LocalSearch:
         while improved and not self.effort.over:
             improved = False
             full = np.zeros(self.arrays.computing, dtype=bool)
-            full[int((self.peaks / np.maximum(self.arrays.room, 1.0) * self._accelerates).argmax())] = True
+            full[_used(self.arrays, self.peaks).argmax()] = True
             moves = sorted(self._moves(off=full), key=lambda m: -m.length)
             for move in moves:
                 if full[move.device] or self.effort.over:
@@ -184,16 +184,12 @@ class LocalSearch:
                     improved = True
                     break
 
-    @property
-    def _accelerates(self) -> Floats:
-        return np.array([float(spec.is_accelerator) for spec in self.arrays.specs])
-
     def _saves(self, peaks: Floats) -> bool:
         return bool((peaks <= self.arrays.room).all())
 
     def _empties(self, peaks: Floats) -> bool:
         least = self.effort.params.negligible
-        return self._saves(peaks) and _fullness(self.arrays, peaks) <= self.fullness - least
+        return self._saves(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
 
     # -- moves ---------------------------------------------------------------------------------------
 
@@ -309,8 +305,6 @@ class LocalSearch:
         return True
 
 
-def _fullness(arrays: Arrays, peaks: Floats) -> float:
-    used = [
-        p / max(r, 1.0) for p, r, s in zip(peaks, arrays.room, arrays.specs, strict=True) if s.is_accelerator
-    ]
-    return float(max(used, default=0.0))
+def _used(arrays: Arrays, peaks: Floats) -> Floats:
+    """(devices,) the share of its budget that each accelerator uses."""
+    return np.asarray(peaks / np.maximum(arrays.room, 1.0) * arrays.accelerates)

@@ -61,8 +61,9 @@ def reside(
     beside = {module_of(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
     for weight in graph.weights.values():
         if weight.name not in found:
-            roomiest = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
-            idle = roomiest if cpu is None else cpu
+            idle = cpu
+            if idle is None:
+                idle = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
             # a buffer that this call does not read, another may write to, with its neighbours
             home = beside.get(module_of(weight.name), idle) if weight.kind == "buffer" else idle
             found[weight.name] = home

@@ -101,9 +101,8 @@ class SegmentDP:
     ) -> None:
         self.arrays, self.effort = arrays, effort
         self.streaming, self.slowest, self.in_order, self.loose = streaming, slowest, in_order, loose
-        specs = arrays.specs
-        self.cpu = next((d for d, s in enumerate(specs) if not s.is_accelerator), None) if use_cpu else None
-        self.classes = [c for c in device_classes(arrays) if specs[c[0]].is_accelerator]
+        self.cpu = arrays.cpu if use_cpu else None
+        self.classes = [members for members in device_classes(arrays) if arrays.accelerates[members[0]]]
         self._made: dict[frozenset[str], _Tables] = {}
         self._read()
         self.cuts = self._cuts()

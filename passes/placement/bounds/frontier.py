@@ -126,8 +126,7 @@ class Frontier:
     ) -> None:
         self.arrays, self.streaming, self.guide = arrays, streaming, guide
         self.devices, self.units = arrays.computing, len(arrays.units)
-        self.accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
-        self.cpu = next((d for d in range(self.devices) if d not in self.accelerators), None)
+        self.accelerators, self.cpu = np.flatnonzero(arrays.accelerates).tolist(), arrays.cpu
         self.readers, self.shared = arrays.readers, arrays.shared
         free = [v for v in range(arrays.values, len(arrays.names)) if arrays.fixed[v] < 0]
         alone: dict[int, list[int]] = defaultdict(list)
@@ -251,7 +250,7 @@ class Frontier:
             item = self.shared[variable - self.units]
             seconds = np.zeros(self.devices)
             if not self.streaming and not self._is_read_on_cpu_only(item):
-                seconds[[d for d in range(self.devices) if d not in self.accelerators]] = np.inf
+                seconds[~arrays.accelerates] = np.inf
             nbytes = arrays.stored_bytes([item])
             nothing = np.zeros(self.devices)
             return Step(variable, seconds, nbytes, 0.0, 0.0, nothing)

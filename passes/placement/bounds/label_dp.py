@@ -314,7 +314,7 @@ class _Detours:
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
-        self.on, seconds = relaxation.accelerator, relaxation.seconds
+        self.on, seconds = relaxation.frontier.arrays.accelerates, relaxation.seconds
         kept = relaxation.nbytes - np.where(np.isfinite(relaxation.copy), relaxation.movable, 0.0)
         kept = np.where(np.isfinite(seconds), kept, np.inf)[self.on].min(axis=0, initial=np.inf)
         elsewhere = seconds[~self.on].min(axis=0, initial=_NEVER)

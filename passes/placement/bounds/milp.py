@@ -70,10 +70,8 @@ class _Program:
         # existing buffers are counted in rows of their own
         self.room = arrays.room - arrays.fixed_bytes
         self.room += np.array([float(prefetch_bytes.get(spec.key, 0)) for spec in arrays.specs])
-        rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
-        self.byte_scale = max(
-            1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0)
-        )
+        room = float(self.room[arrays.accelerates].max(initial=0.0))
+        self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * room)
         self._build()
 
     # -- classes and places --------------------------------------------------------------------------

@@ -81,9 +81,7 @@ class Relaxation:
 
     def __init__(self, frontier: Frontier, stages: list[DpStage], buffers: Buffers | None) -> None:
         self.frontier, self.stages = frontier, stages
-        arrays, steps = frontier.arrays, frontier.steps
-        count = frontier.devices
-        self.accelerator: Bools = np.array([spec.is_accelerator for spec in arrays.specs], dtype=bool)
+        steps, count = frontier.steps, frontier.devices
         self.nbytes = np.array([step.nbytes for step in steps])
         self.movable = np.array([step.movable for step in steps])
         self.copied = np.array([step.copied for step in steps])
@@ -127,7 +125,7 @@ class Relaxation:
             return
         per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
         latency = arrays.latency[self.cpu, : self.frontier.devices]
-        for d in np.flatnonzero(self.accelerator).tolist():
+        for d in self.frontier.accelerators:
             able = (self.movable > 0) & np.isfinite(self.seconds[d])
             seconds = self.copied * per_byte[d]
             if self.on_clock:

@@ -82,13 +82,11 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
         readers = arrays.reader[(arrays.item == item) & (arrays.reader < arrays.count)]
         if len(np.unique(arrays.unit_of[readers])) > 1:
             shared[readers] = True
-    cpu = arrays.problem.topology.cpu
-    if cpu is None:
+    if arrays.cpu is None:
         return shared
-    at = arrays.number[cpu]
-    accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
-    fastest = min((arrays.per_byte[at, d] for d in accelerators), default=0.0)
-    return np.asarray(shared | (arrays.compute[at] < nbytes * fastest))
+    per_byte = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates]
+    fastest = per_byte.min() if len(per_byte) else 0.0
+    return np.asarray(shared | (arrays.compute[arrays.cpu] < nbytes * fastest))
 
 
 def _allowed(arrays: Arrays) -> Bools:

@@ -302,7 +302,7 @@ class StreamedSearch:
         frontier = Frontier(self.coarse, streaming=True, guide=True)
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
-        room = max((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
+        room = self.arrays.room[self.arrays.accelerates].max(initial=0.0)
         found, left = list[float](), movable[movable <= room]
         while len(left) and len(found) < self.effort.params.slot_sizes:
             found.append(float(left[-1]))
@@ -318,8 +318,7 @@ class StreamedSearch:
         needs = np.array([step.needs for step in frontier.steps if step.variable < frontier.units])
         left = self.arrays.room - self.arrays.fixed_bytes - slots * nbytes
         limits = np.array([self.problem.prefetch_limits.get(keys[d], np.inf) for d in range(count)])
-        streams = np.array([spec.is_accelerator for spec in self.arrays.specs])
-        streams &= (left >= needs.min(axis=0)) & (slots * nbytes <= limits)
+        streams = self.arrays.accelerates & (left >= needs.min(axis=0)) & (slots * nbytes <= limits)
         if not streams.any():
             return None
         beside = np.where(streams & (left >= needs.max(axis=0)), needs.max(axis=0), 0.0)
