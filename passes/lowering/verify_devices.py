@@ -18,6 +18,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.lowered_ops import constant_attribute, part_attribute
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step
+from graphplan.message_text import lines_around
 from graphplan.passes.lowering.emit import Lowered, host_device
 
 
@@ -48,10 +49,12 @@ class _Proof:
         self.streamed: list[Step] = []
 
     def run(self) -> None:
-        for node in self.lowered.graph.nodes:
+        nodes = list(self.lowered.graph.nodes)
+        for index, node in enumerate(nodes):
             problem = self._visit(node)
             if problem:
-                raise VerificationError(f"{problem}\n{self._around(node)}")
+                lines = [f"{one.format_node()}  # {self.device.get(one, '?')}" for one in nodes]
+                raise VerificationError(f"{problem}\n{lines_around(lines, index)}")
         expected = sum(1 for move in self.schedule.moves() if move.kind != "writeback")
         if len(self.moved) != expected:
             raise VerificationError(
@@ -121,12 +124,3 @@ class _Proof:
             if device != placed:
                 return f"{node.name} runs on {placed}, its input {culprit} is on {device}"
         return None
-
-    def _around(self, node: fx.Node, reach: int = 5) -> str:
-        nodes = list(self.lowered.graph.nodes)
-        at = nodes.index(node)
-        lines = []
-        for other in nodes[max(0, at - reach) : at + reach + 1]:
-            mark = "->" if other is node else "  "
-            lines.append(f"{mark} {other.format_node()}  # {self.device.get(other, '?')}")
-        return "\n".join(lines)
