@@ -15,7 +15,7 @@ of these it is shows in a trace of the call that comes next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,9 @@ aten = torch.ops.aten
 _ABSENT = object()
 
 
-@contextmanager
-def restored_buffers(module: nn.Module) -> Iterator[None]:
+def restored_buffers(module: nn.Module) -> AbstractContextManager[None]:
     """A block after which the modules of a tree have the buffers that they had."""
-    with restored(part._buffers for part in module.modules()):
-        yield
+    return restored(part._buffers for part in module.modules())
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def exporting(
     with (
         torch_knows(),
         patched(
-            Patch(flags, "is_exporting", _not_here, flags.is_exporting),
+            Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
             Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
             Patch.of(*assignment_hook(), lambda _: _without_hook),
@@ -153,10 +153,6 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return seed
-
-
-def _not_here() -> bool:
-    return False
 
 
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:

@@ -7,8 +7,7 @@ initialised: they decide what is computed, and neither its bytes nor its time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,11 +103,9 @@ def on_simulated_devices(plan: Plan) -> Plan:
     return replace(plan, topology=replace(plan.topology, devices=devices))
 
 
-@contextmanager
-def _devices(plan: Plan, *, simulated: bool) -> Iterator[None]:
+def _devices(plan: Plan, *, simulated: bool) -> AbstractContextManager[Any]:
     sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
-    with simulate(sizes) if simulated else nullcontext():
-        yield
+    return simulate(sizes) if simulated else nullcontext()
 
 
 def _index(spec: DeviceSpec) -> int:
