@@ -16,11 +16,6 @@ from graphplan.passes.frontend.two_readings import with_least_costs
 from graphplan.warnings import silenced
 
 
-def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
-    """The planner's graph of a capture: see :class:`Annotator`."""
-    return Annotator(capture, weights, device_types).graph()
-
-
 class Annotator:
     """Writes down the graph of a capture, as it is and as a schedule makes it.
 

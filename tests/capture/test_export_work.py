@@ -18,7 +18,7 @@ from graphplan.capture.assigned_state import AssignedState
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
-from graphplan.passes.frontend.annotate import annotate
+from graphplan.passes.frontend.annotate import Annotator
 
 
 class Switching(nn.Module):
@@ -116,7 +116,7 @@ def test_a_fake_result_is_made_again_once_for_its_keys(monkeypatch: pytest.Monke
 def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> None:
     def sources(model: nn.Module, **kwargs: Any) -> list[str]:
         model_copy = ModelCopy(model)
-        graph = annotate(capture(model_copy, model_copy.bind((), kwargs)), model_copy.weights)
+        graph = Annotator(capture(model_copy, model_copy.bind((), kwargs)), model_copy.weights).graph()
         return [operation.source.partition(":")[0] for operation in graph.operations.values()]
 
     assert {source.rpartition("/")[2] for source in sources(Switching(), x=torch.ones(2, 4))} == {

@@ -14,7 +14,7 @@ from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.frontend.annotate import Annotator, annotate
+from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.tensor_meta import TensorMeta
 from graphplan.passes.frontend.two_readings import upper_bound_graph
@@ -26,7 +26,7 @@ def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **
     call = model_copy.bind(args, kwargs)
     found = bounded(capture(model_copy, call), call, SizeLimits(), 0.0)
     simplify(found)
-    return annotate(found, model_copy.weights, types)
+    return Annotator(found, model_copy.weights, types).graph()
 
 
 class Views(nn.Module):
@@ -163,7 +163,7 @@ def test_sizes_are_host_scalars() -> None:
     call = model_copy.bind((torch.randn(6, 4),), {})
     found = capture(model_copy, call, {"x": {0: torch.export.Dim("n", min=2, max=64)}})
     simplify(found)
-    graph = annotate(found, model_copy.weights)
+    graph = Annotator(found, model_copy.weights).graph()
     hosts = [op.name for op in graph.operations.values() if op.host_only]
     assert hosts
     assert graph.values["div"].shape == (128, 2)  # a dynamic size counts at its bound

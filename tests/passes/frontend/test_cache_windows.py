@@ -14,7 +14,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.ir.graph import Graph
-from graphplan.passes.frontend.annotate import annotate
+from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def traced(model_copy: ModelCopy, inputs: dict[str, Any]) -> tuple[Capture, Grap
     call = model_copy.bind((), {**inputs, "use_cache": True})
     found = bounded(capture(model_copy, call), call, SizeLimits(), 0.0)
     simplify(found)
-    return found, annotate(found, model_copy.weights, ("cpu",))
+    return found, Annotator(found, model_copy.weights).graph()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from graphplan.capture.tracing import capture
 from graphplan.devices.topology import CPU
 from graphplan.ir.lowered_ops import arrived
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.frontend.annotate import annotate
+from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.lowering.emit import lower
 from graphplan.passes.lowering.verify_devices import verify_lowered
@@ -35,7 +35,7 @@ def lowered(on_cpu: set[str], kind: str = "cuda") -> list[str]:
     call = model_copy.bind((torch.randn(4, 4),), {})
     found = bounded(capture(model_copy, call), call, SizeLimits(), 0.0)
     simplify(found)
-    graph = annotate(found, model_copy.weights, ("cpu",))
+    graph = Annotator(found, model_copy.weights).graph()
     topology = equal_cards(1, HOST, kind=kind)
     places = {name: CPU if name in on_cpu else CARD.key for name in graph.operations}
     schedule = build_schedule(graph, topology, Assignment(places, {}), CPU)
