@@ -204,8 +204,7 @@ class _Sweep:
         self._bear(index, (step.value, step.destination), step.nbytes)
 
     def _arrive(self, step: Wait) -> None:
-        buffer = next(buffer for buffer in self.schedule.prefetch_buffers if buffer.device == step.device)
-        for name in buffer.segments[step.segment].weights:
+        for name in self.schedule.segment(step).weights:
             # it takes no more than its slot, which is there for the whole call
             self.storage[name, step.device] = _LASTING
 

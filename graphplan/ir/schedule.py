@@ -239,6 +239,11 @@ class Schedule:
         """Everything that crosses between devices, in order."""
         return (step for step in self.steps if isinstance(step, Move | Load))
 
+    def segment(self, step: Load | Wait | Release) -> PrefetchSegment:
+        """What a step copies, waits for or releases."""
+        buffer = next(buffer for buffer in self.prefetch_buffers if buffer.device == step.device)
+        return buffer.segments[step.segment]
+
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
         """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices."""
         known = {buffer.device: buffer for buffer in self.prefetch_buffers}

@@ -188,8 +188,7 @@ class _Lowering:
             node = self.loaded[place] = self._call("load", arguments, f"loaded_{step.segment}")
         else:
             node = self._call("wait", (self.loaded[place],), f"segment_{step.segment}")
-            buffer = next(buffer for buffer in self.schedule.prefetch_buffers if buffer.device == step.device)
-            for position, name in enumerate(buffer.segments[step.segment].weights):
+            for position, name in enumerate(self.schedule.segment(step).weights):
                 part = self._call(operator.getitem, (node, position), f"{name}_on_{step.device}")
                 self.env[name, step.device] = part
         node.meta["stream"] = step

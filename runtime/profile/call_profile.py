@@ -240,11 +240,7 @@ class Recorder(fx.Interpreter):
         if isinstance(step, Load):
             return self._load(n, step)
         if isinstance(step, Wait):
-            buffer = next(
-                buffer for buffer in self.plan.schedule.prefetch_buffers if buffer.device == step.device
-            )
-            weights = buffer.segments[step.segment].weights
-            place = devices[step.device]
+            weights, place = self.plan.schedule.segment(step).weights, devices[step.device]
             return self._span("wait", ", ".join(weights), step.device, n, (place, place), weights)
         inside = self._first_of_stage(n)
         name = n.meta.get("operation", inside)
