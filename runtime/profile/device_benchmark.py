@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,12 +68,6 @@ def measure_devices(
     require_present(topology)
     with suspended(), torch.inference_mode():
         return _Bench(topology, dtype, repetitions, progress).run()
-
-
-class _Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
 
 class _Bench:
@@ -138,7 +133,8 @@ class _Bench:
         Each reads its weights from the module that has them: what that takes stands for what the code of a
         placed model does between operations (benchmarks/estimates.py compares).
         """
-        model = _Small().to(spec.torch_device)
+        model: Any = nn.Module()
+        model.layer = nn.Linear(8, 8, device=spec.torch_device)
         row = torch.ones(1, 8, device=spec.torch_device)
 
         def several() -> None:
