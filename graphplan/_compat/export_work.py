@@ -29,8 +29,9 @@ def less_work(*, keep_grad: bool, blocks: list[Any]) -> list[Replacement]:
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
     found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
-    changes = _with_changes_of_grad_mode if keep_grad else _without_grad_mode
-    found.append((mode, "__torch_function__", lambda own: _noting_blocks(changes(own), blocks)))
+    found.append(
+        (mode, "__torch_function__", lambda own: _noting_blocks(_of_grad_mode(own, keep_grad), blocks))
+    )
     return found
 
 
@@ -67,25 +68,16 @@ def _noting_blocks(own: Callable[..., Any], blocks: list[Any]) -> Callable[..., 
     return function
 
 
-def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The mode that writes ``set_grad_enabled`` into the graph, without that."""
-
-    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:
-            return func(*args)
-        return own(self, func, types, args, kwargs)
-
-    return function
-
-
-def _with_changes_of_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The mode, without ``set_grad_enabled`` to what is set.
+def _of_grad_mode(own: Callable[..., Any], keep_grad: bool) -> Callable[..., Any]:
+    """The mode that writes ``set_grad_enabled`` into the graph, without that; else without what is set.
 
     In the forward of a ``torch.autograd.Function`` no graph says that gradients are off, nor that they are on
     again: the end of a ``no_grad`` block in there would leave them off for the rest of the graph.
     """
 
     def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not keep_grad:
+            return func(*args)
         if func is torch._C._set_grad_enabled and args[0] == torch.is_grad_enabled():
             return None
         return own(self, func, types, args, kwargs)
