@@ -10,7 +10,7 @@ Source: the Trace Event Format (Google, 2016).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from graphplan.devices.topology import DeviceKey
@@ -53,16 +53,9 @@ class _TraceWriter:
             yield metadata("thread_name", pid, tid, name=tracks[tid])
             yield metadata("thread_sort_index", pid, tid, sort_index=tid)
         for event in timeline.events:
-            yield {
-                "ph": "X",
-                "name": f"wait for {event.name}" if event.kind == "wait" else event.name,
-                "cat": event.kind,
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-                "pid": pid,
-                "tid": self._track(event),
-                "args": self._arguments(event),
-            }
+            title = f"wait for {event.name}" if event.kind == "wait" else event.name
+            track, arguments = self._track(event), self._arguments(event)
+            yield bar(title, event.kind, event.start, event.end, pid, track, arguments)
 
     def _arguments(self, event: Event) -> dict[str, Any]:
         graph = self.plan.graph
@@ -117,6 +110,14 @@ class _TraceWriter:
 def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
     """What a process or a track is called, or its place."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+def bar(
+    name: str, kind: str, start: float, end: float, pid: int, tid: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What takes time, in a track."""
+    place = {"ts": start * 1e6, "dur": (end - start) * 1e6, "pid": pid, "tid": tid}
+    return {"ph": "X", "name": name, "cat": kind, **place, "args": arguments}
 
 
 def _counter(pid: int, name: str, seconds: float, weights: int, nbytes: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
-from graphplan.report.perfetto import metadata
+from graphplan.report.perfetto import bar, metadata
 
 _LANES = {"stage": 1, "wait": 1, "receive": 2}
 
@@ -76,12 +76,6 @@ def _timed_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
         yield Slot(*of, "stage", one.start, one.end, backward)
 
 
-def lane_name(plan: ClusterPlanData[Any], machine: int, what: str = "") -> str:
-    """A machine and its stages."""
-    own = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
-    return f"machine {machine} (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{what})"
-
-
 def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
     """The trace as JSON text: the estimated batch, and the machines of a measured one after its own."""
     events = [*_events(plan, list(batch_slots(plan)), 1, "")]
@@ -94,20 +88,15 @@ def _events(
 ) -> Iterator[dict[str, Any]]:
     lane = {machine: first + place for place, machine in enumerate(plan.used)}
     for machine, number in lane.items() if slots else ():
-        yield metadata("process_name", number, 0, name=lane_name(plan, machine, what))
+        own = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
+        named = f"machine {machine} (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{what})"
+        yield metadata("process_name", number, 0, name=named)
         yield metadata("thread_name", number, 1, name="microbatches")
         yield metadata("thread_name", number, 2, name="receives")
     several = len(plan.stages) > len(plan.used)
     for slot in slots:
         stage = plan.stages[slot.stage]
         receives = stage.receives if slot.kind == "receive" and not slot.backward else ()
-        yield {
-            "ph": "X",
-            "name": f"{slot.name}, stage {slot.stage}" if several else slot.name,
-            "cat": slot.kind,
-            "ts": slot.start * 1e6,
-            "dur": (slot.end - slot.start) * 1e6,
-            "pid": lane[stage.machine],
-            "tid": _LANES[slot.kind],
-            "args": {one.name: one.nbytes for one in receives},
-        }
+        name = f"{slot.name}, stage {slot.stage}" if several else slot.name
+        place, sizes = (lane[stage.machine], _LANES[slot.kind]), {one.name: one.nbytes for one in receives}
+        yield bar(name, slot.kind, slot.start, slot.end, *place, sizes)
