@@ -28,34 +28,31 @@ def structure_of(
     number: dict[str, int] = {}
     described: list[Hashable] = []
 
-    def of(*names: str) -> tuple[int, ...]:
+    def of(names: Sequence[str]) -> tuple[int, ...]:
         for name in names:
             if name not in number:
                 number[name] = len(number)
                 described.append(_described(graph, name, of))
         return tuple(number[name] for name in names)
 
-    def of_all(names: Sequence[str]) -> tuple[int, ...]:
-        return of(*names)
-
     operations = tuple(
-        (op.target, *map(of_all, (op.inputs, op.outputs, op.mutates)), _cost(op))
+        (op.target, *map(of, (op.inputs, op.outputs, op.mutates)), _cost(op))
         for op in islice(graph.operations.values(), start, end)
     )
-    return operations, of(*received), of(*sent), tuple(described)
+    return operations, of(received), of(sent), tuple(described)
 
 
 def _cost(op: Operation) -> Hashable:
     return op.flops, op.bytes_accessed, tuple(op.workspace.items()), op.host_only
 
 
-def _described(graph: Graph, name: str, of: Callable[..., tuple[int, ...]]) -> Hashable:
+def _described(graph: Graph, name: str, of: Callable[[Sequence[str]], tuple[int, ...]]) -> Hashable:
     """What is to be equal of a value or weight, beside its name."""
     if name in graph.weights:
         w = graph.weights[name]
         return w.nbytes, w.kind, w.mutated, w.movable, w.shape, w.dtype, len(graph.readers.get(name, ()))
     v = graph.values[name]
-    base = None if v.alias_of is None else of(v.alias_of)
+    base = None if v.alias_of is None else of([v.alias_of])
     return v.nbytes, v.copy_bytes, base, v.is_tensor, v.shape, v.dtype, v.stays, name in graph.inputs
 
 
