@@ -54,12 +54,10 @@ class CompileState:
         formulation: poses problems; it knows the devices, the options and what earlier plans have settled.
         members: the calls, captured.
         limits: when the search ends.
-        advise: whether an error says which budgets would do for several calls, which takes many searches.
         choices: where everything is, of each call; empty until it is placed.
     """
 
     formulation: Formulation
     members: Sequence[Member]
     limits: Limits = field(default_factory=Limits)
-    advise: bool = True
     choices: Sequence[Choice] = ()

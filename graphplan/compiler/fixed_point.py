@@ -91,7 +91,7 @@ def _place(
         return [place_or_map(problem, formulation.mappable, state.limits, near=known)]
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)
-    return place_jointly(calls, state.limits, near=near, advise=state.advise)
+    return place_jointly(calls, state.limits, near=near)
 
 
 def _moved(

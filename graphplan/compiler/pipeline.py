@@ -170,8 +170,7 @@ class Compiler:
     def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
 
-        Calls of one structure are one call with the sum of their weights. ``advise`` as in
-        :class:`graphplan.compiler.compile_state.CompileState`.
+        Calls of one structure are one call with the sum of their weights. ``advise`` as in :class:`Limits`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one in calls:
@@ -266,8 +265,8 @@ class Compiler:
 
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
         enter_stage("search")
-        limits = Limits.within(self.options.time_limit)
-        state = CompileState(self._formulation, members, limits, advise)
+        limits = replace(Limits.within(self.options.time_limit), advises=advise)
+        state = CompileState(self._formulation, members, limits)
         found = None
         try:
             found = self._passed(state)
@@ -276,7 +275,7 @@ class Compiler:
                 raise
         if found is None:  # behind the handler, whose error would be the next one's context, and hold weights
             # an error costs the caller more than a longer search
-            found = self._passed(replace(state, limits=Limits(proves=False)))
+            found = self._passed(replace(state, limits=replace(limits, deadline=None, proves=False)))
         state, made = found, []
         for member, choice in zip(state.members, state.choices, strict=True):
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)

@@ -162,11 +162,13 @@ class Limits:
             depend on the clock.
         effort: share of the default work.
         proves: whether a bound is asked for; else the search ends with a good placement.
+        advises: whether an error says which budgets would do for several calls, which takes many searches.
     """
 
     deadline: float | None = None
     effort: float = 1.0
     proves: bool = True
+    advises: bool = True
 
     @classmethod
     def within(cls, time_limit: float | None) -> Limits:

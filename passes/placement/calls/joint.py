@@ -82,7 +82,6 @@ def place_jointly(
     limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
     near: Sequence[Assignment] | None = None,
-    advise: bool = True,
 ) -> tuple[Solution, ...]:
     """A placement of each call, in order, all over the same homes of weights.
 
@@ -92,7 +91,6 @@ def place_jointly(
         calls: what to place.
         limits: as in :func:`graphplan.passes.placement.driver.place`.
         near: an assignment of each call to start from as well, all over the same homes of weights.
-        advise: whether an error says which budgets would do, which takes many searches.
 
     Raises:
         InfeasibleError: a call fits in no way, or no way was found in which all of them do.
@@ -118,7 +116,7 @@ def place_jointly(
         if starts and (number or limits.over):
             break  # the others are for budgets that are hard to keep
     if not starts:
-        raise _infeasible(calls, limits, advise=advise)
+        raise _infeasible(calls, limits)
     exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
@@ -228,7 +226,7 @@ def _placed_again(calls: Sequence[Call], found: Sequence[Evaluation], limits: Li
     return best
 
 
-def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> InfeasibleError:
+def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     """Each call fits alone: which growth of all budgets would do for all of them."""
     said = (
         f"no placement of the weights was found that keeps the budgets for all {len(calls)} of calls=, "
@@ -236,7 +234,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     )
     problem = calls[0].problem
     nearest = None
-    if advise:
+    if limits.advises:
         effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
         nearest = smallest_budgets(problem, effort, lambda one, left: _probed(calls, one, left))
     if nearest is None:
