@@ -129,8 +129,7 @@ class Plan(PlanData, JsonFile):
         Raises:
             PlanError: the other plan is of another graph; the error says what differs.
         """
-        page = to_html(self, title, remarks=self.remarks(bottleneck), other=other)
-        write_whole(path, page)
+        write_whole(path, to_html(self, title, remarks=self.remarks(bottleneck), other=other))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""

@@ -14,6 +14,7 @@ from graphplan.report.cluster.cluster_perfetto import Slot, to_cluster_trace
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.distributed.agreement import gather_texts
+from graphplan.whole_files import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class ClusterProfile:
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write the page of the plan, with the measured batch below the estimated one."""
-        Path(path).write_text(to_cluster_html(self.plan, title, self.slots), encoding="utf-8")
+        write_whole(path, to_cluster_html(self.plan, title, self.slots))
 
     def save_trace(self, path: str | Path) -> None:
         """Write both batches for Perfetto or ``chrome://tracing``: lanes for each machine."""
-        Path(path).write_text(to_cluster_trace(self.plan, self.slots), encoding="utf-8")
+        write_whole(path, to_cluster_trace(self.plan, self.slots))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the measured batch as a picture."""
-        Path(path).write_text(to_cluster_svg(self.plan, title, self.slots), encoding="utf-8")
+        write_whole(path, to_cluster_svg(self.plan, title, self.slots))
 
 
 def merged(plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]) -> ClusterProfile:

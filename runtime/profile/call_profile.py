@@ -34,6 +34,7 @@ from graphplan.report.svg import to_svg
 from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+from graphplan.whole_files import write_whole
 
 Kind = Literal["run", "move", "load", "wait"]
 _TINY = 20  # times that marks around an operation of one element are measured
@@ -108,16 +109,15 @@ class Profile:
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write the page of the plan, with measured values beside the estimates."""
-        page = to_html(self.plan, title, self.measured, self.plan.remarks())
-        Path(path).write_text(page, encoding="utf-8")
+        write_whole(path, to_html(self.plan, title, self.measured, self.plan.remarks()))
 
     def save_trace(self, path: str | Path) -> None:
         """Write both timelines for Perfetto or ``chrome://tracing``."""
-        Path(path).write_text(to_trace(self.plan, self.measured), encoding="utf-8")
+        write_whole(path, to_trace(self.plan, self.measured))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the picture of the plan, with the measured peaks."""
-        Path(path).write_text(to_svg(self.plan, title, self.measured), encoding="utf-8")
+        write_whole(path, to_svg(self.plan, title, self.measured))
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan for Model Explorer, with the measured seconds as one more colouring."""
