@@ -162,7 +162,7 @@ class Compiler:
             del lacking  # a cycle with this frame would keep the caller's tensors
 
     @one_at_a_time
-    def aheads(self, call: BoundCall, entry: str = "") -> Sequence[float]:
+    def aheads(self, call: BoundCall, entry: str) -> Sequence[float]:
         """How far to plan ahead where weights may move: a cache is sure to grow."""
         return AHEAD if self.trace(call, entry).states else (*AHEAD, 0.0)
 

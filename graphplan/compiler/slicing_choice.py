@@ -109,7 +109,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     problem = formulation.constrained(member.annotator, member.call)
     oversized = [
         one
-        for one in _find_oversized(problem, _named(formulation), share=share)
+        for one in _find_oversized(problem, _named(formulation), share)
         if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
     ]
     if most is not None and len(oversized) > most:
@@ -174,7 +174,7 @@ class _Oversized:
     fewest: int
 
 
-def _find_oversized(problem: Problem, named: Collection[str] = (), *, share: float = 1.0) -> list[_Oversized]:
+def _find_oversized(problem: Problem, named: Collection[str], share: float) -> list[_Oversized]:
     """The weights that are worth slicing, of which an accelerator has no more than this share of its room.
 
     What the caller's rules fix is left whole, and operations that are ``named`` stay as they are.

@@ -23,7 +23,7 @@ import networkx as nx
 from graphplan.ir.graph import Graph
 
 
-def find_together(graph: Graph, groups: Iterable[Sequence[str]] = ()) -> list[frozenset[str]]:
+def find_together(graph: Graph, groups: Iterable[Sequence[str]]) -> list[frozenset[str]]:
     """The sets of operations that aliasing ties to one device, disjoint, each of two or more.
 
     ``groups`` are sets of values that are to be on one device, whoever makes them.

@@ -52,7 +52,7 @@ _RULES: dict[Any, _Rule] = {
     aten.conv3d.default: _Rule(1, 2, -4),
     aten.conv3d.padding: _Rule(1, 2, -4),
 }
-_GROUPS = 6  # position of a convolution's groups
+_GROUPS = 6  # position of a convolution's groups, which a linear layer has none of
 _PRODUCTS: dict[Any, _Rule] = {  # of something with a transposed weight
     aten.matmul.default: _Rule(1, None, -1),
     aten.mm.default: _Rule(1, None, -1),
@@ -101,8 +101,8 @@ def _reads_rows(source: fx.Node, user: fx.Node) -> bool:
     if user.target is aten.embedding.default:
         return _is_argument(user, source, 0)
     if user.target in _RULES:
-        grouped = user.target is not aten.linear.default and _argument(user, _GROUPS, "groups", 1) != 1
-        return _is_argument(user, source, 1) and not grouped
+        groups = user.args[_GROUPS] if len(user.args) > _GROUPS else user.kwargs.get("groups", 1)
+        return bool(groups == 1) and _is_argument(user, source, 1)
     if user.target in _TRANSPOSITIONS:
         products = [_PRODUCTS.get(product.target) for product in user.users]
         return _is_matrix(source) and all(
@@ -110,10 +110,6 @@ def _reads_rows(source: fx.Node, user: fx.Node) -> bool:
             for product, rule in zip(user.users, products, strict=True)
         )
     return False
-
-
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def _is_argument(node: fx.Node, argument: fx.Node, position: int) -> bool:

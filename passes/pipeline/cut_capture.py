@@ -73,7 +73,7 @@ def cut_capture(
     return _Cut(whole, boundaries, start, end).stage(trace)
 
 
-def results_of(whole: Capture, *, caches_stay: bool = False) -> tuple[str, ...]:
+def results_of(whole: Capture, *, caches_stay: bool) -> tuple[str, ...]:
     """The names of the results that are values of the graph, each once; without caches, where these stay."""
     named = (
         node.name

@@ -158,10 +158,10 @@ class LocalSearch:
         devices[run & able[target]] = target
         return devices
 
-    def _any_run(self, draw: random.Random, among: Bools | None = None) -> Bools:
+    def _any_run(self, draw: random.Random, among: Bools) -> Bools:
         """(operations,) 1, 2, 4, ... macro-operations in a row, up to the root of all, some of ``among``."""
         unit, count = self.arrays.unit_of, len(self.arrays.units)
-        heads = np.unique(unit[(unit >= 0) & (True if among is None else among)])
+        heads = np.unique(unit[(unit >= 0) & among])
         length = 1 << draw.randrange((count.bit_length() + 1) // 2)
         first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))

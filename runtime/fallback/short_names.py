@@ -18,7 +18,7 @@ _made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictio
 def made_class(
     original: type[nn.Module],
     base: type,
-    body: Callable[[], Mapping[str, Any]] = dict,
+    body: Callable[[], Mapping[str, Any]],
     *,
     in_place: bool = False,
 ) -> type[nn.Module]:

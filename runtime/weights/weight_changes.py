@@ -25,7 +25,7 @@ def require_planned(
 
 
 def require_in_place(
-    module: nn.Module, convert: Callable[[nn.Module], Any], welcome: torch.device | None = None
+    module: nn.Module, convert: Callable[[nn.Module], Any], welcome: torch.device | None
 ) -> None:
     """Raise PlanError where a conversion would move or convert a weight of a placed module.
 
