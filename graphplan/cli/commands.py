@@ -293,8 +293,7 @@ def devices(
     require_present(topology, "To plan for another machine use `graphplan plan`")
     found = None
     if measure:
-        budgets = {spec.key: spec.memory for spec in topology.devices}
-        found = graphplan.measure_devices(budgets, progress=sys.stderr.isatty())
+        found = graphplan.measure_devices(topology.budgets, progress=sys.stderr.isatty())
         topology = with_speeds(topology, found)
         if out is not None:
             found.save_json(out)

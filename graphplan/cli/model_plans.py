@@ -45,7 +45,7 @@ def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
     try:
         made: Plan = graphplan.plan(
             named.model,
-            {spec.key: spec.memory for spec in topology.devices},
+            topology.budgets,
             named.args,
             named.kwargs,
             links=topology.links,

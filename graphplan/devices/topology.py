@@ -217,6 +217,11 @@ class Topology:
         return tuple(spec.key for spec in self.devices)
 
     @property
+    def budgets(self) -> dict[DeviceKey, int]:
+        """The bytes of each device, as ``max_memory`` has them."""
+        return {spec.key: spec.memory for spec in self.devices}
+
+    @property
     def cpu(self) -> DeviceKey | None:
         """The caller's key for the CPU, or None where it has no budget."""
         return next((spec.key for spec in self.devices if spec.device == CPU), None)

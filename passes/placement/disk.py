@@ -176,7 +176,7 @@ class _DiskPlacement:
     ) -> InfeasibleError:
         """The error of the wide problem in terms of the given budgets."""
         topology = self.problem.topology
-        available = {spec.key: spec.memory for spec in topology.devices}
+        available = topology.budgets
         needed = self._needed(failure, extra)
         if nearest:
             least = min(nearest, key=lambda one: sum(one.excess.values()))

@@ -85,13 +85,13 @@ def _sufficient(problem: Problem, found: Evaluation, limit: Topology, effort: Ef
     exactly = replace(problem, topology=problem.topology.with_memory(budgets))
     if not effort.over and probe(exactly, effort) is not None:
         return Advice(found, budgets)
-    return Advice(found, {spec.key: spec.memory for spec in limit.devices})
+    return Advice(found, limit.budgets)
 
 
 def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleError:
     """The error, with the budgets that would do."""
     topology = problem.topology
-    available = {spec.key: spec.memory for spec in topology.devices}
+    available = topology.budgets
     if advice is None:
         total = readable_bytes(problem.graph.held_bytes)
         return InfeasibleError(

@@ -321,7 +321,7 @@ class StageSearch:
                 searches += 1
                 search = type(self)(self.model_copy, self.annotator, grown, self.options, self.batch)
                 if search.found() is not None:
-                    budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
+                    budgets = [one.budgets for one in grown.machines]
                     needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
                     do = f"These budgets would do: machines={budgets}"
                     return InfeasibleError(f"{said}. {do}", needed=needed)

@@ -118,7 +118,7 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
 def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> InfeasibleError:
     """The error, with the tightest device: as what failed last says, or the plan that withheld too little."""
     plan, topology = short.plan, short.plan.topology
-    memory = {spec.key: spec.memory for spec in topology.devices}
+    memory = topology.budgets
     beside = {key: topology[key].withheld - short.withheld.get(key, 0) for key in short.kept_bytes}
     needed = {key: plan.peak_bytes[key] + n + beside[key] for key, n in short.kept_bytes.items()}
     device = max(needed, key=lambda key: needed[key] / max(1, memory[key]))

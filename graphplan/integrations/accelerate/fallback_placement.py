@@ -280,7 +280,7 @@ class _Fallback:
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
-        given = {spec.key: spec.memory for spec in self.topology.devices}
+        given = self.topology.budgets
         first = next(spec for spec in self.topology.devices if spec.key in budgets)
         needed = {**given, first.key: total + peak + first.reserve}
         return InfeasibleError(

@@ -239,7 +239,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
         nearest = smallest_budgets(problem, effort, lambda one, left: _probed(calls, one, left))
     if nearest is None:
         return InfeasibleError(said)
-    available = {spec.key: spec.memory for spec in problem.topology.devices}
+    available = problem.topology.budgets
     return InfeasibleError(
         f"{said}. Budgets that would do: max_memory={dict(nearest.budgets)}; the given ones are {available}",
         needed=nearest.budgets,
