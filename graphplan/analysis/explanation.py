@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
-from graphplan.ir.constraints import names_in
+from graphplan.ir.constraints import did_you_mean
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import size_text
@@ -133,8 +132,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
     weight = graph.weight_named(name)
     owned = [weight.name] if weight is not None else _owned(graph, name, operations)
     if not operations and not owned:
-        close = difflib.get_close_matches(name, names_in(graph), 3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = did_you_mean(graph, name)
         raise PlanError(f"no operation, module or weight named {name!r} in this plan{hint}")
     devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
     working = [op for op in operations if not graph.operations[op].host_only]

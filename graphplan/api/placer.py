@@ -32,6 +32,7 @@ from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
+from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
@@ -102,6 +103,7 @@ class Placer:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
         """Place a module as it is now, at a call of it; or move its weights, whatever call comes next."""
+        require_present(self.topology)
         model = unplaced(module)
         if self.found is not None:
             mover, planned = self.found  # whose inputs must not stay with the module

@@ -141,7 +141,8 @@ class _Tracing:
             return tuple(loss or able)
         for name in wanted:
             if name not in names:
-                raise InputError(f"train_outputs={name!r}: the results are {', '.join(map(repr, names))}")
+                known = ", ".join(repr(one) for one in names if one) or "without names"
+                raise InputError(f"train_outputs={name!r}: the results are {known}")
         found = tuple(position for position in able if names[position] in wanted)
         lost = [name for name in wanted if name not in {names[position] for position in found}]
         if lost:

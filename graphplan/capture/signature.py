@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.structure import flatten, flatten_with_path, know_containers, unflatten
 from graphplan.errors import InputError
 
+_FEW = 3  # tensors that a message names
+
 
 @dataclass(frozen=True, slots=True)
 class BoundCall:
@@ -287,3 +289,10 @@ def leaf_names(call: BoundCall) -> tuple[str, ...]:
         name = pytree.keystr(path[1:])
         names.append(name.removeprefix("['").replace("']", "", 1) if name.startswith("['") else f"args{name}")
     return tuple(names)
+
+
+def shapes_text(call: BoundCall) -> str:
+    """The first tensors of a call, with their shapes."""
+    named = zip(leaf_names(call), call.leaves, strict=True)
+    shapes = [f"{name} {tuple(leaf.shape)}" for name, leaf in named if isinstance(leaf, torch.Tensor)]
+    return ", ".join(shapes[:_FEW] + (["..."] if len(shapes) > _FEW else []))

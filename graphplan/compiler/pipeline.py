@@ -23,7 +23,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.modes import Modes
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import BoundCall, shapes_text
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captures
@@ -55,8 +55,8 @@ _NOTICED = 1e-3  # seconds of a call: of shorter ones nobody asks why they are s
 _WORTH = 2.0  # times as slow as one for the sizes at hand may be a plan for larger ones, which come next
 AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
-    "\nEarlier plans of this model have placed the weights. To leave room for these inputs, pass them to "
-    "partition too, in calls="
+    "\nEarlier plans of this model have placed the weights. To leave room for these inputs ({}), give "
+    "partition max_batch and max_length that cover them, or such a call in calls="
 )
 
 
@@ -155,7 +155,7 @@ class Compiler:
         if slow:  # where nothing is fast, a plan for more sizes saves planning
             return slow[-1][1] if _WORTH * slow[-1][0] < slow[0][0] else slow[0][1]
         if placed:
-            lacking.args = (f"{lacking}{_PLACED}",)
+            lacking.args = (f"{lacking}{_PLACED.format(shapes_text(call))}",)
         try:
             raise lacking
         finally:

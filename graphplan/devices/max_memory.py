@@ -157,14 +157,13 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
     for spec in topology.devices:
         if not spec.is_accelerator:
             continue
-        device = spec.torch_device
-        index = device.index or 0
-        if machine is not None and device.type == machine.device_type:
+        index = int(spec.device.partition(":")[2] or 0)
+        if machine is not None and spec.type == machine.device_type:
             present, have = machine.has(index), f"simulates {sorted(map(str, machine.max_memory))}"
         else:
             found = accelerator_type() if machine is None else None
             here = torch.accelerator.device_count() if found is not None else 0
-            present = device.type == found and index < here
+            present = spec.type == found and index < here
             have = f"has {here} {found or 'accelerator'} device{'' if here == 1 else 's'}"
         if not present:
             raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {have}. {hint}")

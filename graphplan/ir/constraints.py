@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +53,12 @@ def names_in(graph: Graph) -> list[str]:
     above = {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
     tied = {name for weight in graph.weights.values() for name in weight.names}
     return sorted((paths | above | tied | set(graph.weights) | set(graph.operations)) - {""})
+
+
+def did_you_mean(graph: Graph, name: str) -> str:
+    """What a caller may have meant by a name that is none, as the end of a message."""
+    close = difflib.get_close_matches(name, names_in(graph), 3)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def operations_named(graph: Graph, name: str) -> list[str]:

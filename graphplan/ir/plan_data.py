@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import PlanError, VerificationError
-from graphplan.ir.constraints import Constraints, operations_named
+from graphplan.ir.constraints import Constraints, did_you_mean, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -81,6 +81,10 @@ class PlanData:
     prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
     streaming: bool = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        # without what is cached: torch devices are no names where they are not
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @cached_property
     def placement(self) -> dict[str, DeviceKey]:
         """Every parameter's and buffer's name -> the key of the device where it resides."""
@@ -141,7 +145,8 @@ class PlanData:
         operations = {operation.name for operation in self.operations_of(name)}
         found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
         if not found:
-            raise PlanError(f"no operation, module or weight named {name!r} runs in this plan")
+            hint = did_you_mean(self.graph, name)
+            raise PlanError(f"no operation, module or weight named {name!r} runs in this plan{hint}")
         return found
 
     def operations_of(self, name: str) -> Iterator[Operation]:

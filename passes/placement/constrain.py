@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology, round_up
 from graphplan.errors import PlanError
-from graphplan.ir.constraints import Constraints, names_in, operations_named
+from graphplan.ir.constraints import Constraints, did_you_mean, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
@@ -145,8 +144,7 @@ def _operations(graph: Graph, name: str, where: str) -> list[str]:
     """The operations of a module, or the one of this name."""
     found = operations_named(graph, name)
     if not found:
-        close = difflib.get_close_matches(name, names_in(graph), 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(graph, name)
         raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
     return found
 

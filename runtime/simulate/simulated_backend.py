@@ -7,6 +7,8 @@ uses PrivateUse1 for something else cannot simulate.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +35,14 @@ _REACHED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The one stream, on which all is done at once; ``torch.distributed.checkpoint`` asks for it."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 class _Backend(device_module()):  # type: ignore[misc]  # a class that torch keeps private
     """What torch asks of ``torch.sim``."""
 
@@ -45,6 +55,12 @@ class _Backend(device_module()):  # type: ignore[misc]  # a class that torch kee
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
+
+    def current_stream(self, _device: Any = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, _stream: _Stream) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 _library: list[torch.library.Library] = []

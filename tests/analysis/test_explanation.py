@@ -56,6 +56,13 @@ def plan() -> Plan:
 # -- explain ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ask", [Plan.explain, Plan.stage_of, Plan.device_of])
+def test_a_name_that_is_none_is_answered_with_one_that_is_close(ask: Any) -> None:
+    plan = graphplan.plan(nn.Sequential(nn.Linear(4, 4)), {"cpu": "1GiB"}, (torch.ones(2, 4),))
+    with pytest.raises(graphplan.PlanError, match=r"'0.wieght'.*did you mean '0.weight'"):
+        ask(plan, "0.wieght")
+
+
 def test_where_it_is_and_what_it_costs_there(plan: Plan) -> None:
     found = plan.explain("blocks.1")
     operations = [op for op in plan.graph.operations.values() if op.module_path.startswith("blocks.1")]

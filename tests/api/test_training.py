@@ -794,6 +794,12 @@ def test_bad_arguments_name_what_to_do(options: dict[str, Any], said: str) -> No
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+def test_results_without_a_name_are_said_to_have_none() -> None:
+    options = {"train": True, "train_outputs": "logits"}
+    with pytest.raises(graphplan.InputError, match="train_outputs='logits': the results are without names"):
+        graphplan.plan(nn.Linear(4, 4), {"cpu": "1GiB"}, (torch.ones(2, 4),), **options)
+
+
 def test_a_plan_of_a_step_needs_inputs() -> None:
     with pytest.raises(graphplan.InputError, match="example inputs"):
         graphplan.plan(stack(), {0: "1GiB"}, train=True)

@@ -3,6 +3,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from builders import bytes_of, largest_difference
 from language_models import build, inputs_of
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import checkpoint
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_module_utils
 
 import graphplan
@@ -350,3 +355,38 @@ def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path
     row = benchmark.alone(benchmark.load, str(tmp_path), int(0.8 * total))
     assert 0.3 * total < row["on_host"] < 0.8 * total
     assert row["over_host"] < 1.1
+
+
+def test_a_distributed_checkpoint_of_a_placed_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with (
+        graphplan.simulate({0: "1MiB"}),
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # no process group
+    ):
+        placed = graphplan.partition(model, {0: 1024, "cpu": "1MiB"}, (torch.ones(1, 8),))
+        checkpoint.save(placed.state_dict(), checkpoint_id=tmp_path)
+        found = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        checkpoint.load(found, checkpoint_id=tmp_path)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+
+UNPICKLED = """
+import sys, torch, pickle
+placed = pickle.loads(sys.stdin.buffer.read())
+placed(torch.ones(1, 64))
+"""
+
+
+@pytest.mark.slow
+def test_a_placed_model_that_is_unpickled_where_its_devices_are_not_says_so() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with graphplan.simulate({0: "1MiB"}):
+        placed = graphplan.partition(model, {0: 40 * 1024, "cpu": "1MiB"}, (torch.ones(1, 64),))
+        assert placed.plan.streams
+        data = pickle.dumps(placed)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    said = subprocess.run(
+        [sys.executable, "-c", UNPICKLED], input=data, env=env, capture_output=True, check=False
+    )
+    assert b"DeviceError: device 0 (sim:0) is not here" in said.stderr
