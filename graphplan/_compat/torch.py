@@ -148,6 +148,12 @@ def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
             setattr(other, name, hooks)
 
 
+def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor can be given the ``data`` of another: their implementations are alike."""
+    alike: bool = private(torch, "_has_compatible_shallow_copy_type", "torch")(tensor, other)
+    return alike and not any(hasattr(one, "__tensor_flatten__") for one in (tensor, other))
+
+
 def backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks of its backward pass, not those of its submodules."""
     return any(private(module, f"_backward_{kind}", "torch") for kind in ("hooks", "pre_hooks"))

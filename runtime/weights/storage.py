@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from graphplan._compat.torch import copy_gradient_hooks
+from graphplan._compat.torch import copy_gradient_hooks, may_share_data
 from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
@@ -251,10 +251,10 @@ def _over(parameter: nn.Parameter, placed: nn.Parameter, name: str) -> nn.Parame
         return parameter
     gradient, parameter.grad = parameter.grad, None
     try:
-        if any(hasattr(one, "__tensor_flatten__") for one in (parameter, placed)):
-            torch.utils.swap_tensors(parameter, placed)
-        else:
+        if may_share_data(parameter, placed):
             parameter.data = placed.data
+        else:
+            torch.utils.swap_tensors(parameter, placed)
     except RuntimeError as error:
         raise InputError(
             f"{name!r} cannot be placed at this first call, as something holds on to it "

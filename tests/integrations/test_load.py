@@ -357,6 +357,21 @@ def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path
     assert row["over_host"] < 1.1
 
 
+@pytest.mark.parametrize("budgets", [{"cpu": "1MiB"}, {0: 1024, "cpu": "1MiB"}, {0: "1MiB"}], ids=str)
+def test_a_checkpoint_is_read_at_the_first_call(tmp_path: Path, budgets: dict[Any, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(1, 8)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with graphplan.simulate({0: "1MiB"}):
+        with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+            placed = graphplan.partition(empty, budgets, checkpoint=tmp_path)
+        held = list(placed.parameters())
+        assert torch.equal(placed(x).cpu(), model(x))
+        assert all(parameter is held[i] for i, parameter in enumerate(placed.parameters()))
+
+
 def test_a_distributed_checkpoint_of_a_placed_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
