@@ -148,6 +148,12 @@ def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
             setattr(other, name, hooks)
 
 
+def accumulates(leaf: torch.autograd.graph.Node) -> bool:
+    """Whether the backward pass under way adds to this leaf's gradient, or only finds those of others."""
+    found: bool = private(torch._C, "_will_engine_execute_node", "torch")(leaf)
+    return found
+
+
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a tensor can be given the ``data`` of another: their implementations are alike."""
     alike: bool = private(torch, "_has_compatible_shallow_copy_type", "torch")(tensor, other)

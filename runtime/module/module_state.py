@@ -98,14 +98,15 @@ MoveWeights = Callable[[Sequence[Any], Mapping[str, Any], str, Modes], Start]
 class Code:
     """The code of one program, ready to run on one module's weights.
 
-    ``reduced`` is that of backward passes to some of whose results no gradient comes, by their names.
+    ``reduced`` is that of backward passes to some of whose results no gradient comes, by their names, and by
+    whether the parameters' gradients are added up.
     """
 
     module: fx.GraphModule
     bound: BoundCode | Recorder
     rebuild: Rebuild
     backward: BoundCode | Recorder | None = None
-    reduced: dict[frozenset[str], BoundCode] = field(default_factory=dict)
+    reduced: dict[tuple[frozenset[str], bool], BoundCode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -618,6 +618,33 @@ def test_inputs_that_require_gradients_later_get_them() -> None:
         assert gap(gradients_of(mine), gradients_of(theirs)) < 1e-5
 
 
+@pytest.mark.parametrize("budgets", [{"cpu": ROOMY}, {0: ROOMY}], ids=str)
+def test_the_gradient_of_an_input_alone_leaves_those_of_parameters(budgets: dict[Any, int]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 8)
+
+    def adversarial(of: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            near = x.clone().requires_grad_()
+            (of(near).square().mean()).backward(inputs=[near])
+            assert near.grad is not None
+            again = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(of(again).square().mean(), again)
+            assert torch.equal(gradient, near.grad)
+            of(x + 0.1 * gradient.sign()).square().mean().backward()
+            found += [
+                parameter.grad.cpu().clone() for parameter in of.parameters() if parameter.grad is not None
+            ]
+        return found
+
+    with graphplan.simulate({0: ROOMY}), short_search():
+        inputs = (x.clone().requires_grad_(),)
+        placed = graphplan.partition(copy.deepcopy(model), budgets, inputs, train=True, strict=True)
+        for a, b in zip(adversarial(placed), adversarial(model), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
 def test_gradients_of_inputs() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)

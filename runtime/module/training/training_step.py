@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
-from graphplan._compat.torch import storage_of
+from graphplan._compat.torch import accumulates, storage_of
 from graphplan.capture.model.model_weights import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
@@ -83,8 +84,13 @@ class _StepCall:
         self.saved_versions = list(map(_VERSION, self.watched))
         return self.results
 
-    def backward(self, tangents: Sequence[torch.Tensor | None]) -> Sequence[Any]:
-        """The gradients of the inputs that have one; ``tangents`` are those by the results it starts from."""
+    def backward(self, tangents: Sequence[torch.Tensor | None], *, accumulate: bool) -> Sequence[Any]:
+        """The gradients of the inputs that have one.
+
+        Args:
+            tangents: by the results that it starts from.
+            accumulate: whether the parameters' are added up; not where those of inputs alone are asked for.
+        """
         saved, self.saved = self.saved, None
         if saved is None:
             raise RuntimeError(_TWICE)
@@ -103,8 +109,8 @@ class _StepCall:
         assert run is not None
         _, *names = (node.name for node in self.program.backward.graph.find_nodes(op="placeholder"))
         absent = frozenset(n for n, tangent in zip(names, tangents, strict=True) if tangent is None)
-        if absent:
-            run = reduced_backward(self.module, self.program, self.code, absent)
+        if absent or not accumulate:
+            run = reduced_backward(self.module, self.program, self.code, absent, accumulate=accumulate)
         given = [t if t is None or t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = run([saved, *given])
@@ -115,11 +121,11 @@ class _Step(torch.autograd.Function):
     """Forward and backward of a call, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: _StepCall, _anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _StepCall, anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
         """The results that are tensors; those that have no gradient in eager mode have none."""
         results, how = call.forward(), call.program.backward
         assert how is not None
-        ctx.call = call
+        ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
         tensors = tuple(result for result in results if isinstance(result, torch.Tensor))
         ends = {id(results[position]) for position in how.differentiated}
@@ -137,7 +143,8 @@ class _Step(torch.autograd.Function):
         for index, name in ctx.others.items():
             if tangents[index] is not None:
                 raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
-        return None, None, *ctx.call.backward([tangents[index] for index in ctx.starts])
+        given = [tangents[index] for index in ctx.starts]
+        return None, None, *ctx.call.backward(given, accumulate=accumulates(ctx.anchor))
 
 
 def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:

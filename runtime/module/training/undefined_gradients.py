@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphplan.ir.lowered_ops import add_gradient
 from graphplan.runtime.module.code_assembly import backward_code
 from graphplan.runtime.module.module_state import Code
 from graphplan.runtime.module.program import Program
@@ -26,13 +27,22 @@ from graphplan.runtime.module.weight_binding import BoundCode
 _SUMS = (torch.add, torch.ops.aten.add.Tensor)
 
 
-def reduced_backward(module: nn.Module, program: Program, code: Code, absent: frozenset[str]) -> BoundCode:
-    """The code of a step's backward pass where no gradient comes to these of its placeholders."""
-    if absent not in code.reduced:
+def reduced_backward(
+    module: nn.Module, program: Program, code: Code, absent: frozenset[str], *, accumulate: bool
+) -> BoundCode:
+    """The code of a step's backward pass where no gradient comes to these of its placeholders.
+
+    Without ``accumulate`` it leaves the parameters' gradients as they are.
+    """
+    key = absent, accumulate
+    if key not in code.reduced:
         assert program.backward is not None
         graph = without_gradients(program.backward.graph, absent)
-        code.reduced[absent] = backward_code(module, program, code.module, graph)
-    return code.reduced[absent]
+        if not accumulate:
+            for node in graph.find_nodes(op="call_function", target=add_gradient):
+                graph.erase_node(node)
+        code.reduced[key] = backward_code(module, program, code.module, graph)
+    return code.reduced[key]
 
 
 def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
