@@ -271,6 +271,21 @@ def test_modes_and_devices_choose_among_routes() -> None:
         assert len(placed.plans) == 2
 
 
+def test_a_default_dtype_chooses_among_routes() -> None:
+    class Ones(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.ones(3).to(torch.float32)
+
+    x = torch.zeros(3)
+    placed = graphplan.partition(Ones(), {"cpu": "1GiB"}, (x,))
+    try:
+        for dtype in (torch.float64, torch.float32) * 2:
+            torch.set_default_dtype(dtype)
+            assert placed(x).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
     """The plan of the large call streams weights or computes on the CPU; those of small ones do not."""
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.ReLU()))).eval()

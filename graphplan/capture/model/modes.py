@@ -61,6 +61,7 @@ class Modes:
         configs: for each configuration, its plain values by name.
         step: what is differentiated, in a training step; None for a forward pass alone.
         autocast: the type that autocast is on for; None where it is off.
+        default: the type of tensors that are made without one.
     """
 
     training: tuple[bool, ...]
@@ -68,6 +69,7 @@ class Modes:
     configs: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     step: Differentiation | None = None
     autocast: torch.dtype | None = None
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""
@@ -79,6 +81,8 @@ class Modes:
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
         if self.autocast != other.autocast:
             return "autocast has changed"
+        if self.default != other.default:
+            return f"torch's default dtype is {self.default}, and was {other.default}"
         if self.step != other.step:
             return "other parameters require gradients, or gradients are on or off"
         return None if self.training == other.training else "its modules train, or do not any more"
