@@ -73,6 +73,8 @@ class AssignedState:
         self._written: dict[tuple[int, str], tuple[Any, int]] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
+        self._requiring = set[int]()  # ids of buffers that required a gradient before
+        self._with_history: list[str] = []
         self._read: list[torch.Tensor] = []
         self._program: Any = None
         self.makes_tensors = False
@@ -82,7 +84,8 @@ class AssignedState:
         is_root = not self._buffers
         if is_root:
             for _, own in _modules(module):
-                self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
+                buffers = self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
+                self._requiring |= {id(x) for x in buffers.values() if x is not None and x.requires_grad}
                 known = {name: snapshot(value) for name, value in own.items() if name not in TORCHS}
                 self._attributes[id(own)] = known
         result = forward(*args, **kwargs)
@@ -90,6 +93,7 @@ class AssignedState:
             self._write_buffers(label, own["_buffers"])
             if is_root:
                 self._note_attributes(label, own)
+                self._note_history(label, own["_buffers"])
         return result
 
     def _write_buffers(self, label: str, table: dict[str, Any]) -> None:
@@ -113,6 +117,19 @@ class AssignedState:
             before[name].copy_(table[name].detach())  # what follows reads what was assigned
         for name in new:
             self._written[id(table), name] = table[name], _version(table[name])
+
+    def _note_history(self, label: str, table: dict[str, Any]) -> None:
+        for name, value in table.items():
+            if value is not None and value.requires_grad and id(value) not in self._requiring:
+                self._with_history.append(f"{label}.{name}")
+
+    def refuse_history(self) -> None:
+        """Raise NoGraphError where a call leaves a buffer through which gradients flow: eager keeps them."""
+        if self._with_history:
+            raise NoGraphError(
+                f"a call leaves {self._with_history[0]} with a gradient, which eager keeps and a graph does "
+                "not: assign .detach() of it, if no backward pass is to go through it after the call"
+            )
 
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})

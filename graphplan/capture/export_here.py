@@ -55,7 +55,7 @@ def export(
 
     Raises:
         CaptureError: it does.
-        NoGraphError: the model reads what its last call has left.
+        NoGraphError: the model reads what its last call has left, or gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
     given, before = (keep_grad, module, args, kwargs), attributes_of(module)
@@ -69,6 +69,8 @@ def export(
             logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
             put_back(before)
             state, program = _export(*given, dynamic_shapes, ends=ends)
+        if keep_grad:
+            state.refuse_history()
         with state.left(program) as differs:
             if differs:
                 shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size

@@ -160,8 +160,10 @@ class _Swapped:
         for table, name, tensor, here, version in self.kept:
             found = table[name]
             # kernels of BatchNorm write to buffers without a change of version
-            if found is here and (table is module._buffers or here._version != version):
-                with torch.no_grad():
+            statistics = table is module._buffers and not here.requires_grad
+            if found is here and (statistics or here._version != version):
+                through = table is module._buffers and here.requires_grad  # what is written has a gradient
+                with torch.set_grad_enabled(through and torch.is_grad_enabled()):
                     tensor.copy_(here)
             anew = found is not None and found is not here  # the model has made another
             table[name] = found.to(tensor.device) if anew else tensor
@@ -270,6 +272,7 @@ def undone(tree: nn.Module) -> Iterator[None]:
     parts = list(tree.modules())
     tables: list[Any] = [table for p in parts for table in (p._parameters, p._buffers, p._modules)]
     values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
+    plain = {id(tensor) for tensor, _ in values if not tensor.requires_grad}
     with untouched(tree), restored(tables):
         try:
             yield
@@ -277,4 +280,6 @@ def undone(tree: nn.Module) -> Iterator[None]:
             put_back(attributes)
             with torch.no_grad():
                 for tensor, before in values:
+                    if id(tensor) in plain and tensor.requires_grad and not tensor._is_view():
+                        tensor.detach_()  # written to in place, with gradients
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version

@@ -277,4 +277,6 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
             known = {*made.__dict__, *SimulatedTensor.own}
             made.__dict__.update({key: note for key, note in original.__dict__.items() if key not in known})
         return made
-    return placed.requires_grad_(original.requires_grad) if original.requires_grad else placed
+    if original.requires_grad:
+        return placed.requires_grad_()
+    return placed.detach() if placed._is_view() else placed  # forward may write to it with gradients

@@ -14,6 +14,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.eager_run import unwritten
+from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -345,6 +346,13 @@ def same(placed: nn.Module, model: nn.Module) -> None:
         assert torch.allclose(found.cpu(), buffer, atol=1e-5), name
 
 
+def same_gradients(placed: nn.Module, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        gradient = placed.get_parameter(name).grad
+        assert gradient is not None
+        assert torch.allclose(gradient.cpu(), parameter.grad, rtol=1e-4, atol=1e-4), name
+
+
 @pytest.mark.parametrize("kind", TRACED)
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
 def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> None:
@@ -362,10 +370,99 @@ def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> Non
             if options:
                 for result in (found, expected):
                     result.square().sum().backward()
-        for name, parameter in eager.named_parameters() if options else ():
-            gradient = placed.get_parameter(name).grad
-            assert gradient is not None
-            assert torch.allclose(gradient.cpu(), parameter.grad, rtol=1e-4, atol=1e-4), name
+        if options:
+            same_gradients(placed, eager)
+
+
+class Through(nn.Module):
+    """Keeps what gradients flow through: into the next call, or to a loss that reads it from the buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(8, 8), kind
+        self.register_buffer("kept", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        if self.kind == "assigned":
+            self.kept = torch.tanh(0.9 * self.kept + h)
+        elif self.kind == "in place":
+            self.kept.mul_(0.9).add_(h)
+        elif self.kind == "only read outside":
+            self.kept = h.square()
+        return h + self.kept
+
+
+class Ends(nn.Module):
+    """Detaches what a submodule has left with its history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Through("assigned")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        self.inner.kept = self.inner.kept.detach()
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:the training step has no graph")
+@pytest.mark.parametrize("kind", ["assigned", "in place", "only read outside"])
+@pytest.mark.parametrize("options", [{"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_gradients_flow_from_call_to_call(kind: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Through(kind))
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "1MiB"}):
+        with pytest.warns(graphplan.GraphplanWarning, match=r"leaves Through\.kept with a gradient.*detach"):
+            placed = graphplan.partition(model, {0: "1MiB"}, (X,), **options)
+        for one in (placed, eager):
+            results = [one(scale * X).cpu() for scale in (1.0, 0.5, 2.0)]
+            (sum(result.square().mean() for result in results) + next(one.buffers()).cpu().sum()).backward()
+        same(placed, eager)
+        same_gradients(placed, eager)
+
+
+@pytest.mark.parametrize("kind", ["assigned", "in place", "only read outside"])
+def test_gradients_flow_through_buffers_that_are_copied_for_a_call(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Through(kind))
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "1MiB"}):
+        results = []
+        for scale in (1.0, 0.5, 2.0):
+            call = HookedRun(Way("there"), torch.device("cpu"), torch.device("sim:0"))
+            results.append(run_hooked(model, "", call, (scale * X,), {}))
+        for one, found in ((model, results), (eager, [eager(scale * X) for scale in (1.0, 0.5, 2.0)])):
+            (sum(result.square().mean() for result in found) + one[1].kept.sum()).backward()
+        same(model, eager)
+        same_gradients(model, eager)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_a_history_that_ends_in_the_call_is_traced(options: dict[str, Any]) -> None:
+    model = Ends()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, **options)
+    for scale in (1.0, 0.5):
+        with torch.set_grad_enabled(bool(options)):
+            found, expected = placed(scale * X), eager(scale * X)
+        assert torch.allclose(found, expected, atol=1e-5)
+        for result in (found, expected) if options else ():
+            result.square().sum().backward()
+    same(placed, eager)
+    if options:
+        same_gradients(placed, eager)
+
+
+@torch.no_grad()
+def test_without_gradients_kept_buffers_are_traced() -> None:
+    model = Through("assigned")
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for scale in (1.0, 0.5):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    same(placed, eager)
 
 
 @pytest.mark.parametrize("kind", BY_MODULES)
