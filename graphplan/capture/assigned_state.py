@@ -75,6 +75,7 @@ class AssignedState:
         self._changes: list[_Change] = []
         self._requiring = set[int]()  # ids of buffers that required a gradient before
         self._with_history: list[str] = []
+        self.losses: list[str] = []  # attributes that have a gradient, such as losses for others to add
         self._read: list[torch.Tensor] = []
         self._program: Any = None
         self.makes_tensors = False
@@ -140,6 +141,9 @@ class AssignedState:
                 self._changes.append(
                     _Change(own, label, name, before.value, _tensors(before), after, is_plain)
                 )
+                by_hook = own["_forward_pre_hooks"] and isinstance(before.value, torch.Tensor)  # weight_norm
+                if not by_hook and any(one.requires_grad for one in _tensors(snapshot(after))):
+                    self.losses.append(f"{label}.{name}")
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
         """Attributes that have other tensors after the traced call than those that it read."""

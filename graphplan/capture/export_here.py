@@ -35,6 +35,9 @@ from graphplan.message_text import first_line
 
 logger = logging.getLogger("graphplan")
 
+LOSSES = "graphplan_losses"
+"""Of a traced module's ``meta``: the attributes that its call leaves with a gradient."""
+
 _MOST_SECONDS = 30.0
 """Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
 proves conditions for minutes."""
@@ -75,6 +78,7 @@ def export(
             if differs:
                 shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
                 state.refuse_other(*_export_again(*given, shapes))
+        program.graph_module.meta[LOSSES] = state.losses
         return program
     finally:
         put_back(before)

@@ -21,6 +21,7 @@ from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.eager_run import eager_error
+from graphplan.capture.export_here import LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
 from graphplan.capture.own_backward import refusing_own_backward
@@ -116,7 +117,13 @@ def _refuse_nested(call: BoundCall) -> None:
 
 def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
     """The capture, with the casts of autocast, and what a backward pass reads."""
+    losses = found.module.meta.pop(LOSSES, ())
     if keep_grad:
+        for name in losses:
+            model_copy.warn_once(
+                f"forward leaves {name} with a gradient: a placed model does not, so that a loss made of it "
+                "gives none. Return it instead"
+            )
         keep_what_is_read(found)
         _tell_of_history(found, model_copy)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)

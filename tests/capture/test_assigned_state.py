@@ -510,6 +510,40 @@ def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Modu
         assert torch.allclose(placed(rows), eager(rows), atol=1e-5)
 
 
+class Adds(nn.Module):
+    """Leaves losses for others to add, in a list or as attributes of its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+        self.losses = list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.kind == "losses":
+            self.losses.clear()
+            self.losses.append(h.square().mean())
+        else:
+            self.last = h.square().mean()
+        return h
+
+
+@pytest.mark.parametrize("kind", ["losses", "last"])
+@pytest.mark.parametrize("options", [{"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_losses_that_are_left_in_attributes_are_told_of_once(kind: str, options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Adds(kind))
+    with pytest.warns(graphplan.GraphplanWarning, match=rf"leaves Adds\.{kind} with a gradient") as told:
+        placed = graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, **options)
+    assert len(told) == 1
+    placed(X[:2]).sum().backward()  # warnings are errors
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_compute_are_no_losses() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, grad=True)
+
+
 class Asks(nn.Module):
     """Goes by the values of what its last call has left."""
 
