@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.assigned_state import restored_buffers
+from graphplan.capture.attribute_snapshots import TORCHS
+from graphplan.capture.model.attribute_data import data_in
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.signature import BoundCall, leaf_names
@@ -29,6 +31,7 @@ from graphplan.errors import GraphplanError, InputError
 from graphplan.message_text import first_line
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
+_STATISTICS = ("running_mean", "running_var")
 
 
 def eager_error(model_copy: ModelCopy, call: BoundCall) -> Exception | None:
@@ -62,54 +65,84 @@ def undrawn(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(*models: nn.Module) -> Iterator[None]:
-    """A block after which parameters, and random numbers, are as before: a trial is no call of the model."""
+    """A block after which tensors, and random numbers, are as before: a trial is no call of the model."""
     with undrawn(*models), unwritten(*models):
         yield
 
 
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
-    """A block after which parameters have the values that they had; those that are written to are copied."""
-    parameters: list[torch.Tensor] = [parameter for model in models for parameter in model.parameters()]
-    memories = [parameter.data for parameter in parameters]
-    written = _BeforeWrites(parameters)
+    """A block after which parameters, and tensors of other attributes, have the values that they had.
+
+    Those that are written to are copied.
+    """
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *_plain_tensors(model))]
+    memories = [tensor.data for tensor in tensors]
+    written = _BeforeWrites(tensors)
     try:
         with written:
             yield
     finally:
-        for parameter, data in zip(parameters, memories, strict=True):
-            if memory_of(parameter) != memory_of(data):  # its ``.data`` was assigned
-                parameter.data = data
+        for tensor, data in zip(tensors, memories, strict=True):
+            if memory_of(tensor) != memory_of(data):  # its ``.data`` was assigned
+                tensor.data = data
         with torch.no_grad():
-            for parameter, before in written.kept:
-                parameter.copy_(before)
+            for tensor, before in written.kept:
+                tensor.copy_(before)
+
+
+def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors in attributes that are neither parameters nor buffers of the model."""
+    parts = list(model.modules())
+    ids, known, found = set(map(id, parts)), set[int](), list[torch.Tensor]()
+    for part in parts:
+        for name, value in vars(part).items():
+            if name not in TORCHS:
+                data = data_in(name, value, known, ids)
+                known |= data.seen
+                found += [tensor for _, tensor in data.tensors]
+    return found
 
 
 class _BeforeWrites(TorchDispatchMode):
-    """Keeps what parameters held before an operation writes to their memory."""
+    """Keeps what tensors held before an operation writes to their memory."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._parameters: dict[Any, list[torch.Tensor]] = {}  # by the memory, which several may share
-        for parameter in parameters:
-            self._parameters.setdefault(memory_of(parameter), []).append(parameter)
-        self._parameters.pop(None, None)  # wrappers of others, and what has no elements
+        self._tensors: dict[Any, list[torch.Tensor]] = {}  # by the memory, which several may share
+        for tensor in tensors:
+            self._tensors.setdefault(memory_of(tensor), []).append(tensor)
+        self._tensors.pop(None, None)  # wrappers of others, and what has no elements
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs):
+        for written in (*written_arguments(func, args, kwargs), *_running_statistics(func, args)):
             self._keep(written)
         return func(*args, **kwargs)
 
     def _keep(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor):
-            found = self._parameters.pop(memory_of(tensor), [])  # once is enough
-            self.kept += [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in found]
+            found = self._tensors.pop(memory_of(tensor), [])  # once is enough
+            self.kept += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in found]
+
+
+def _running_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Arguments that kernels of BatchNorm write to, of which their schema does not say so."""
+    schema = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+    return [arg for one, arg in zip(schema, args, strict=False) if one.name in _STATISTICS]
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the repetitions of one that is expanded, which torch refuses to write to."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -755,3 +756,72 @@ def test_counts_that_nothing_depends_on_are_traced() -> None:
     for rows in (X, X[:2]):
         assert torch.allclose(placed(rows), model(rows), atol=1e-6)
     assert len(placed.plans) == 1
+
+
+class Holder:
+    """An object of the model's own."""
+
+    def __init__(self, sums: torch.Tensor) -> None:
+        self.sums = sums
+
+
+SUMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an attribute": lambda sums: sums,
+    "an item of a list": lambda sums: [sums],
+    "an item of a dict": lambda sums: {"sums": sums},
+    "of an object": Holder,
+    "of a module in a list": lambda _: [nn.BatchNorm1d(8)],
+}
+
+
+class Sums(nn.Module):
+    """Writes in place to a tensor that is neither parameter nor buffer; the data decides how it goes on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), SUMS[kind](torch.zeros(8))
+
+    def sums(self) -> torch.Tensor:
+        kept = self.kept
+        for one in kept if isinstance(kept, list) else kept.values() if isinstance(kept, dict) else [kept]:
+            return one.running_mean if isinstance(one, nn.Module) else getattr(one, "sums", one)
+        raise AssertionError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.kept, list) and isinstance(self.kept[0], nn.Module):
+            self.kept[0](x)
+        else:
+            self.sums().add_(x.mean(0))
+        return self.linear(x) + self.sums()
+
+
+class DecidingSums(Sums):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if bool(x.sum() < 1e6) else x
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", SUMS)
+@torch.no_grad()
+def test_tensors_that_a_trial_writes_to_are_as_before(kind: str, first: bool) -> None:
+    model = DecidingSums(kind)
+    eager = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, () if first else (1 + X,))
+        found = placed(1 + X)
+    assert torch.allclose(found, eager(1 + X), atol=1e-5)
+    assert torch.equal(model.sums(), torch.zeros(8))
+    for scale in (0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    assert torch.allclose(placed.sums(), eager.sums())
+
+
+@torch.no_grad()
+def test_an_expanded_tensor_is_as_before_a_trial() -> None:
+    base = torch.ones(8, 1)
+    model = nn.Identity()
+    model.kept = {"wide": base.expand(8, 4)}
+    with unwritten(model):
+        base.add_(1)
+    assert torch.equal(base, torch.ones(8, 1))

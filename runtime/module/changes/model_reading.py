@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
+from graphplan.capture.model.attribute_data import data_in, is_container
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
 from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
-from graphplan.runtime.module.changes.attribute_data import data_in, is_container
 
 # `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
 _ADAPTERS = {
