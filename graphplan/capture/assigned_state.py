@@ -25,12 +25,14 @@ from torch import fx, nn
 from graphplan._compat.torch import storage_of
 from graphplan.capture.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.structure import Seen, flatten, unflatten
+from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
 
 _ABSENT = object()
+
+WRITTEN = "written to in place"
 
 
 def restored_buffers(module: nn.Module) -> AbstractContextManager[None]:
@@ -183,10 +185,12 @@ class AssignedState:
                 _tensors(snapshot(one.owner[one.name])), read
             )
             if not kept:  # as it is where a tensor is converted once
-                raise NoGraphError(
-                    f"{one.label}.{one.name} is read and then assigned: a graph has nothing from the call "
-                    f"before, but for buffers. Make it one, by register_buffer({one.name!r}, ...)"
-                )
+                label = f"{one.label}.{one.name}"
+                raise NoGraphError(nothing_from_before(label, one.name, "read and then assigned"))
+        written = [program.constants[name] for name in written_constants(program)]
+        for one in self._changes:
+            if _any_of(_tensors(snapshot(one.owner.get(one.name))), written):
+                raise NoGraphError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
         if plain and not self._is_repeated(program):
             raise NoGraphError(
@@ -198,6 +202,37 @@ class AssignedState:
         """Whether the next call does the same; what it reads of new tensors, the first has made."""
         described = _writes_to_state if self.makes_tensors else _operations
         return described(self._program) == described(program)
+
+
+def nothing_from_before(label: str, name: str, what: str) -> str:
+    """Why no graph has an attribute with a name that a call changes in some way."""
+    return (
+        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it one, by "
+        f"register_buffer({name!r}, ...)"
+    )
+
+
+def written_constants(program: torch.export.ExportedProgram) -> set[str]:
+    """The names of the tensors, other than weights and buffers, that operations in place write to."""
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes] if constants else []
+    written = [leaf for node in nodes for leaf in written_arguments(node.target, node.args, node.kwargs)]
+    storages = {storage_of(_unconverted(node).meta["val"]) for node in written if isinstance(node, fx.Node)}
+    inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
+    return {str(constants[node.name]) for node in inputs if storage_of(node.meta["val"]) in storages}
+
+
+def _unconverted(node: fx.Node) -> fx.Node:
+    """What ``to`` has returned as it is, of which a trace says another memory."""
+    while getattr(node.target, "overloadpacket", None) is aten.to:
+        given, source = node.target._schema.arguments, node.all_input_nodes[0]  # type: ignore[union-attr]
+        named = {**dict(zip((one.name for one in given), node.args, strict=False)), **node.kwargs}
+        own, before = node.meta["val"], source.meta["val"]
+        if named.get("copy") or (own.dtype, own.device) != (before.dtype, before.device):
+            break
+        node = source
+    return node
 
 
 def keep_what_is_read(capture: Capture) -> None:

@@ -825,3 +825,69 @@ def test_an_expanded_tensor_is_as_before_a_trial() -> None:
     with unwritten(model):
         base.add_(1)
     assert torch.equal(base, torch.ones(8, 1))
+
+
+class SumsOf(nn.Module):
+    """Writes in place to a tensor in an attribute, in a way that an operation in the graph does not say."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+        self.kept = None if how == "made at first" else torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.kept is None:
+            self.kept = torch.zeros(8)
+        if self.how == "a view":
+            self.kept.view(2, 4)[1].add_(1)
+        elif self.how == "converted":
+            self.kept.to(x.dtype).add_(1)
+        elif self.how == "without gradients":
+            with torch.no_grad():
+                self.kept.mul_(0.9).add_(h.mean(0))
+        elif self.how == "out":
+            torch.add(self.kept, 1, out=self.kept)
+        else:
+            self.kept.add_(1)
+        return h + self.kept
+
+
+WAYS = ["a view", "converted", "without gradients", "out", "made at first"]
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}])
+@pytest.mark.parametrize("make", [*((Sums, kind) for kind in SUMS), *((SumsOf, how) for how in WAYS)])
+def test_tensors_that_are_written_in_place_are_those_of_the_model(
+    make: tuple[Callable[[str], Any], str], options: dict[str, Any]
+) -> None:
+    model = make[0](make[1])
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match=r"kept.* is written to in place.*register_buffer"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), **options)
+    for scale in (1.0, 0.5, 2.0):
+        with torch.set_grad_enabled(bool(options)):
+            assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    sums = [one.sums() if isinstance(one, Sums) else one.kept for one in (placed, eager)]
+    assert torch.allclose(*sums)
+
+
+class Scratch(nn.Module):
+    """Writes to tensors that no other call reads: made inside, copied from an attribute, or converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.tensor([1.0, 2.0] * 4).add_(1)
+        copied = self.kept.clone().add_(1) + self.kept.to(x.dtype, copy=True).add_(1)
+        return self.linear(x) + made + copied + self.kept.to(torch.float64).add_(1).float()
+
+
+@torch.no_grad()
+def test_what_is_written_and_is_no_attribute_is_traced() -> None:
+    model = Scratch()
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for _ in range(2):
+        assert torch.allclose(placed(X), model(X), atol=1e-5)

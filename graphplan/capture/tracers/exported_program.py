@@ -11,9 +11,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.assigned_state import WRITTEN, nothing_from_before, written_constants
+from graphplan.capture.attribute_snapshots import TORCHS
 from graphplan.capture.captured_graph import Capture, Prepare
+from graphplan.capture.model.attribute_data import Data, data_in
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import identity
+from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
@@ -97,6 +100,7 @@ def from_program(
     _refuse_transforms(program.graph)
     _write_numbers(program.graph)
     taken = _read_inputs(program, model_copy)
+    _refuse_written(program, taken.constants, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     inputs = taken.of_call
     _flatten_outputs(program)
@@ -193,6 +197,32 @@ def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -
                 "torch.Generator), which a graph cannot have"
             )
     return found
+
+
+def _refuse_written(
+    program: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor], model_copy: ModelCopy
+) -> None:
+    """Raise NoGraphError where the graph writes to a tensor that lies in an attribute: it has a copy.
+
+    One that shares memory with a weight is refused later, for that.
+    """
+    names = written_constants(program) & constants.keys()
+    written = {_place_of(constants[name]) for name in names if not model_copy.weights.sharing(name)}
+    parts = list(model_copy.module.modules()) if written else []
+    ids, known = set(map(id, parts)), set[int]()
+    for part in parts:
+        for name, value in vars(part).items():
+            found = data_in(name, value, known, ids) if name not in TORCHS else Data()
+            known |= found.seen
+            for inner, tensor in found.tensors:
+                if _place_of(tensor) in written:
+                    raise NoGraphError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that share memory."""
+    memory = memory_of(tensor)
+    return id(tensor) if memory is None else memory
 
 
 def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
