@@ -35,7 +35,7 @@ from graphplan.compiler.progress import enter_stage
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError
-from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
+from graphplan.integrations.accelerate.fallback_placement import fall_back, in_place_of, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line, readable_bytes
@@ -49,7 +49,6 @@ from graphplan.runtime.weights.storage import (
     place_model,
     refilled,
     taken_over,
-    with_parameters_of,
 )
 from graphplan.warnings import warn
 
@@ -171,9 +170,8 @@ class Placer:
         """Run by hooks, which keep room for the call with the largest inputs."""
         largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
         placed = fall_back(model, model_copy, largest, self.topology, self.options, self.source, failed)
-        if self.in_place:
-            placed = with_parameters_of(model, placed)
-        return self._checked(model, placed, calls)
+        placed = self._checked(model, placed, calls)
+        return in_place_of(model, placed) if self.in_place else placed
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         if self.compiler is not None:

@@ -144,7 +144,7 @@ class AssignedState:
                     _Change(own, label, name, before.value, _tensors(before), after, is_plain)
                 )
                 by_hook = own["_forward_pre_hooks"] and isinstance(before.value, torch.Tensor)  # weight_norm
-                if not by_hook and any(one.requires_grad for one in _tensors(snapshot(after))):
+                if not by_hook and any(one.grad_fn for one in _tensors(snapshot(after))):
                     self.losses.append(f"{label}.{name}")
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:

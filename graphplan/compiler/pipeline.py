@@ -265,8 +265,9 @@ class Compiler:
 
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
         enter_stage("search")
-        limits = replace(Limits.within(self.options.time_limit), advises=advise)
-        state = CompileState(self._formulation, members, limits)
+        limits = Limits.within(self.options.time_limit)
+        first = replace(limits, advises=advise and limits.deadline is None)
+        state = CompileState(self._formulation, members, first)
         found = None
         try:
             found = self._passed(state)
@@ -275,7 +276,8 @@ class Compiler:
                 raise
         if found is None:  # behind the handler, whose error would be the next one's context, and hold weights
             # an error costs the caller more than a longer search
-            found = self._passed(replace(state, limits=replace(limits, deadline=None, proves=False)))
+            again = replace(limits, deadline=None, proves=False, advises=advise)
+            found = self._passed(replace(state, limits=again))
         state, made = found, []
         for member, choice in zip(state.members, state.choices, strict=True):
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)

@@ -57,7 +57,6 @@ class _DiskPlacement:
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
-    advises: bool = True  # an error names budgets that were tried
 
     def run(self) -> Solution:
         problem, disk = self.problem, self.problem.topology[DISK]
@@ -181,7 +180,7 @@ class _DiskPlacement:
         if nearest:
             least = min(nearest, key=lambda one: sum(one.excess.values()))
             needed = peaks_or_given(topology, least)
-        if self.advises:
+        if self.limits.advises:
             needed = self._tried(needed)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
@@ -200,13 +199,16 @@ class _DiskPlacement:
 
     def _tried(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
         """Budgets grown until a placement is found within them; none where that takes too many steps."""
+        limits = replace(self.limits, proves=False, advises=False)
         for _ in range(SearchParams().retries if needed else 0):
             problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
-            limits = replace(self.limits, proves=False)
             try:
-                _DiskPlacement(problem, self.mappable, limits, advises=False).run()
+                _DiskPlacement(problem, self.mappable, limits).run()
             except InfeasibleError as error:
-                needed = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
+                grown = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
+                if grown == needed:
+                    break
+                needed = grown
             else:
                 return needed
         return {}

@@ -162,7 +162,8 @@ class Limits:
             depend on the clock.
         effort: share of the default work.
         proves: whether a bound is asked for; else the search ends with a good placement.
-        advises: whether an error says which budgets would do for several calls, which takes many searches.
+        advises: whether an error says which budgets would do for several calls, or beside a disk, which
+            takes more searches.
     """
 
     deadline: float | None = None

@@ -20,13 +20,14 @@ from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
-from graphplan.message_text import first_line, readable_bytes
+from graphplan.message_text import readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
+from graphplan.warnings import warn
 
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
 
@@ -91,7 +92,7 @@ def place_model(
             or the model itself as :func:`refilled` or :func:`taken_over`.
 
     Raises:
-        InputError: a weight is on the meta device, so there is nothing to place; or others hold on to it.
+        InputError: a weight is on the meta device, so there is nothing to place.
         GraphplanError: a device has no room.
     """
     if source is None:
@@ -230,38 +231,36 @@ def taken_over(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     """The model itself, each parameter the object that it was: an optimizer may hold it by now.
 
     Source: ``torch.nn.Module._apply``.
-
-    Raises:
-        InputError: torch cannot move one, as something else holds on to it.
     """
-    own = {id(one): _over(one, placed[id(one)], name) for name, one in model.named_parameters()}
+    own, lost = dict[int, nn.Parameter](), list[str]()
+    for name, one in model.named_parameters():
+        if isinstance(one, nn.Parameter):  # no tensor that ``torch.func.functional_call`` has put there
+            own[id(one)] = _over(one, placed[id(one)])
+            lost += [name] if own[id(one)] is not one and one.requires_grad else []
+    if lost:
+        first = ", ".join(map(repr, lost[:3])) + (", ..." if lost[3:] else "")
+        warn(
+            f"something holds on to {first}: from this call on the model has others in their place; make an "
+            "optimizer after it"
+        )
     return refilled(model, {**placed, **own})
 
 
-def with_parameters_of(model: nn.Module, copied: nn.Module) -> nn.Module:
-    """A placed copy that has the parameters of the model, as :func:`taken_over`."""
-    there = dict(copied.named_parameters())
-    own = {id(there[name]): _over(one, there[name], name) for name, one in model.named_parameters()}
-    return refilled(copied, {id(one): one for one in copied.buffers()} | own)
-
-
-def _over(parameter: nn.Parameter, placed: nn.Parameter, name: str) -> nn.Parameter:
-    """The same object over the memory of another."""
+def _over(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
+    """The same object over the memory of another; that one, where torch cannot."""
     if placed is parameter:
         return parameter
     gradient, parameter.grad = parameter.grad, None
+    made = parameter
     try:
         if may_share_data(parameter, placed):
             parameter.data = placed.data
         else:
             torch.utils.swap_tensors(parameter, placed)
-    except RuntimeError as error:
-        raise InputError(
-            f"{name!r} cannot be placed at this first call, as something holds on to it "
-            f"({first_line(error)}): let go of it, or give partition example inputs"
-        ) from error
-    parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    return parameter
+    except RuntimeError:  # a weak reference, as an LSTM has, or a graph of autograd
+        parameter.grad, made = gradient, placed
+    made.grad = None if gradient is None else gradient.to(made.device)
+    return made
 
 
 def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
@@ -271,7 +270,7 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if placed is original:
         return original
     if isinstance(original, nn.Parameter):
-        made = nn.Parameter(placed, original.requires_grad)
+        made = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
         copy_gradient_hooks(original, made)
         if is_dense(original):  # what users note there, as ``weight.no_decay = True``
             known = {*made.__dict__, *SimulatedTensor.own}

@@ -8,7 +8,6 @@ import gc
 import pickle
 import re
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -492,14 +491,66 @@ def test_an_optimizer_that_is_made_before_the_first_call_trains(
         assert all(torch.equal(a, b) for a, b in untouched)
 
 
-def test_a_weight_that_something_holds_is_named_at_the_first_call() -> None:
+class Recurrent(nn.Module):
+    """Its layer has weak references to its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)[0]
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"train": True}, {"grad": True}], ids=str)
+def test_parameters_that_something_holds_are_named_at_the_first_call(options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 2, 8)
     with graphplan.simulate({0: ROOMY}):
         with pytest.warns(graphplan.GraphplanWarning, match="first call"):
-            placed = graphplan.partition(stack(), {0: ROOMY}, train=True)
-        held = weakref.ref(placed.head.weight)
-        with pytest.raises(graphplan.InputError, match=r"'head.weight' cannot be placed .* let go of it"):
-            placed(**batch())
-        assert held() is not None
+            placed = graphplan.partition(model, {0: ROOMY}, **options)
+        with pytest.warns(graphplan.GraphplanWarning, match="holds on to 'layer.weight_ih_l0'"):
+            result = placed(x)
+        assert gap({"": result.detach().cpu()}, {"": model(x).detach()}) < 1e-5
+
+
+class Held(nn.Module):
+    """Without a graph, and with a parameter in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.held = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x @ self.held[0]
+        return found if found.sum() < 1e9 else self.layer(found)
+
+
+@pytest.mark.parametrize("budgets", [{"cpu": ROOMY}, {0: ROOMY, "cpu": ROOMY}, {0: ROOMY, 1: ROOMY}], ids=str)
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_parameters_in_lists_are_those_of_a_model_without_a_graph(budgets: dict[Any, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Held(), torch.randn(2, 8)
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}):
+        later = graphplan.partition(model, budgets, grad=True, check=True)
+        now = graphplan.partition(model, budgets, (x,), grad=True)
+        model(x).square().sum().backward()
+        for placed in (later, now, pickle.loads(pickle.dumps(now))):
+            placed(x).square().sum().backward()
+            assert placed.held[0] is placed.layer.weight
+            assert gap({"": placed.layer.weight.grad.cpu()}, {"": model.layer.weight.grad}) < 1e-5
+
+
+def test_parameters_of_inference_mode_are_placed_at_the_first_call() -> None:
+    with torch.inference_mode():
+        model, x = nn.Linear(8, 8), torch.ones(2, 8)
+        for budgets in ({0: ROOMY}, {"cpu": ROOMY}):
+            with graphplan.simulate({0: ROOMY}):
+                with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+                    placed = graphplan.partition(model, budgets)
+                assert gap({"": placed(x).cpu()}, {"": model(x)}) < 1e-5
 
 
 def test_what_is_noted_on_parameters_stays() -> None:

@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from graphplan.analysis.plan import Plan
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.model.shared_attributes import copy_to_run
+from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
+from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
@@ -47,7 +47,7 @@ from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import Layout, place_model, with_parameters_of
+from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
@@ -106,6 +106,16 @@ def _refuse_constraints(options: Options, error: CaptureError) -> None:
         raise CaptureError(f"{error}\nHooks cannot do what {', '.join(named)} asks for") from error
 
 
+def in_place_of(model: nn.Module, copied: nn.Module) -> nn.Module:
+    """The model itself, placed and run as the copy is: others may hold its parameters."""
+    there = named_tensors(copied)
+    made = taken_over(model, {id(tensor): there[name] for name, tensor in named_tensors(model).items()})
+    trace_patched(made)
+    made = of_class(made, type(copied))
+    attach(made, vars(copied)["_graphplan"])
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class _Split:
     """A way of splitting, and where it puts what."""
@@ -137,7 +147,7 @@ class _ByModules:
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """A placed copy, whatever call comes next."""
-        return with_parameters_of(module, self.place(module, None))
+        return in_place_of(module, self.place(module, None))
 
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
         """A placed copy, with weights from a checkpoint if there is one."""
