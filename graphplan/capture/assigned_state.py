@@ -218,7 +218,8 @@ def written_constants(program: torch.export.ExportedProgram) -> set[str]:
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes] if constants else []
     written = [leaf for node in nodes for leaf in written_arguments(node.target, node.args, node.kwargs)]
-    storages = {storage_of(_unconverted(node).meta["val"]) for node in written if isinstance(node, fx.Node)}
+    values = [_unconverted(node).meta.get("val") for node in written if isinstance(node, fx.Node)]
+    storages = {storage_of(value) for value in values if isinstance(value, torch.Tensor)}
     inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
     return {str(constants[node.name]) for node in inputs if storage_of(node.meta["val"]) in storages}
 
