@@ -306,7 +306,8 @@ def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
             self.scratch.add_(1)
             return super().forward(x) + self.scratch
 
-    placed = graphplan.partition(Scratch(), {"cpu": "1GiB"}, (X,))
+    with pytest.warns(graphplan.GraphplanWarning, match=r"Scratch.scratch is written to in place"):
+        placed = graphplan.partition(Scratch(), {"cpu": "1GiB"}, (X,))
     model_copy = copy.deepcopy(placed)
     placed(X)
     second = placed(X)
@@ -600,7 +601,8 @@ def test_written_attributes_of_equal_values_stay_apart() -> None:
             return super().forward(x) + self.one + self.two
 
     model = Counters()
-    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    with pytest.warns(graphplan.GraphplanWarning, match=r"Counters.one is written to in place"):
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     for x in (X, X[:2], X):  # the second is another structure, over the same counters
         with torch.no_grad():
             assert largest_difference(placed(x), model(x)) < 1e-5

@@ -110,6 +110,7 @@ def in_place_of(model: nn.Module, copied: nn.Module) -> nn.Module:
     """The model itself, placed and run as the copy is: others may hold its parameters."""
     there = named_tensors(copied)
     made = taken_over(model, {id(tensor): there[name] for name, tensor in named_tensors(model).items()})
+    join_memory(copied, made)
     trace_patched(made)
     made = of_class(made, type(copied))
     attach(made, vars(copied)["_graphplan"])
