@@ -148,6 +148,12 @@ def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
             setattr(other, name, hooks)
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another."""
+    found: bool = private(tensor, "_is_view", "torch")()
+    return found
+
+
 def accumulates(leaf: torch.autograd.graph.Node) -> bool:
     """Whether the backward pass under way adds to this leaf's gradient, or only finds those of others."""
     found: bool = private(torch._C, "_will_engine_execute_node", "torch")(leaf)

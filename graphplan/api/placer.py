@@ -44,12 +44,7 @@ from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import (
-    bring_back,
-    place_model,
-    refilled,
-    taken_over,
-)
+from graphplan.runtime.weights.storage import bring_back, place_model, refilled, taken_over
 from graphplan.warnings import warn
 
 _IN_MEMORY = (
@@ -200,7 +195,10 @@ class Placer:
         planned: Sequence[Planned],
         in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
     ) -> nn.Module:
-        """A placed copy of ``model``, or itself, with the programs of what was planned and committed."""
+        """A placed copy of ``model``, or itself, with the programs of what was planned and committed.
+
+        ``in_place`` is how the model itself takes the placed tensors, where it does.
+        """
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
             warn(_IN_MEMORY)

@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import list_weights_anew
+from graphplan._compat.torch import is_view, list_weights_anew
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
@@ -280,6 +280,6 @@ def undone(tree: nn.Module) -> Iterator[None]:
             put_back(attributes)
             with torch.no_grad():
                 for tensor, before in values:
-                    if id(tensor) in plain and tensor.requires_grad and not tensor._is_view():
+                    if id(tensor) in plain and tensor.requires_grad and not is_view(tensor):
                         tensor.detach_()  # written to in place, with gradients
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version

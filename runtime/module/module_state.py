@@ -18,8 +18,8 @@ from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
-from graphplan.runtime.module.changes.module_guard import ModuleGuard
 from graphplan.runtime.module.dispatch_cache import Route
+from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.weight_binding import BoundCode

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from graphplan._compat.torch import copy_gradient_hooks, may_share_data
+from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
 from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
@@ -278,4 +278,4 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
         return made
     if original.requires_grad:
         return placed.requires_grad_()
-    return placed.detach() if placed._is_view() else placed  # forward may write to it with gradients
+    return placed.detach() if is_view(placed) else placed  # forward may write to it with gradients

@@ -25,7 +25,7 @@ from graphplan._compat.torch import global_hooks
 from graphplan.capture.model.attribute_data import is_container
 from graphplan.capture.model.model_weights import identity
 from graphplan.capture.model.modes import is_plain
-from graphplan.runtime.module.changes.model_reading import ANY, Fact, ModelReading
+from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading
 
 _LONGEST = 60  # characters of a value in a message
 _shape, _version = attrgetter("shape"), attrgetter("_version")
