@@ -206,15 +206,16 @@ def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Save
     return plan
 
 
-def budgeted(topology: Topology, max_memory: MaxMemory | None, reserve: Reserve) -> Topology:
+def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad: bool) -> Topology:
     """The devices of a plan, with the budgets that are given now, if any are.
 
     Raises:
         PlanError: these are of other devices.
     """
+    topology = plan.topology
     if max_memory is None:
         return topology
-    now = read_max_memory(max_memory, None, reserve)
+    now = read_max_memory(max_memory, None, reserve, grad=grad or plan.graph.trains)
     if set(now.keys) != set(topology.keys):
         raise PlanError(
             f"the plan is for the devices {list(topology.keys)}, max_memory names {list(now.keys)}"

@@ -74,16 +74,16 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
             raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
     if asked.network is not None and not isinstance(asked.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
-    read = (_read_machine(index, one, asked) for index, one in enumerate(machines))
+    read = (_read_machine(index, one, asked, grad=grad) for index, one in enumerate(machines))
     each = _stages_per_machine(asked, len(machines))
     trains = grad or asked.train, asked.train
     flight = Flight(count, asked.schedule, *trains, len(machines), each)
     return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
 
 
-def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions) -> Topology:
+def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions, *, grad: bool) -> Topology:
     try:
-        return asked.topology(max_memory)
+        return asked.topology(max_memory, grad=grad)
     except (BudgetError, DeviceError) as error:
         raise type(error)(f"machines[{index}]: {error}") from error
 

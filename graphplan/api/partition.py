@@ -142,9 +142,9 @@ def partition(
         )
     given = read_given_plan(plan, Plan, asked)
     if given is None:
-        topology = asked.topology(max_memory)
+        topology = asked.topology(max_memory, grad=grad)
     else:
-        topology = budgeted(given.topology, max_memory, asked.reserve)
+        topology = budgeted(given, max_memory, asked.reserve, grad=grad)
     require_present(topology)
     own = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
     request = read_request(model, topology, asked, own, check=check)

@@ -122,9 +122,10 @@ class PlanOptions:
                 if not given[needed] and not same:
                     raise InputError(f"{name}= goes with {needed}: give both")
 
-    def topology(self, max_memory: MaxMemory | None) -> Topology:
+    def topology(self, max_memory: MaxMemory | None, *, grad: bool = False) -> Topology:
         """The devices, as fast as the caller says; BudgetError or DeviceError where they cannot be read."""
-        return with_speeds(read_max_memory(max_memory, self.links, self.reserve), self.devices)
+        grad = grad or self.train
+        return with_speeds(read_max_memory(max_memory, self.links, self.reserve, grad=grad), self.devices)
 
     @property
     def size_limits(self) -> SizeLimits:

@@ -3,7 +3,7 @@
 The context is there before anything is placed, so it is not among the bytes that the driver calls free. What
 the driver takes later is: streams, and the code of kernels, which it loads when they first run. So are the
 workspaces of cuBLAS: PyTorch allocates them at the first matrix products of a thread on a stream, and keeps
-them.
+them. The backward pass of a result that is on the card runs in a thread of autograd.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ three types, convolutions, attention, an LSTM, a decomposition, and steps of BER
 _HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's own choice
 
 
-def taken_beside(index: int, memory: int) -> int:
+def taken_beside(index: int, memory: int, threads: int = 1) -> int:
     """The bytes of a budget that no tensor of a plan can have, on a card that is here.
 
     What goes beyond the bytes that are free, the context and other processes have; of those that are
-    free, the driver will take some.
+    free, the driver will take some. Each of the ``threads`` that run the plan has workspaces of its own.
     """
     free, _ = torch.cuda.mem_get_info(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    return max(0, memory - max(0, free + cached - _DRIVER)) + _workspace(index)
+    return max(0, memory - max(0, free + cached - _DRIVER)) + threads * _workspace(index)
 
 
 def _workspace(index: int) -> int:

@@ -41,6 +41,8 @@ def read_max_memory(
     max_memory: MaxMemory | None,
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
     reserve: Reserve = 0,
+    *,
+    grad: bool = False,
 ) -> Topology:
     """Read ``max_memory`` into a :class:`Topology`.
 
@@ -48,6 +50,7 @@ def read_max_memory(
         max_memory: key -> bytes or text such as ``"10GiB"``; None detects this machine.
         links: what is known of the links; a simulated machine brings its own.
         reserve: bytes to leave free on every device, or key -> bytes.
+        grad: whether there is a backward pass, which another thread runs.
 
     Raises:
         BudgetError: an empty mapping, or a value that is no non-negative number of bytes.
@@ -60,7 +63,8 @@ def read_max_memory(
         raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")
     if not max_memory:
         raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
-    specs = tuple(_spec(key, read_size(value, f"max_memory[{key!r}]")) for key, value in max_memory.items())
+    sizes = {key: read_size(value, f"max_memory[{key!r}]") for key, value in max_memory.items()}
+    specs = tuple(_spec(key, memory, 1 + grad) for key, memory in sizes.items())
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError(
@@ -203,17 +207,17 @@ def read_size(value: object, name: str) -> int:
     return nbytes
 
 
-def _spec(key: object, memory: int) -> DeviceSpec:
+def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
     device = device_named(key)
     own = int(key) if isinstance(key, numbers.Integral) else str(key)
     if device == DISK:
         return DeviceSpec(own, DISK, memory, 0.0, 0.0, 0.0)
     if device == CPU:
         return DeviceSpec(own, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
-    return _accelerator(own, device, memory)
+    return _accelerator(own, device, memory, threads)
 
 
-def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
+def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> DeviceSpec:
     (flops, bandwidth), taken = _ACCELERATOR, 0
     origin: Origin = "default"
     kind = device.partition(":")[0]
@@ -223,7 +227,7 @@ def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     if (card := _card(device)) is not None:
         flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
     if (index := _index_here(device)) is not None:
-        taken = taken_beside(index, memory)
+        taken = taken_beside(index, memory, threads)
     overhead = _ACCELERATOR_OVERHEAD
     return DeviceSpec(key, device, memory, flops, bandwidth, overhead, taken=taken, origin=origin)
 

@@ -243,6 +243,8 @@ def _device_of(module: nn.Module) -> torch.device | None:
 def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
     """Have a layer's tensors of a cache where the layer runs."""
     for one in (cache, *(value for value in vars(cache).values() if is_cache(value))):
+        if getattr(one, "offloading", False) and device.type != "cuda":
+            one.offloading = False  # transformers moves layers from and to CUDA only
         layers = getattr(one, "layers", ())  # a model's own class of cache may have none
         if index < len(layers):
             state = vars(layers[index])

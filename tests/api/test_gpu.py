@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -531,6 +533,32 @@ def test_a_training_step_within_the_budget(share: float) -> None:
     assert made.keys() == expected.keys()
     for name, gradient in made.items():
         assert largest_difference(gradient.cpu(), expected[name]) < 1e-3, name
+
+
+STEPS = """
+import torch, graphplan
+model, x = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+x = torch.randn(64, 1024, device="cuda:0")  # so is the result: autograd runs its backward pass in a thread
+needed = graphplan.plan(model, {{0: "64GiB"}}, (x,), train=True).peak_bytes[0]
+memory = needed + {taken}
+torch.cuda.reset_peak_memory_stats()
+placed = graphplan.partition(model, {{0: memory}}, (x,), {train}=True)
+for _ in range(2):
+    placed(x).square().mean().backward()
+torch.cuda.synchronize()
+print(memory, torch.cuda.max_memory_allocated())
+"""
+
+
+@pytest.mark.parametrize("train", ["train", "grad"])
+def test_the_workspaces_of_the_thread_of_a_backward_pass_have_room(train: str) -> None:
+    """In a process whose threads have none yet."""
+    taken = read_max_memory({0: 1 << 30}, grad=True)[0].taken
+    code = STEPS.format(taken=taken, train=train)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert not ran.returncode, ran.stderr
+    memory, peak = map(int, ran.stdout.split())
+    assert memory - taken // 2 < peak <= memory
 
 
 def gradients_after_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

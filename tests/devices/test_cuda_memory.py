@@ -10,6 +10,7 @@ from builders import KIB, largest_difference
 from torch import nn
 
 import graphplan
+from graphplan.api.plan_options import PlanOptions
 from graphplan.devices.max_memory import read_max_memory
 
 MIB = 1 << 20
@@ -47,6 +48,14 @@ def test_the_workspace_is_of_the_card(card: Any) -> None:
     assert room(FREE // 2) == FREE // 2 - LT - 32 * MIB
     card.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert room(FREE) == FREE - DRIVER - LT - 8 * MIB - 128 * KIB
+
+
+def test_a_backward_pass_has_a_workspace_of_its_own(card: Any) -> None:
+    workspace = LT + 32 * MIB
+    assert room(FREE, grad=True) == FREE - DRIVER - 2 * workspace
+    for options, count in ({}, 1), ({"train": True}, 2):
+        topology = PlanOptions(**options).topology({"cuda:0": FREE})
+        assert topology["cuda:0"].room == FREE - DRIVER - count * workspace
 
 
 def test_the_callers_choice_of_a_workspace_counts(card: Any) -> None:

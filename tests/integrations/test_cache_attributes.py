@@ -14,7 +14,7 @@ from builders import largest_difference
 import graphplan
 
 transformers = pytest.importorskip("transformers")
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
 # transformers 5.24 has another name for the argument
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
@@ -121,3 +121,33 @@ def test_a_generator_holds_no_tensors() -> None:
     with graphplan.simulate({0: "400KiB", 1: "400KiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
         agree(placed, model, ours, theirs)
+
+
+def offloading(cache: Any) -> Any:
+    """The cache as transformers makes one that is offloaded, which it can do only beside CUDA."""
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, object()
+    return cache
+
+
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("make", [DynamicCache, lambda: StaticCache(llama().config, 16)])
+def test_an_offloaded_cache_is_where_the_plan_has_it(make: Callable[[], Any]) -> None:
+    # transformers asked for CUDA's stream of a layer on the CPU
+    model = llama()
+    with graphplan.simulate({0: "400KiB", 1: "400KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
+        agree(placed, model, ours := offloading(make()), make())
+        assert ours.offloading
+        known = len(placed.plans)
+        agree(placed, model, offloading(make()), make())
+        assert len(placed.plans) == known  # another stream is no other structure
+
+
+def test_an_offloaded_cache_runs_module_by_module() -> None:
+    model = llama()
+    ours, theirs = offloading(DynamicCache()), DynamicCache()
+    ours.owner = ours
+    with graphplan.simulate({0: "400KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
+        with pytest.warns(graphplan.GraphplanWarning, match="'owner', a DynamicCache"):
+            agree(placed, model, ours, theirs)

@@ -233,6 +233,8 @@ def _describe(
         inside = (_describe(v, leaves, name, fixed, above) for v in value)
         return LayoutPart("sequence", cls, (), tuple(inside))
     state = vars(value)
+    if "prefetch_stream" in state:  # the plan moves what has no room; copies of CUDA's are in no graph
+        state = {key: key != "offloading" and v for key, v in state.items() if key != "prefetch_stream"}
     fixed = fixed or _ROOM_FOR_ALL in state
     parts = (_describe(v, leaves, k, fixed, above) for k, v in state.items())
     return LayoutPart("object", cls, tuple(state), tuple(parts))
