@@ -90,22 +90,32 @@ def _offload(data: Data) -> str:
     rows = [
         [
             row["form"],
+            "-" if row["share"] == 1 else f"{row['budget'] / 1e9:.1f} GB",
             f"{1e3 * row['forward']:.0f} ms",
             f"{row['generate']:.2f} s",
-            "-" if row["estimated"] is None else f"{1e3 * row['estimated']:.0f} ms",
+            *("-" if row[key] is None else f"{1e3 * row[key]:.0f} ms" for key in ("estimated", "copies")),
             f"{row['setup']:.0f} s",
         ]
         for row in data["rows"]
     ]
-    of, ours = data["workload"], next(row for row in data["rows"] if row["copies"])
-    header = ["", "forward pass", f"generate, {of['tokens']} tokens", "estimated", "setup"]
+    of = data["workload"]
+    shares = " and ".join(f"{100 * share:.0f} %" for share in of["shares"])
+    header = [
+        "",
+        "budget",
+        "forward pass",
+        f"generate, {of['tokens']} tokens",
+        "estimated",
+        "copies",
+        "setup",
+    ]
     return (
         f"## Measured on a GPU\n\nA language model of the shape of Llama 3 8B with {of['layers']} layers and "
-        f"random weights in bfloat16, a prompt of {of['prompt']} tokens. The GPU's budget is "
-        f"{ours['budget'] / 1e9:.1f} GB: {100 * ours['share']:.0f} % of the weights, and 2 GiB. "
+        f"random weights in bfloat16, a prompt of {of['prompt']} tokens. The GPU's budgets are "
+        f"{shares} of the weights, and 2 GiB. "
         "accelerate's map is of weights alone, so it is given the budget without the 2 GiB; graphplan fills "
         "them with more weights, as far as activations leave room. No forward pass can be faster than the "
-        f"copies of the weights that graphplan streams: {1e3 * ours['copies']:.0f} ms.\n\n"
+        "copies of the weights that graphplan streams.\n\n"
         f"{markdown(header, rows)}"
     )
 

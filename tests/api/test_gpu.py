@@ -500,7 +500,7 @@ def test_a_pipeline_within_one_budget() -> None:
 def test_a_first_call_in_inference_mode_is_right() -> None:
     model, x = Blocks(2).eval(), torch.randn(4, 2048)
     with torch.inference_mode():
-        placed = graphplan.partition(model, budgets_of(model, {0: 1.5}), (x,), grad=True)
+        placed = graphplan.partition(model, budgets_of(model, {0: 2.5}), (x,), grad=True)
         assert largest_difference(placed(x), model(x)) < 1e-4
     placed(x).sum().backward()
     assert all(parameter.grad is not None for parameter in placed.parameters())
@@ -537,7 +537,7 @@ def test_a_training_step_within_the_budget(share: float) -> None:
 
 STEPS = """
 import torch, graphplan
-model, x = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
 x = torch.randn(64, 1024, device="cuda:0")  # so is the result: autograd runs its backward pass in a thread
 needed = graphplan.plan(model, {{0: "64GiB"}}, (x,), train=True).peak_bytes[0]
 memory = needed + {taken}
