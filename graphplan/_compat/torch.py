@@ -194,6 +194,12 @@ def in_transform() -> bool:
     return level is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether this thread computes forward-mode gradients of plain tensors."""
+    level: int = private(torch.autograd.forward_ad, "_current_level", "torch")
+    return level >= 0
+
+
 def in_grad_transform() -> bool:
     """Whether one of them is ``torch.func.grad``, ``vjp`` or ``jacrev``."""
     if not in_transform():

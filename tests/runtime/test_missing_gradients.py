@@ -96,3 +96,20 @@ def test_transforms_are_refused() -> None:
     placed = graphplan.partition(Scored().eval(), CPU, kwargs={"x": X})
     with pytest.raises(graphplan.PlanError, match=r"torch\.func would take them for zero: give partition"):
         torch.func.grad(lambda x: placed(x=x)["logits"].sum())(X)
+
+
+def jvp_of(model: nn.Module) -> None:
+    torch.func.jvp(lambda x: model(x=x)["logits"], (X,), (X,))
+
+
+def forward_mode(model: nn.Module) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        model(x=torch.autograd.forward_ad.make_dual(X, X))
+
+
+@pytest.mark.parametrize("use", [jvp_of, forward_mode])
+def test_a_training_step_refuses_other_gradients_than_those_of_its_backward_pass(use: Any) -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs={"x": X}, train=True)
+    with pytest.raises(graphplan.PlanError, match="grad=True instead of train=True"):
+        use(placed)
+    assert placed(x=X)["logits"].requires_grad

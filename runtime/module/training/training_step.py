@@ -20,8 +20,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from graphplan._compat.torch import accumulates, storage_of
+from graphplan._compat.torch import accumulates, in_forward_mode, in_transform, storage_of
 from graphplan.capture.model.model_weights import named_tensors
+from graphplan.errors import PlanError
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
@@ -40,6 +41,10 @@ _CHANGED = (
 _REPLACED = (
     "{!r} has been replaced since the forward pass, and the backward pass reads it: call backward() before "
     "another takes its place. For torch.func, place the model with grad=True instead of train=True"
+)
+_TRANSFORMED = (
+    "a planned training step has a backward pass alone, which transforms of torch.func and forward-mode gradients "
+    "do not go through: place the model with grad=True instead of train=True"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
@@ -158,8 +163,13 @@ def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
     """What the model returns, from which a backward pass may start; as
     :func:`graphplan.runtime.module.program_run.run`.
+
+    Raises:
+        PlanError: a transform, or forward mode, wants other gradients.
     """
     assert program.backward is not None
+    if in_transform() or in_forward_mode():
+        raise PlanError(_TRANSFORMED)
     tensors, back = take_inputs(program, served)
     call = _StepCall(module, state, program, code, tensors, back)
     inputs = [served.leaves[index] for index in program.backward.inputs]
