@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import bytes_of
 from torch import nn
 
 import graphplan
@@ -117,4 +118,7 @@ def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
         graphplan.plan(stack(), machines=machines, args=(WIDE,))
     named = re.search(r"These budgets would do: machines=(\[.*\])", str(caught.value))
     assert named is not None
-    graphplan.plan(stack(), machines=ast.literal_eval(named[1]), args=(WIDE,)).verify()
+    budgets = ast.literal_eval(named[1])
+    graphplan.plan(stack(), machines=budgets, args=(WIDE,)).verify()
+    # no more than is of use: all were grown by the same factor, 10 MB beside 1000 bytes
+    assert max(nbytes for one in budgets for nbytes in one.values()) < 4 * bytes_of(stack())

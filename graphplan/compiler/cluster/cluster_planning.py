@@ -20,7 +20,7 @@ from graphplan.compiler.cluster.stage_step import StepPlan
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.training import trainable
-from graphplan.devices.topology import Link, Topology
+from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import CaptureError, InfeasibleError, InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
@@ -319,10 +319,28 @@ class StageSearch:
                 break
             if self.stages(self.estimates_for(forward), forward, 1) is not None:
                 searches += 1
-                search = type(self)(self.model_copy, self.annotator, grown, self.options, self.batch)
-                if search.found() is not None:
-                    budgets = [one.budgets for one in grown.machines]
+                search = self._of(grown)
+                if (stages := search.found()) is not None:
+                    trimmed = self._trimmed(search, stages)
+                    enough = grown if self._of(trimmed).found() is None else trimmed
+                    budgets = [one.budgets for one in enough.machines]
                     needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
                     do = f"These budgets would do: machines={budgets}"
                     return InfeasibleError(f"{said}. {do}", needed=needed)
         return InfeasibleError(said)
+
+    def _of(self, cluster: Cluster) -> StageSearch:
+        return replace(self, cluster=cluster, placed={}, known={}, refused=None, fullest="")
+
+    def _trimmed(self, grown: StageSearch, stages: Sequence[Stretch]) -> Cluster:
+        """The machines with no more beside their own budgets than stages of grown ones take."""
+        memory: list[dict[DeviceKey, int]] = [one.budgets for one in self.cluster.class_machines]
+        for stage, step in zip(stages, grown.steps_of(stages), strict=True):
+            own, peaks = memory[stage.machine], step.plan.peak_bytes
+            for spec in step.plan.topology.devices:
+                own[spec.key] = max(own[spec.key], spec.withheld + peaks[spec.key])
+        machines = list(self.cluster.machines)
+        for members, budgets in zip(self.cluster.classes, memory, strict=True):
+            for index in members:
+                machines[index] = machines[index].with_memory(budgets)
+        return replace(self.cluster, machines=tuple(machines))
