@@ -139,10 +139,6 @@ class PlacedModule(ShortNames, KeptInPlace):
         self._graphplan.watch(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = self._graphplan
-        if state.untraced is not None:
-            assert state.restart is not None
-            return state.restart, (unplace(self), (), {}, "")
         _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
 

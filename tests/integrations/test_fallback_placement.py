@@ -422,11 +422,21 @@ def noted(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
     return result + 1
 
 
-def reloaded(model: nn.Module) -> Any:
+def reloaded(saved: Any) -> Any:
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:Whole could not be captured:graphplan.GraphplanWarning")
+def test_an_optimizer_that_is_saved_with_its_model_trains_it() -> None:
+    placed = graphplan.partition(Whole(), {"cpu": "1GiB"}, (X,), grad=True)
+    again, optimizer = reloaded((placed, torch.optim.SGD(placed.parameters(), lr=0.1)))  # it had others
+    before = [parameter.detach().clone() for parameter in again.parameters()]
+    again(X).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(again.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), reloaded])
@@ -450,8 +460,8 @@ def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares:
         assert again.tag is not placed.tag
         assert not again.training
         assert again.again.weight is again.last.weight
-        assert again.shift.device == placed.shift.device
         assert largest_difference(again(X), expected) < 1e-6
+        assert again.shift.device == placed.shift.device
         found = {name: tensor.cpu() for name, tensor in again.state_dict().items()}
         assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
         twice = copied(again)

@@ -47,6 +47,7 @@ from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.placed_parts import unplaced
 from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 
@@ -148,7 +149,8 @@ class _ByModules:
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """A placed copy, whatever call comes next."""
-        return in_place_of(module, self.place(module, None))
+        model = unplaced(module)
+        return in_place_of(model, self.place(model, None))
 
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
         """A placed copy, with weights from a checkpoint if there is one."""
