@@ -58,8 +58,18 @@ class BoundCall:
         return BoundCall(args, kwargs, leaves, self.spec)
 
     def on_cpu(self) -> BoundCall:
-        """The same with tensors on the CPU, those of the meta device as zeros."""
-        return self.mapped(leaf_on_cpu)
+        """The same with tensors on the CPU, no two of them one object; those of the meta device as zeros."""
+        known = list[torch.Tensor]()
+
+        def own(leaf: Any) -> Any:
+            found = leaf_on_cpu(leaf)
+            if isinstance(found, torch.Tensor):
+                if any(found is one for one in known):  # the next call may have two, where code asks for that
+                    found = found.detach().clone().requires_grad_(found.requires_grad)
+                known.append(found)
+            return found
+
+        return self.mapped(own)
 
 
 def leaf_on_cpu(leaf: Any) -> Any:

@@ -350,3 +350,21 @@ def test_no_capture_inside_a_trace_of_torch_jit() -> None:
     with pytest.raises(graphplan.CaptureError, match=r"inside torch\.jit\.trace: call"):
         torch.jit.trace(placed, (other,))
     assert torch.equal(placed(other), model(other))
+
+
+@torch.no_grad()
+def test_a_graph_of_a_call_with_one_tensor_twice_serves_calls_with_two() -> None:
+    # nn.MultiheadAttention asks whether its query is its key: the key was never read
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return self.attention(query, key, key)[0]
+
+    model, x, y = Attends().eval(), torch.randn(2, 4, 16), torch.randn(2, 6, 16)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x, x))
+    for query, key in ((x, x), (x, x + 1), (x, y), (y, y)):
+        assert torch.allclose(placed(query, key), model(query, key), atol=1e-5)
+    assert len(placed.plans) <= 2
