@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.structure import flatten, flatten_with_path, know_containers, unflatten
 from graphplan.errors import InputError
 
+COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+"""Layouts that are not taken: such tensors have neither strides nor one storage."""
+
 _FEW = 3  # tensors that a message names
 
 
@@ -145,7 +148,7 @@ class TensorLeaf:
 
     def fits(self, leaf: torch.Tensor) -> bool:
         """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
-        usual = leaf.dtype is self.dtype and leaf.shape == self.shape
+        usual = leaf.dtype is self.dtype and leaf.shape == self.shape and leaf.layout is torch.strided
         usual = usual and (self.gradient or not leaf.requires_grad)
         if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
             return True  # a size that is None equals no size
@@ -155,6 +158,8 @@ class TensorLeaf:
         """Why ``leaf`` does not fit, or None."""
         if not isinstance(leaf, torch.Tensor):
             return f"{name} is {type(leaf).__name__}, not a tensor"
+        if leaf.layout in COMPRESSED:
+            return f"{name} has the layout {leaf.layout}"
         if leaf.dtype != self.dtype:
             return f"{name} has {leaf.dtype}, not {self.dtype}"
         if leaf.requires_grad and not self.gradient:

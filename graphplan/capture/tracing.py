@@ -25,7 +25,7 @@ from graphplan.capture.export_here import LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
 from graphplan.capture.own_backward import refusing_own_backward
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import COMPRESSED, BoundCall
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import Seen, flatten
@@ -87,7 +87,7 @@ def capture(
         raise CaptureError(_TRANSFORMED)
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # of torch
         raise CaptureError(_SCRIPTED)
-    _refuse_nested(call)
+    _refuse_layouts(call)
     for name, cache in caches_in(call.kwargs).items():
         refuse_opaque(name, cache)
     host = call.on_cpu()
@@ -105,8 +105,12 @@ def capture(
         return _sized_as(found, model_copy, host)
 
 
-def _refuse_nested(call: BoundCall) -> None:
+def _refuse_layouts(call: BoundCall) -> None:
     for tensor in call.tensors:
+        if tensor.layout in COMPRESSED:
+            raise InputError(
+                f"an input has the layout {tensor.layout}, which torch cannot copy: pass it .to_sparse()"
+            )
         if tensor.is_nested and tensor.layout is torch.strided:
             raise InputError(
                 "an input is a nested tensor with layout=torch.strided: make it torch.jagged, or pad it"

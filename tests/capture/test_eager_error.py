@@ -190,3 +190,23 @@ def test_nested_tensors_are_run_by_modules_or_refused() -> None:
         assert torch.allclose(found, model(part))
     with pytest.raises(graphplan.InputError, match=r"make it torch\.jagged"):
         graphplan.partition(model, {"cpu": "1MiB"}, (torch.nested.nested_tensor(parts),))
+
+
+class Product(nn.Module):
+    def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(a, x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*captured anew")
+def test_compressed_sparse_inputs_are_refused_with_what_to_do() -> None:
+    # torch's own error, of storages and strides, came through
+    dense, x = torch.eye(4), torch.ones(4, 2)
+    with pytest.raises(
+        graphplan.InputError, match=r"torch\.sparse_csr, which torch cannot copy: pass it \.to_sparse"
+    ):
+        graphplan.partition(Product(), {"cpu": "1MiB"}, (dense.to_sparse_csr(), x))
+    placed = graphplan.partition(Product(), {"cpu": "1MiB"}, (dense, x))
+    with pytest.raises(graphplan.InputError, match=r"torch\.sparse_csc"):
+        placed(dense.to_sparse_csc(), x)
+    for given in (dense, dense.to_sparse_csr().to_sparse(layout=torch.sparse_coo)):
+        assert torch.equal(placed(given, x), x)
