@@ -54,6 +54,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     step = capture.step  # its gradients are known by their names
     _fold(graph, folds, () if step is None else {*step.gradients, *step.input_gradients})
     _let_views_copy(graph)
+    _keep_copies(graph)
     _copy_windows(capture)
     _name_states(graph)
     kept = ("placeholder", "output")
@@ -168,6 +169,33 @@ def _let_views_copy(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is aten.view.default:
             node.target = aten.reshape.default
+
+
+_MAY_COPY = (aten.contiguous.default, aten.reshape.default, aten.flatten.using_ints)
+"""They copy where strides ask for it, and what was moved, or made by another kernel, has other strides."""
+
+
+def _keep_copies(graph: fx.Graph) -> None:
+    """What copied in the trace copies, where it or its source is written to."""
+    written = {storage_of(_val(argument)) for node in graph.nodes for argument in mutated_arguments(node)}
+    for node in graph.nodes if written else ():
+        if node.target not in _MAY_COPY:
+            continue
+        source, made = _val(node.args[0]), _val(node)
+        if storage_of(source) == storage_of(made) or written.isdisjoint(map(storage_of, (source, made))):
+            continue
+        if node.target is aten.contiguous.default:
+            node.target, node.kwargs = (
+                aten.clone.default,
+                {"memory_format": torch.contiguous_format, **node.kwargs},
+            )
+            continue
+        with graph.inserting_before(node), made.fake_mode:
+            copied = graph.call_function(
+                aten.clone.default, (node.args[0],), {"memory_format": torch.contiguous_format}
+            )
+            copied.meta = {**node.meta, "val": made.view(source.shape)}
+        node.replace_input_with(node.args[0], copied)
 
 
 def _copy_windows(capture: Capture) -> None:

@@ -101,3 +101,27 @@ def test_views_may_copy_where_another_device_has_other_strides() -> None:
     with simulate({0: 1 << 20}) as machine:
         placed = partition(model, {0: 1 << 20}, args=(x,))
         assert torch.allclose(run_placed(machine, placed, (x,)), model(x), atol=1e-6)
+
+
+class Overwrites(nn.Module):
+    """Of a slice that is a copy; of a slice that has been moved, and is dense there, it was a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense, flat = x.contiguous(), x.t().reshape(-1)
+        dense.add_(1)
+        flat.mul_(2)
+        return self.linear(x) + dense + flat.view(16, 4).t()
+
+
+def test_what_copies_and_is_written_to_copies_wherever_it_runs() -> None:
+    found = calls(Overwrites(), torch.ones(4, 32)[:, ::2])
+    assert [text.partition(".")[0] for text in found[:4]] == ["clone", "t", "clone", "reshape"]
+    model, whole = Overwrites().eval(), torch.ones(4, 32)
+    with torch.no_grad(), simulate({0: 1 << 14}) as machine:
+        placed = partition(model, machine.max_memory, (whole[:, ::2],))
+        assert torch.allclose(placed(whole[:, ::2]), model(whole[:, ::2]), atol=1e-6)
+        assert torch.equal(whole, torch.ones(4, 32))
