@@ -15,9 +15,9 @@ from graphplan.passes.placement.problem import Problem
 def device_classes(arrays: Arrays) -> list[list[int]]:
     """Indices of the devices that compute, those together that can be exchanged; in the caller's order."""
     classes: list[list[int]] = []
-    for device, spec in enumerate(arrays.specs):
+    for device in range(arrays.computing):
         for members in classes:
-            if all(_exchangeable(arrays, other, device, spec) for other in members):
+            if all(_exchangeable(arrays, other, device) for other in members):
                 members.append(device)
                 break
         else:
@@ -25,10 +25,10 @@ def device_classes(arrays: Arrays) -> list[list[int]]:
     return classes
 
 
-def _exchangeable(arrays: Arrays, one: int, other: int, spec: DeviceSpec) -> bool:
-    if _own(arrays.problem, arrays.specs[one]) != _own(arrays.problem, spec):
+def _exchangeable(arrays: Arrays, one: int, other: int) -> bool:
+    if _own(arrays.problem, arrays.specs[one]) != _own(arrays.problem, arrays.specs[other]):
         return False
-    if arrays.keys[one] in _named(arrays.problem) or arrays.keys[other] in _named(arrays.problem):
+    if not _named(arrays.problem).isdisjoint((arrays.keys[one], arrays.keys[other])):
         return False
     swapped = list(range(len(arrays.keys)))
     swapped[one], swapped[other] = other, one
