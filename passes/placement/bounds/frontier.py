@@ -117,7 +117,10 @@ class Frontier:
         devices: how many compute.
         classes: those that can be exchanged, together.
         shared: items that are weights with several readers and no fixed home.
+        clock: (devices, macro-operations) seconds, with the copies of what no other step reads or makes.
         fixed_queue: (devices, macro-operations) seconds of copying weights that are fixed in CPU memory.
+        constant: seconds of copies that do not depend on the placement.
+        values: those that cross between steps.
         steps: in order.
     """
 
@@ -133,8 +136,8 @@ class Frontier:
         for item in (v for v in free if len(self.readers.get(v, ())) == 1):
             alone[self.readers[item][0]].append(item)
         self.own = [alone[unit] for unit in range(self.units)]
-        self._first, self._crossing = first, self._values()
-        self.needs_home = any(self._depends_on_source(value) for value in self._crossing)
+        self._first, self.values = first, self._read_values()
+        self.needs_home = any(self._depends_on_source(value) for value in self.values)
         self.width = self.devices * (2 if self.needs_home else 1)
         self.mask = (1 << self.devices) - 1
         self.classes = device_classes(arrays)
@@ -160,15 +163,15 @@ class Frontier:
         readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
         return not np.isfinite(self.arrays.compute[self.accelerators][:, readers]).any(axis=0).all()
 
-    def _values(self) -> list[_Value]:
-        """Values that cross between steps, those with one maker and the same readers as one."""
+    def _read_values(self) -> list[_Value]:
+        """Those with one maker and the same readers are one; what crosses nothing is a cost of its step."""
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
         found: dict[tuple[int, tuple[int, ...]], Floats] = {}
         self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
         self.clock = self.clock.reshape(count, self.units)
         self.fixed_queue = np.zeros((count, self.units))
-        self.constant = 0.0  # seconds of copies that do not depend on the placement
+        self.constant = 0.0
         for item in range(len(arrays.names)):
             seconds = self._copies(item)
             maker = -1
@@ -226,7 +229,7 @@ class Frontier:
     @cached_property
     def steps(self) -> list[Step]:
         """In order; made when a search needs them."""
-        values, first = self._crossing, self._first
+        first = self._first
         earlier: dict[int, list[int]] = defaultdict(list)
         front = [] if first is None else [self.units + first]
         for k, item in enumerate(self.shared):
@@ -236,7 +239,7 @@ class Frontier:
         place = {variable: i for i, variable in enumerate(order)}
         steps = [self._step(variable) for variable in order]
         touched: dict[int, list[_Value]] = defaultdict(list)
-        for value in values:
+        for value in self.values:
             places = {place[v] for v in (value.maker, *value.readers) if v >= 0}
             value.first, value.last = min(places), max(places)
             for i in places:

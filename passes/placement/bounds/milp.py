@@ -298,7 +298,7 @@ class _Program:
         """Where more values are read than made, so many have to arrive."""
         class_of = {unit: index for index, c in enumerate(self.classes) for unit in c.units}
         values: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Floats]]] = defaultdict(list)
-        for value in self.frontier._values():
+        for value in self.frontier.values:
             if 0 <= value.maker < self.frontier.units:
                 key = class_of[value.maker], *sorted(class_of[unit] for unit in value.readers)
                 values[key].append((value.maker, value.readers, value.seconds))
