@@ -21,7 +21,7 @@ from itertools import product
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.params import ROUNDING, Effort
 
@@ -159,7 +159,7 @@ class SegmentDP:
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
         self.possible_cuts = len(found)
-        steps = len(self._states)
+        steps = len(self.states_of(self.classes))
         if not self.in_order:
             steps *= len(self.classes) * (1 if self._uniform else len(self.classes))
         visits = (
@@ -239,7 +239,7 @@ class SegmentDP:
         self.effort.charge(3000.0 * len(cuts))
         return tables
 
-    def _reach(self, mine: Ints, sizes: Floats) -> int:
+    def _reach(self, mine: Bools, sizes: Floats) -> int:
         """How many cuts further a segment may end at most, by the bytes of its weights."""
         if self.streaming or self.cpu is not None or self.loose:
             return len(self.cuts) - 1
@@ -266,12 +266,8 @@ class SegmentDP:
 
     # -- the shortest path ---------------------------------------------------------------------------
 
-    def solve(self, homes: Homes) -> list[Segment] | None:
-        """The cheapest segments with these homes, which may pass a budget by little; None where none fit."""
-        return self._solve(homes, np.zeros(self.arrays.computing))
-
     def placements(self, homes: Homes) -> Iterator[tuple[list[Segment], Ints]]:
-        """The segments and their devices; again with margins, while exact peaks pass a budget."""
+        """The cheapest segments and their devices; again with margins, while exact peaks pass a budget."""
         margin = np.zeros(self.arrays.computing)
         for attempt in range(1 + self.effort.params.retries):
             found = None if attempt and self.effort.over else self._solve(homes, margin)
@@ -293,8 +289,7 @@ class SegmentDP:
             found[segment.start : segment.end] = segment.device
         units = np.array([found[members[-1]] for members in arrays.units], dtype=np.int64)
         for name, device in homes.items():
-            readers = arrays.reader[arrays.item == arrays.item_of[name]]
-            units[arrays.unit_of[readers[readers < arrays.count]]] = device
+            units[list(arrays.readers[arrays.item_of[name]])] = device
         return arrays.expand(units)
 
     @cached_property
@@ -313,10 +308,6 @@ class SegmentDP:
         moves = arrays.latency.max() + arrays.nbytes[arrays.item] * arrays.per_byte.max()
         return float(each + moves.sum())
 
-    @cached_property
-    def _states(self) -> list[tuple[int, ...]]:
-        return self.states_of(self.classes)
-
     def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
         """How many devices of each of these classes are used, in an order in which one more comes later."""
         return used_devices([*map(len, classes)], 0 if self.in_order else self.effort.params.relaxed_states)
@@ -326,10 +317,9 @@ class SegmentDP:
         taken = np.zeros(self.arrays.computing)
         for name, device in homes.items():
             taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
-        classes: list[list[int]] = []
-        for members in self.classes:
-            classes += [rest] if (rest := [d for d in members if not taken[d]]) else []
-        classes += [[d] for d in np.flatnonzero(taken).tolist()]  # a class of its own, with the last reader
+        free = [[d for d in members if not taken[d]] for members in self.classes]
+        # a home is a class of its own, with the last reader
+        classes = [members for members in free if members] + [[d] for d in np.flatnonzero(taken).tolist()]
         there = taken + self.arrays.fixed_bytes
         space = self.arrays.room - there - margin
         used = [members[0] for members in classes] + ([] if self.cpu is None else [self.cpu])

@@ -197,12 +197,11 @@ def test_the_excess_of_a_segment_is_what_it_streams() -> None:
     graph = stack([MIB] * 12, 10**8)
     arrays = Arrays(Problem(graph, sim_cards(1, HOST, memory=8 * MIB), CPU))
     search = SegmentDP(arrays, ample(), streaming=True)
-    (segment,) = search.solve({}) or []
+    ((segment,), _), *_ = search.placements({})
     assert (segment.start, segment.end, segment.device) == (0, 12, 0)
     assert 4 * MIB <= segment.excess <= 4 * MIB + 16 * KIB
-    assert SegmentDP(arrays, ample()).solve({}) is None
-    with_cpu = SegmentDP(arrays, ample(), use_cpu=True).solve({})
-    assert with_cpu is not None
+    assert not list(SegmentDP(arrays, ample()).placements({}))
+    (with_cpu, _), *_ = SegmentDP(arrays, ample(), use_cpu=True).placements({})
     assert {segment.device for segment in with_cpu} == {0, 1}
     assert all(not segment.excess for segment in with_cpu)
 
