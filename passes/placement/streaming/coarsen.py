@@ -77,11 +77,10 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
 
     Others are those of other macro-operations.
     """
-    shared = np.zeros(arrays.count, dtype=bool)
-    for item in range(arrays.values, len(arrays.names)):
-        readers = arrays.reader[(arrays.item == item) & (arrays.reader < arrays.count)]
-        if len(np.unique(arrays.unit_of[readers])) > 1:
-            shared[readers] = True
+    several = [item for item, units in arrays.readers.items() if item >= arrays.values and len(units) > 1]
+    shared = np.zeros(arrays.count + 1, dtype=bool)
+    shared[arrays.reader[np.isin(arrays.item, several)]] = True
+    shared = shared[:-1]  # without the end, where results are read
     if arrays.cpu is None:
         return shared
     per_byte = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates]
