@@ -116,29 +116,22 @@ class StreamedSearch:
         if near is not None and (known := self._adopted(near)) is not None:
             self.offer(self._evaluate(known))
         complete = False  # whether no cut was left out
-        for streaming, use_cpu, loose, in_order in (
-            (True, True, False, False),
-            (True, True, False, True),
-            (False, True, False, False),
-            (True, False, False, False),
-            (True, True, True, False),
+        for options in (
+            {"streaming": True, "use_cpu": True},
+            {"streaming": True, "use_cpu": True, "in_order": True},
+            {"use_cpu": True},
+            {"streaming": True},
+            {"streaming": True, "use_cpu": True, "loose": True},
         ):
-            if self.effort.over or (self.best is not None and (loose or self._spent_much)):
+            if self.effort.over or (self.best is not None and ("loose" in options or self._spent_much)):
                 break
-            if in_order and complete:
+            if "in_order" in options and complete:
                 continue
-            search = SegmentDP(
-                self.arrays,
-                self.effort,
-                streaming=streaming,
-                use_cpu=use_cpu,
-                loose=loose,
-                in_order=in_order,
-            )
+            search = SegmentDP(self.arrays, self.effort, **options)
             complete = len(search.cuts) == search.possible_cuts
             self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
-            if self.best is None or not self.arrays.specs[device].is_accelerator:
+            if self.best is None or not self.arrays.accelerates[device]:
                 self._all_on(device)
         self._spread_evenly()
         if self.best is None and self.nearest is not None:
@@ -185,13 +178,13 @@ class StreamedSearch:
         arrays = self.arrays
         devices = arrays.expand(np.full(len(arrays.units), device))
         self._stream_excess({device: 0.0}, devices)
-        if arrays.specs[device].is_accelerator:
+        if arrays.accelerates[device]:
             self._stream_excess({device: float(arrays.weight_bytes.sum())}, devices)
 
     def _spread_evenly(self) -> None:
         """For slots of each size: all on one accelerator, and the operations of the best placement."""
         arrays = self.arrays
-        able = (device for device, *_ in device_classes(arrays) if arrays.specs[device].is_accelerator)
+        able = (device for device, *_ in device_classes(arrays) if arrays.accelerates[device])
         trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
         if self.best is not None:
             now = self.best.assignment.operations
@@ -221,7 +214,7 @@ class StreamedSearch:
                 return  # what streams more takes no less
             for key, over in found.excess.items():
                 d = self.arrays.number[key]
-                if self.arrays.specs[d].is_accelerator:
+                if self.arrays.accelerates[d]:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
                     lacking[d] = max(lacking.get(d, 0.0), freed) + 1.05 * over
 
@@ -378,11 +371,10 @@ class StreamedSearch:
 
     def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""
-        sizes, tried = self._slot_sizes, set[tuple[float, ...]]()
-        improved = True
+        tried, improved = set[tuple[float, ...]](), True
         while improved and not effort.over:
             improved = False
-            for trial in self._neighbours(best, sizes):
+            for trial in self._neighbours(best):
                 key = (*trial.slots.tolist(), *trial.nbytes.tolist())
                 if key in tried or effort.over:
                     continue
@@ -396,13 +388,13 @@ class StreamedSearch:
                     break
         return best
 
-    def _neighbours(self, best: Relaxation, sizes: list[float]) -> Iterator[Buffers]:
+    def _neighbours(self, best: Relaxation) -> Iterator[Buffers]:
         buffers = best.buffers
         assert buffers is not None
         for d in np.flatnonzero(buffers.slots).tolist():
             limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
             for slots in (1, 2, 3):
-                for size in sizes:
+                for size in self._slot_sizes:
                     if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:
                         changed = buffers.slots.copy(), buffers.nbytes.copy()
                         changed[0][d], changed[1][d] = slots, size
