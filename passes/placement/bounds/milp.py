@@ -167,7 +167,7 @@ class _Program:
         program, frontier, arrays, d, count = self.program, self.frontier, self.arrays, place[0], len(place)
         memory: list[tuple[int, float]] = []
         queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        accelerates = self.arrays.specs[d].is_accelerator
+        accelerates = arrays.accelerates[d]
         slots = [program.variable(float(count), integer=True) for _ in self.sizes] if accelerates else []
         for wider, narrower in zip(slots[1:], slots, strict=False):
             program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)

@@ -107,7 +107,7 @@ class _Climb:
             key = self.arrays.keys[d]
             units = [unit for unit in self._some_units(draw) if self.frontier.clock[d, unit] < float("inf")]
             found = _changed(found, self._moved(units, key))
-            if self.arrays.specs[d].is_accelerator:
+            if self.arrays.accelerates[d]:
                 share, operations = draw.random(), found.operations
                 read = [
                     name
@@ -166,7 +166,7 @@ class _Climb:
                     continue
                 move = self._moved([unit], key)
                 yield move
-                if self.arrays.specs[d].is_accelerator and self.movable[unit]:
+                if self.arrays.accelerates[d] and self.movable[unit]:
                     streamed = dict.fromkeys(self.movable[unit], self.cpu)
                     yield replace(move, weights={**move.weights, **streamed})
 
