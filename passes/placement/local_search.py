@@ -63,9 +63,8 @@ class LocalSearch:
         weights = np.setdiff1d(weights, arrays.shared)
         self.own_bytes = np.bincount(arrays.source[weights], arrays.nbytes[weights], arrays.count)
         self.nbytes: list[float] = arrays.nbytes.tolist()
-        count = len(arrays.keys)
-        self.latency = [[float(arrays.latency[a, b]) for b in range(count)] for a in range(count)]
-        self.per_byte = [[float(arrays.per_byte[a, b]) for b in range(count)] for a in range(count)]
+        self.latency: list[list[float]] = arrays.latency.tolist()
+        self.per_byte: list[list[float]] = arrays.per_byte.tolist()
 
     def _reset(self) -> None:
         arrays = self.arrays
@@ -103,7 +102,7 @@ class LocalSearch:
             for move in sorted(self._moves(), key=lambda m: m.seconds):
                 if self.effort.over:
                     return
-                improved |= self._try(move, self._saves, -ROUNDING * self.seconds)
+                improved |= self._try(move, self._fits, -ROUNDING * self.seconds)
 
     def repair(self) -> bool:
         """Save bytes over the budgets, at any seconds; whether none is left."""
@@ -184,12 +183,12 @@ class LocalSearch:
                     improved = True
                     break
 
-    def _saves(self, peaks: Floats) -> bool:
+    def _fits(self, peaks: Floats) -> bool:
         return bool((peaks <= self.arrays.room).all())
 
     def _empties(self, peaks: Floats) -> bool:
         least = self.effort.params.negligible
-        return self._saves(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
+        return self._fits(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
 
     # -- moves ---------------------------------------------------------------------------------------
 

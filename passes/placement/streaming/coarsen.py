@@ -29,11 +29,9 @@ def coarsen(arrays: Arrays) -> Problem:
 def _cuts(arrays: Arrays) -> list[int]:
     """Positions in order, without the ends."""
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
-    nbytes = _bytes_read(arrays)
-    reading = nbytes[nbytes > 0]
-    heavy = np.flatnonzero(
-        nbytes > (arrays.params.negligible * reading.mean() if len(reading) else 0.0)
-    ).tolist()
+    nbytes, longest = _bytes_read(arrays), arrays.params.coarse_longest
+    least = arrays.params.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
+    heavy = np.flatnonzero(nbytes > least).tolist()
     found = {0, count}
     runs_on = np.isfinite(arrays.compute)
     found |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
@@ -45,13 +43,8 @@ def _cuts(arrays: Arrays) -> list[int]:
         if apart[index]:
             found |= {index, index + 1}
     for first, last in pairwise(sorted(found)):
-        while last - first > arrays.params.coarse_longest:
-            position = _lowest(
-                crossing,
-                allowed,
-                first + arrays.params.coarse_longest // 2,
-                min(first + arrays.params.coarse_longest, last - 1),
-            )
+        while last - first > longest:
+            position = _lowest(crossing, allowed, first + longest // 2, min(first + longest, last - 1))
             if position is None:
                 break
             found.add(position)
@@ -67,9 +60,8 @@ def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | No
 def _bytes_read(arrays: Arrays) -> Floats:
     """(operations,) bytes of weights."""
     mine = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
-    nbytes = np.zeros(arrays.count)
-    np.add.at(nbytes, arrays.reader[mine], arrays.nbytes[arrays.item[mine]])
-    return nbytes
+    found = np.bincount(arrays.reader[mine], arrays.nbytes[arrays.item[mine]], arrays.count)
+    return np.asarray(found, dtype=float)
 
 
 def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
