@@ -170,7 +170,7 @@ class _LabelSearch:
             self.frontier.start(),
             np.zeros(1),
             np.zeros((count, 1)),
-            np.repeat(self.relaxation.least[:, None], 1, axis=1),
+            self.relaxation.least[:, None],
             np.zeros((rows, 1)),
             np.zeros((rows, slots, 1)),
             np.zeros(1, dtype=np.int64),
