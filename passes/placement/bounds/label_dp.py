@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.passes.placement.arrays import Floats, Ints
+from graphplan.passes.placement.arrays import Bools, Floats, Ints
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.params import Effort
 
@@ -198,18 +199,17 @@ class _LabelSearch:
         after, seconds = self.frontier.extend(step, labels.state)
         self.effort.charge(_visits(self.options, *seconds.shape))
         grown = []
-        needs = np.maximum(labels.needs, step.needs[:, None])
-        for d in range(self.frontier.devices):
-            most = self.room[d] - needs[d]
-            able = np.flatnonzero(np.isfinite(seconds[d]) & (labels.nbytes[d] + step.nbytes <= most))
-            if len(able) and self._may_stay(i, d):
-                grown.append(self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=False))
-            if np.isfinite(relaxation.copy[d, i]):
-                able = self._able_to_stream(i, d, labels, seconds[d], most)
-                if len(able):
-                    grown.append(
-                        self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=True)
-                    )
+        for d, streamed in product(range(self.frontier.devices), (False, True)):
+            if not self._possible(i, d, streamed=streamed):
+                continue
+            roomy = self._have_room(i, d, labels, streamed=streamed)
+            able = np.flatnonzero(np.isfinite(seconds[d]) & roomy)
+            if len(able):
+                found = labels.take(able)
+                found.state, found.parent = after[d, able], able
+                found.clock = found.clock + seconds[d, able]
+                self._place(i, d, found, streamed=streamed)
+                grown.append(found)
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _Labels.joined(grown)
@@ -220,50 +220,39 @@ class _LabelSearch:
             rank = rank + self.detours.seconds(i + 1, left)
         return self._best(found, rank)
 
-    def _may_stay(self, i: int, d: int) -> bool:
-        """Weights that are fixed in CPU memory pass a slot, if it is large enough."""
-        return not (self.streams and self.relaxation.fixed_queue[d, i]) or bool(self.buffers.slots[d])
+    def _possible(self, i: int, d: int, *, streamed: bool) -> bool:
+        """Whether a step's movable weights may be streamed to a device, or reside there."""
+        if streamed:
+            return bool(np.isfinite(self.relaxation.copy[d, i]))
+        through_slots = self.streams and self.relaxation.fixed_queue[d, i]  # weights fixed in CPU memory
+        return not through_slots or bool(self.buffers.slots[d])
 
-    def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats, most: Floats) -> Ints:
+    def _have_room(self, i: int, d: int, labels: _Labels, *, streamed: bool) -> Bools:
+        """(labels,) whether a step's weights fit beside those of the steps before."""
         step, cpu = self.frontier.steps[i], self.relaxation.cpu
-        able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= most)
-        if cpu is not None:
-            able &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
-        return np.flatnonzero(able)
+        nbytes = step.nbytes - (step.movable if streamed else 0.0)
+        found: Bools = labels.nbytes[d] + nbytes <= self.room[d] - np.maximum(labels.needs[d], step.needs[d])
+        if streamed:
+            found &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
+        return found
 
-    def _placed(
-        self,
-        i: int,
-        d: int,
-        labels: _Labels,
-        able: Ints,
-        after: Ints,
-        seconds: Floats,
-        needs: Floats,
-        *,
-        streamed: bool,
-    ) -> _Labels:
-        """Some labels with a step on a device."""
+    def _place(self, i: int, d: int, labels: _Labels, *, streamed: bool) -> None:
+        """Let labels, whose clocks have a step on a device already, have its weights there or streamed."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
-        found = labels.take(able)
-        found.state = after[able]
-        found.clock = found.clock + seconds[able]
-        found.needs[d] = needs[able]
-        found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
-        if streamed and relaxation.cpu is not None:
-            found.nbytes[relaxation.cpu] += step.movable
-        found.parent = able
-        found.option = np.full(len(able), 2 * d + streamed)
-        if streamed and relaxation.on_clock:
-            found.clock = found.clock + self._copy_seconds(i, d)
+        labels.needs[d] = np.maximum(labels.needs[d], step.needs[d])
+        labels.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
+        labels.option = np.full(labels.count, 2 * d + streamed)
+        if streamed:
+            labels.nbytes[relaxation.cpu] += step.movable
+            if relaxation.on_clock:
+                labels.clock = labels.clock + self._copy_seconds(i, d)
         copying = relaxation.fixed_queue[d, i] + (self._copy_seconds(i, d) if streamed else 0.0)
         if self.streams and copying:
             slot = int(self.buffers.slots[d]) - 1
-            found.queue[d] = np.maximum(found.queue[d], found.free[d, slot]) + copying
-            found.clock = np.maximum(found.clock - step.seconds[d], found.queue[d]) + step.seconds[d]
-            found.free[d, 1:] = found.free[d, :-1].copy()
-            found.free[d, 0] = found.clock
-        return found
+            labels.queue[d] = np.maximum(labels.queue[d], labels.free[d, slot]) + copying
+            labels.clock = np.maximum(labels.clock - step.seconds[d], labels.queue[d]) + step.seconds[d]
+            labels.free[d, 1:] = labels.free[d, :-1].copy()
+            labels.free[d, 0] = labels.clock
 
     def _copy_seconds(self, i: int, d: int) -> float:
         """Of streaming a step's weights; a single slot is waited for by the clock of the labels."""
