@@ -1,8 +1,8 @@
 """Local search over several calls at once: move weights, and what reads them, between devices.
 
-A *unit* is the weights of one layer. It moves to another device, alone or in exchange for one that
-lives there; in each call the operations that read it go along, or stay and stream it, whichever is
-faster. What lowers the weighted sum of seconds and keeps every call's budgets is kept.
+The weights of a layer move to another device, alone or in exchange for those of one that is there; in each
+call the operations that read them go along, or stay and stream them, whichever is faster. What lowers the
+weighted sum of seconds and keeps every call's budgets is kept.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ class _ExchangeSearch:
         self.keys = [spec.key for spec in problems[0].topology.computing]
         self.accelerators = {s.key for s in problems[0].topology.accelerators}
         fixed = {name for problem in problems for name in problem.fixed_weights}
-        self.units = _units([problem.graph for problem in problems], fixed)
-        followers = [_followers(problem.graph, self.units) for problem in problems]
-        self.followers = {unit: [each[unit] for each in followers] for unit in self.units}
-        for unit, names in self.followers.items():
+        self.layers = _layers([problem.graph for problem in problems], fixed)
+        followers = [_followers(problem.graph, self.layers) for problem in problems]
+        self.followers = {layer: [each[layer] for each in followers] for layer in self.layers}
+        for layer, names in self.followers.items():
             if any(_writes(p.graph, each) for p, each in zip(problems, names, strict=True)):
-                del self.units[unit]
+                del self.layers[layer]
         self.seconds = weighted_seconds(self.weights, self.best)
 
     def sweep(self) -> bool:
         """Try every move once; whether one helped."""
         improved = False
-        for unit in self.units:
+        for layer in self.layers:
             for key in self.keys:
-                if self._home(unit) != key:
-                    improved |= any(self._improves(moved) for moved in self._moves(unit, key))
+                if self._home(layer) != key:
+                    improved |= any(self._improves(moved) for moved in self._moves(layer, key))
         return improved
 
-    def _home(self, unit: str) -> DeviceKey:
-        return self.best[0].assignment.weights[self.units[unit][0]]
+    def _home(self, layer: str) -> DeviceKey:
+        return self.best[0].assignment.weights[self.layers[layer][0]]
 
-    def _moves(self, unit: str, key: DeviceKey) -> Iterator[dict[str, DeviceKey]]:
-        """A unit goes to a device, alone or in exchange for one of that device's."""
-        before = self._home(unit)
-        yield {unit: key}
-        for other in self.units:
+    def _moves(self, layer: str, key: DeviceKey) -> Iterator[dict[str, DeviceKey]]:
+        """A layer goes to a device, alone or in exchange for one of that device's."""
+        before = self._home(layer)
+        yield {layer: key}
+        for other in self.layers:
             if self._home(other) == key:
-                yield {unit: key, other: before}
+                yield {layer: key, other: before}
 
     def _improves(self, moved: Mapping[str, DeviceKey]) -> bool:
         """Whether these moves help; then they are made."""
@@ -99,12 +99,12 @@ class _ExchangeSearch:
         return True
 
     def _judge(self, moved: Mapping[str, DeviceKey]) -> list[Evaluation] | None:
-        """The calls with these units moved, where every budget is kept; each does what suits it best."""
+        """The calls with these layers moved, where every budget is kept; each does what suits it best."""
         found = []
         for index, one in enumerate(self.best):
             homes = dict(one.assignment.weights)
-            for unit, key in moved.items():
-                homes.update(dict.fromkeys(self.units[unit], key))
+            for layer, key in moved.items():
+                homes.update(dict.fromkeys(self.layers[layer], key))
             best = None
             for devices in self._ways(index, moved):
                 changed = replace(one.assignment, operations=devices, weights=homes)
@@ -122,8 +122,8 @@ class _ExchangeSearch:
         """Where a call may run its operations then: with the weights, where they are, off the CPU."""
         stay = dict(self.best[index].assignment.operations)
         follow = dict(stay)
-        for unit, key in moved.items():
-            follow.update(dict.fromkeys(self.followers[unit][index], key))
+        for layer, key in moved.items():
+            follow.update(dict.fromkeys(self.followers[layer][index], key))
         yield follow
         if follow != stay:
             yield stay
@@ -135,12 +135,12 @@ class _ExchangeSearch:
                 yield {**devices, **dict.fromkeys(busy, freed)}
 
 
-def _units(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
+def _layers(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
     """Layer -> its weights, as far as the caller has not settled where they are."""
     found: dict[str, list[str]] = {}
     for weight in graphs[0].weights.values():
         if weight.name not in fixed and weight.nbytes and weight.streamable:
-            found.setdefault(_layer(weight.name), []).append(weight.name)
+            found.setdefault(_layer_of(weight.name), []).append(weight.name)
     return found
 
 
@@ -150,22 +150,22 @@ def _writes(graph: Graph, operations: Sequence[str]) -> bool:
     return any(name in graph.weights and not graph.weights[name].streamable for name in inputs)
 
 
-def _layer(name: str) -> str:
+def _layer_of(name: str) -> str:
     """``model.layers.3.mlp.up.weight -> model.layers.3``; without a number, the module itself."""
     found = re.match(r"(.+?\.)??\d+(?=\.|$)", name)
     return found.group() if found else name.rpartition(".")[0] or name
 
 
-def _followers(graph: Graph, units: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Of each unit the operations that read its weights, those after them that read none, and those tied."""
-    unit_of = {name: unit for unit, names in units.items() for name in names}
+def _followers(graph: Graph, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Of each layer the operations that read its weights, those after them that read none, and those tied."""
+    layer_of = {name: layer for layer, names in layers.items() for name in names}
     tied = {name: group for group in graph.together for name in group}
-    found: dict[str, dict[str, None]] = {unit: {} for unit in units}
+    found: dict[str, dict[str, None]] = {layer: {} for layer in layers}
     follows = dict[str, None]()
     for operation in graph.operations.values():
         weights = [name for name in operation.inputs if name in graph.weights]
         if weights:
-            follows = dict.fromkeys(unit_of[name] for name in weights if name in unit_of)
-        for unit in follows:
-            found[unit].update(dict.fromkeys(sorted(tied.get(operation.name, [operation.name]))))
-    return {unit: list(names) for unit, names in found.items()}
+            follows = dict.fromkeys(layer_of[name] for name in weights if name in layer_of)
+        for layer in follows:
+            found[layer].update(dict.fromkeys(sorted(tied.get(operation.name, [operation.name]))))
+    return {layer: list(names) for layer, names in found.items()}
