@@ -58,17 +58,17 @@ def where_buffers_suffice(problem: Problem) -> Problem:
 
     They are weights in CPU memory, or on disk, by an earlier plan. Where none is left, nothing is ruled out.
     """
+    if not problem.streaming:
+        return problem
     graph, topology, allowed = problem.graph, problem.topology, dict(problem.allowed)
     away = [name for name, key in problem.fixed_weights.items() if key in (topology.cpu, DISK)]
     limits = {key: limit for key, limit in problem.prefetch_limits.items() if topology[key].is_accelerator}
-    for name in away if problem.streaming else ():
-        if name not in graph.streamable:
-            continue
+    for name in (name for name in away if name in graph.streamable):
         nbytes = round_up(graph.weights[name].nbytes)
         full = {key for key, limit in limits.items() if nbytes > limit}
-        for reader in graph.readers.get(name, ()) if full else ():
-            if graph.operations[reader].host_only:
-                continue
+        if not full:
+            continue
+        for reader in graph.readers.get(name, ()):
             able = allowed.get(reader, frozenset(spec.key for spec in topology.computing))
             for member in next((group for group in graph.together if reader in group), (reader,)):
                 allowed[member] = able - full or able

@@ -71,7 +71,7 @@ class _DiskPlacement:
                 raise self._infeasible(error, extra) from None
         wider = self._widened(extra, settled)
         if not settled:
-            found = self._without_disk()
+            found = self._in_memory_if_it_fits()
             if found is not None and found.bound.scope is Scope.WITHOUT_OFFLOAD:
                 return found
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
@@ -106,7 +106,7 @@ class _DiskPlacement:
             and name not in self.problem.fixed_weights
         )
 
-    def _without_disk(self) -> Solution | None:
+    def _in_memory_if_it_fits(self) -> Solution | None:
         """With nothing on disk; None where memory does not hold the weights, or no placement is found."""
         room = sum(spec.room for spec in self.problem.topology.computing)
         if self.problem.graph.weight_bytes > room:
@@ -163,11 +163,9 @@ class _DiskPlacement:
         """Bytes read in a forward pass for each byte of weights, then the small ones before the large."""
         graph, read = self.problem.graph, 0
         nbytes = sum(graph.weights[name].nbytes for name in names)
-        for reader in graph.consumers.get(names[0], ()):
-            operation = graph.operations[reader]
+        for reader in graph.readers.get(names[0], ()):
             on_cpu = not self.problem.topology[assignment.operations[reader]].is_accelerator
-            if not operation.host_only:
-                read += min(nbytes, operation.bytes_accessed) if on_cpu else nbytes
+            read += min(nbytes, graph.operations[reader].bytes_accessed) if on_cpu else nbytes
         return read / nbytes, -nbytes
 
     def _infeasible(

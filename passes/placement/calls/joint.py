@@ -73,8 +73,7 @@ class Call:
     def read(self) -> set[str]:
         """The weights whose data it reads."""
         graph = self.problem.graph
-        working = (operation for operation in graph.operations.values() if not operation.host_only)
-        return {name for operation in working for name in operation.inputs if name in graph.weights}
+        return {name for name in graph.weights if graph.readers.get(name)}
 
 
 def place_jointly(
