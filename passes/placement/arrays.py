@@ -365,7 +365,7 @@ class Arrays:
         return self.item[order], self.reader[order], self._time[self.reader[order]]
 
     def _read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
-        """The same without the weights that nobody reads."""
+        """As :meth:`peaks`, without the weights that nobody reads."""
         width, end, time = len(self.keys), self.count, self._time
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
         item, reader, when = self._timed_reads
