@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.devices.topology import CPU, DeviceKey
@@ -86,54 +85,47 @@ class Mover:
         # a rule is an obstacle to be named, not a reason to know no price
         self.free = [replace(problem, allowed={}) for problem in self.ruled]
         if operations is None:
-            self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
+            self.moved = [self._operations(one) for one in plan.calls]
         else:  # of the first call: in another their names mean something else
             self.moved = [list(operations), *([] for _ in plan.others)]
-        closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
-        self.along = tuple(
-            name
-            for moved, group in zip(self.moved, closed, strict=True)
-            for name in group
-            if name not in moved
-        )
-        self.closed = closed
+        self.closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
+        pairs = zip(self.moved, self.closed, strict=True)
+        self.along = tuple(name for moved, group in pairs for name in group if name not in moved)
         # what comes along brings the weights that nothing else reads
         self.carried = [
             [*self.owned, *only_read_by(one.graph, group)] if self.along else self.owned
-            for one, group in zip(plan.calls, closed, strict=True)
+            for one, group in zip(plan.calls, self.closed, strict=True)
         ]
 
-    def _operations(self, one: PlanData) -> Iterator[Any]:
+    def _operations(self, one: PlanData) -> list[str]:
         if self.kind == "operation" and one is not self.plan:
-            return iter(())  # its name means something else in another call
-        return one.operations_of(self.name)
+            return []  # its name means something else in another call
+        return [operation.name for operation in one.operations_of(self.name)]
 
     def to(self, key: DeviceKey) -> Alternative:
         """The best way to have it on a device, and what stops it."""
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
-            return Alternative(key, False, False, obstacle=f"{key!r} runs no operations")
+            return Alternative(key, here=False, possible=False, obstacle=f"{key!r} runs no operations")
         if self._is_here(key):
             return self._here(key)
-        outcomes = [self._judge(*way) for way in self._ways(key)]
+        outcomes = [self._judge(key, home, moves=moves) for moves, home in self._modes(key)]
         best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
-        fits = [outcome for outcome in outcomes if not outcome.excess]
-        best = min(fits, key=lambda outcome: outcome.seconds) if fits else best
         slower = best.seconds - plan.weighted_makespan
         rule = self._rule(key)
         obstacle = "; ".join(part for part in (rule, self._parted(), _short(best)) if part)
         return Alternative(
             key,
-            False,
-            not obstacle,
-            best.seconds,
-            slower,
-            self._compute(best.found[0].assignment),
-            _copies(best.found[0], plan),
-            best.excess,
-            best.operation,
-            self.along,
-            obstacle or _compared(slower, self._offloads(key, best)),
+            here=False,
+            possible=not obstacle,
+            makespan=best.seconds,
+            slower=slower,
+            compute_seconds=self._compute(best.found[0].assignment),
+            transfer_seconds=make_timeline(plan.graph, plan.topology, best.found[0].schedule).copy_seconds,
+            missing_bytes=best.excess,
+            operation=best.operation,
+            along=self.along,
+            obstacle=obstacle or _compared(slower, self._offloads(key, best)),
         )
 
     def _is_here(self, key: DeviceKey) -> bool:
@@ -148,9 +140,15 @@ class Mover:
 
     def _here(self, key: DeviceKey) -> Alternative:
         plan = self.plan
-        compute, copies = self._compute(plan.schedule.assignment), plan.timeline.copy_seconds
         return Alternative(
-            key, True, True, plan.weighted_makespan, 0.0, compute, copies, obstacle="it is there"
+            key,
+            here=True,
+            possible=True,
+            makespan=plan.weighted_makespan,
+            slower=0.0,
+            compute_seconds=self._compute(plan.schedule.assignment),
+            transfer_seconds=plan.timeline.copy_seconds,
+            obstacle="it is there",
         )
 
     def _compute(self, assignment: Assignment) -> float:
@@ -162,23 +160,21 @@ class Mover:
             if not graph.operations[op].host_only
         )
 
-    def _ways(self, key: DeviceKey) -> Iterator[tuple[DeviceKey, bool, DeviceKey | None]]:
-        """(device, whether operations move, home of the weights or None for where they are)."""
-        streamable = all(self.plan.graph.weights[name].streamable for name in self.owned)
+    def _modes(self, key: DeviceKey) -> Iterator[tuple[bool, DeviceKey | None]]:
+        """(whether operations move, home of the weights or None for where they are)."""
         if self.kind != "weight" and self._settled(key):
-            yield key, True, None
+            yield True, None
             return
-        yield key, True, key
-        if not streamable:
+        yield True, key
+        if not all(self.plan.graph.weights[name].streamable for name in self.owned):
             return
         if self.kind == "weight":
-            yield key, False, key
-            return
-        if self.owned:
-            yield key, True, None
+            yield False, key
+        elif self.owned:
+            yield True, None
             cpu = self.plan.topology.cpu
             if cpu is not None and cpu != key:
-                yield key, True, cpu
+                yield True, cpu
 
     def _settled(self, key: DeviceKey) -> list[str]:
         """Those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
@@ -187,7 +183,7 @@ class Mover:
         fixed = {**self.plan.fixed_weights, **pinned}
         return [name for name in self.owned if fixed.get(name, key) != key]
 
-    def _judge(self, key: DeviceKey, moves: bool, home: DeviceKey | None) -> _Outcome:
+    def _judge(self, key: DeviceKey, home: DeviceKey | None, *, moves: bool) -> _Outcome:
         moved = []
         for one, group, carried in zip(self.plan.calls, self.closed, self.carried, strict=True):
             assignment = one.schedule.assignment
@@ -275,10 +271,6 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
                 found |= set(graph.readers[name])
         if len(found) == before:
             return [name for name in graph.operations if name in found]
-
-
-def _copies(found: Evaluation, plan: PlanData) -> float:
-    return make_timeline(plan.graph, plan.topology, found.schedule).copy_seconds
 
 
 def _short(outcome: _Outcome) -> str:
