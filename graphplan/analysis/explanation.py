@@ -136,27 +136,29 @@ def explain(plan: PlanData, name: str) -> Explanation:
         raise PlanError(f"no operation, module or weight named {name!r} in this plan{hint}")
     devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
     working = [op for op in operations if not graph.operations[op].host_only]
-    specs = {spec.key: spec for spec in plan.topology.devices}
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
     mover = Mover(plan, name, kind, owned)
     problem = constrained_problem(plan)
     forward = [op for op in working if plan.graph.trains and not graph.operations[op].backward]
+    seconds = {op: problem.seconds(graph.operations[op], plan.topology[devices[op]]) for op in working}
     return Explanation(
         name,
         kind,
-        tuple(dict.fromkeys(devices[op] for op in working)),
-        tuple(dict.fromkeys(homes[one] for one in owned)),
-        tuple(stage.index for stage in plan.stages if set(stage.operations) & set(working)),
-        tuple(operations),
-        sum(graph.weights[one].nbytes for one in owned),
-        sum(graph.values[made].nbytes for op in operations for made in graph.operations[op].outputs),
-        sum(graph.operations[op].flops for op in operations),
-        sum(problem.seconds(graph.operations[op], specs[devices[op]]) for op in working),
-        _touching(plan, operations, owned),
-        plan.weighted_makespan,
-        tuple(mover.to(spec.key) for spec in plan.topology.devices),
-        _saved_bytes(graph, forward),
-        sum(problem.seconds(graph.operations[op], specs[devices[op]]) for op in forward),
+        devices=tuple(dict.fromkeys(devices[op] for op in working)),
+        homes=tuple(dict.fromkeys(homes[one] for one in owned)),
+        stages=tuple(stage.index for stage in plan.stages if set(stage.operations) & set(working)),
+        operations=tuple(operations),
+        weight_bytes=sum(graph.weights[one].nbytes for one in owned),
+        activation_bytes=sum(
+            graph.values[n].nbytes for op in operations for n in graph.operations[op].outputs
+        ),
+        flops=sum(graph.operations[op].flops for op in operations),
+        compute_seconds=sum(seconds.values()),
+        transfer_seconds=_touching(plan, operations, owned),
+        makespan=plan.weighted_makespan,
+        alternatives=tuple(mover.to(spec.key) for spec in plan.topology.devices),
+        saved_bytes=_saved_bytes(graph, forward),
+        recompute_seconds=sum(seconds[op] for op in forward),
     )
 
 
