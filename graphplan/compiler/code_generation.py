@@ -49,6 +49,7 @@ def lower_planned(
     if captured.step is not None:
         parts = split_step(code, tangents, len(captured.outputs))
         code, backward = parts.forward, _backward_of(captured, graph, parts.backward)
+    inputs = [name for name in graph.inputs if name not in tangents]
     placed = constants.place(captured.constants, topology)
     return Program(
         plan=plan,
@@ -56,16 +57,12 @@ def lower_planned(
         graph=code,
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
-        inputs=tuple(
-            captured.inputs.index(n)
-            for n in (*graph.inputs, *_states_of(captured, graph))
-            if n not in tangents
-        ),
+        inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
         caches=captured.caches,
         entry=captured.entry,
-        dense=_made_dense(captured, graph),
-        on_host=frozenset(_read_on_host(plan, tangents)),
+        dense=_made_dense(captured, inputs),
+        on_host=_read_on_host(plan, inputs),
         changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
         host=host_device(plan.schedule, topology),
         out_spec=captured.out_spec,
@@ -122,11 +119,10 @@ def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
     return tuple(found)
 
 
-def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
+def _made_dense(captured: Capture, inputs: Sequence[str]) -> tuple[int, ...]:
     """Positions of the inputs that may have any strides: they were traced with the usual ones."""
     found = []
-    tangents = () if captured.step is None else captured.step.tangents
-    for position, name in enumerate(name for name in graph.inputs if name not in tangents):
+    for position, name in enumerate(inputs):
         index = captured.order[captured.inputs.index(name)] if captured.order else None
         leaf = None if index is None else captured.signature.leaves[index]
         if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
@@ -134,8 +130,8 @@ def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _read_on_host(plan: Plan, tangents: Sequence[str]) -> list[int]:
-    """Inputs that an operation on the caller's device reads without a move."""
+def _read_on_host(plan: Plan, inputs: Sequence[str]) -> frozenset[int]:
+    """Positions of the inputs that an operation on the caller's device reads without a move."""
     host, graph = plan.schedule.host, plan.graph
     read = {
         name
@@ -143,5 +139,4 @@ def _read_on_host(plan: Plan, tangents: Sequence[str]) -> list[int]:
         if run.device == host and not graph.operations[run.operation].host_only
         for name in graph.operations[run.operation].inputs
     }
-    inputs = (name for name in graph.inputs if name not in tangents)
-    return [index for index, name in enumerate(inputs) if name in read]
+    return frozenset(position for position, name in enumerate(inputs) if name in read)
