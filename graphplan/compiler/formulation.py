@@ -39,9 +39,8 @@ class Options:
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
     training: Training | None = None
-    saved_captures: SavedCaptures | None = field(
-        default=None, repr=False
-    )  # ranks may have folders of their own
+    # not in the repr, which ranks compare: each may have a folder of its own
+    saved_captures: SavedCaptures | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         limit = self.time_limit
@@ -102,7 +101,7 @@ class Formulation:
 
     def _beside(self, capture: Capture, together: Sequence[Capture]) -> list[Weight]:
         """Constants and tensors of caches of other calls."""
-        tensors = {**self.committed.constants.tensors}
+        tensors = dict(self.committed.constants.tensors)
         for other in together:
             tensors |= other.constants
         away = [name for other in together for name in other.states if name not in capture.states]
