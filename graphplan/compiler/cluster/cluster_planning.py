@@ -123,8 +123,13 @@ class StageSearch:
         self.boundaries = Boundaries(graph)
         self.estimates = self.estimates_for(cluster)
         self.placement = StagePlacement(
-            *(self.model_copy, self.annotator, self.options, self.boundaries, self.estimates.cuts),
-            *(cluster.class_machines, cluster.flight),
+            self.model_copy,
+            self.annotator,
+            self.options,
+            self.boundaries,
+            self.estimates.cuts.tolist(),
+            cluster.class_machines,
+            cluster.flight,
         )
         best: list[Stretch] | None = None
         least, placed, refused = math.inf, 0, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,7 @@ class InterleavedSearch(StageSearch):
             if estimates is self.estimates:
                 self.fullest = _fullest(found.cuts if found else None, least, rooms)
             return None
-        pairs = list(zip(found.cuts, found.cuts[1:], strict=False))
+        pairs = list(pairwise(found.cuts))
         asked = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
         shares = _shares(asked, flight.machines)
         keeps = kept if flight.train else [0] * count

@@ -7,9 +7,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.cluster.stage_compiler import (
@@ -62,7 +59,7 @@ class StagePlacement:
         annotator: of one microbatch.
         options: of the caller.
         boundaries: of the graph.
-        cuts: candidate positions.
+        cuts: candidate positions in the order.
         machines: one of each class.
         flight: what is on its way.
     """
@@ -71,7 +68,7 @@ class StagePlacement:
     annotator: Annotator
     options: Options
     boundaries: Boundaries
-    cuts: NDArray[np.int64]
+    cuts: Sequence[int]
     machines: Sequence[Topology]
     flight: Flight
     sources: dict[tuple[int, int, int], StageSource] = field(default_factory=dict)
@@ -95,11 +92,10 @@ class StagePlacement:
     def stage(self, stretch: Stretch, placed: StepPlan, machine: int) -> MachineStage[Plan]:
         """A stretch on a machine, as it was placed, or an equal one."""
         source, own = self.source(stretch), self._own_plan(stretch, placed)
-        start, end = int(self.cuts[stretch.start]), int(self.cuts[stretch.end])
         return MachineStage(
             machine,
-            start,
-            end,
+            self.cuts[stretch.start],
+            self.cuts[stretch.end],
             source.receives,
             source.sends if stretch.end < len(self.cuts) - 1 else (),
             self._buffer_bytes(stretch),
@@ -110,7 +106,7 @@ class StagePlacement:
 
     def structure(self, stretch: Stretch) -> Hashable:
         """Equal for stretches that are placed alike."""
-        first, last = int(self.cuts[stretch.start]), int(self.cuts[stretch.end])
+        first, last = self.cuts[stretch.start], self.cuts[stretch.end]
         crossing = self.boundaries.crossing
         found = structure_of(self.boundaries.graph, first, last, crossing(first), crossing(last))
         return stretch.machine, stretch.kept, stretch.share, found
@@ -119,7 +115,7 @@ class StagePlacement:
         """A stretch, as a class of machines runs it: devices decide of which kernels a training step is."""
         key = (stretch.machine if self.trained else 0), stretch.start, stretch.end
         if key not in self.sources:
-            first, last = int(self.cuts[stretch.start]), int(self.cuts[stretch.end])
+            first, last = self.cuts[stretch.start], self.cuts[stretch.end]
             weights = self.model_copy.weights
             made = stage_source(self.annotator, self.boundaries, weights, first, last, self.trained)
             self.sources[key] = with_step(made, self.machines[stretch.machine].computing_types)
@@ -150,7 +146,7 @@ class StagePlacement:
     def _shared(self, stretch: Stretch) -> frozenset[str]:
         """Parameters that a stretch reads, and others too."""
         graph = self.boundaries.graph
-        own = set(list(graph.operations)[int(self.cuts[stretch.start]) : int(self.cuts[stretch.end])])
+        own = set(list(graph.operations)[self.cuts[stretch.start] : self.cuts[stretch.end]])
         return frozenset(
             name for name, readers in graph.readers.items() if own & set(readers) and set(readers) - own
         )
