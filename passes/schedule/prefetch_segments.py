@@ -106,10 +106,9 @@ class _HostOrder:
 
     def source(self, topology: Topology, spans: Sequence[_Span]) -> DeviceKey:
         """Where a device's copies come from: memory, if any does."""
-        homes = [home for span in spans if (home := self.home(span)) != DISK]
-        if homes or spans:
-            return homes[0] if homes else DISK
-        return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+        if not spans:
+            return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+        return next((home for span in spans if (home := self.home(span)) != DISK), DISK)
 
 
 def add_streams(
@@ -141,7 +140,7 @@ def add_streams(
         source = order.source(topology, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, PrefetchParams().slots))
         buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(buffer, spans, order, (_leading_moves(steps), backward), extra)
+        _place_steps(buffer, spans, order, _leading_moves(steps), backward, extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
 
@@ -294,15 +293,15 @@ def _place_steps(
     buffer: PrefetchBuffer,
     spans: Sequence[_Span],
     order: _HostOrder,
-    starts: tuple[int, int],
+    load_at: int,
+    backward: int,
     extra: dict[int, list[Step]],
 ) -> None:
     """Loads as early as the slot allows, in order; waits and releases around the readers.
 
-    ``extra[i]`` comes right before step ``i``. ``starts`` are the steps before which nothing is loaded, and
-    nothing of the backward pass.
+    ``extra[i]`` comes right before step ``i``. Nothing is loaded before step ``load_at``, and nothing of the
+    backward pass before ``backward``.
     """
-    load_at, backward = starts
     for index, span in enumerate(spans):
         extra[span.end + 1].append(Release(index, buffer.device))
     for index, (span, segment) in enumerate(zip(spans, buffer.segments, strict=True)):
