@@ -119,14 +119,10 @@ class ResidentSearch:
 
     def _repair(self, starts: list[Ints]) -> None:
         """Mend those that pass the budgets by least."""
-        starts.sort(
-            key=lambda devices: float(np.maximum(self.arrays.peaks(devices) - self.arrays.room, 0.0).sum())
-        )
-        untried = {
-            devices.tobytes(): devices for devices in starts if devices.tobytes() not in self._repaired
-        }
-        for devices in list(untried.values())[: self.effort.params.retries]:
-            self._repaired.add(devices.tobytes())
+        starts.sort(key=lambda one: np.maximum(self.arrays.peaks(one) - self.arrays.room, 0.0).sum())
+        untried = {key: devices for devices in starts if (key := devices.tobytes()) not in self._repaired}
+        for key, devices in list(untried.items())[: self.effort.params.retries]:
+            self._repaired.add(key)
             with self.effort.share(0.25) as part:
                 search = LocalSearch(self.arrays, devices, part)
                 fits = search.repair()

@@ -124,11 +124,9 @@ def search_labels(
 def widest(relaxation: Relaxation, visits: float) -> int:
     """Labels that a search with so many visits can keep after each step; below 1 where there are too few."""
     devices, steps = relaxation.frontier.devices, max(1, len(relaxation.frontier.steps))
-    fixed, of_label = (
-        _visits(_options(relaxation), devices, 0),
-        _visits(1, devices, 1) - _visits(1, devices, 0),
-    )
-    return int((visits / steps - fixed) / (of_label * _options(relaxation)))
+    options = _options(relaxation)
+    fixed = _visits(options, devices, 0)
+    return int((visits / steps - fixed) / (_visits(options, devices, 1) - fixed))
 
 
 def _visits(options: int, devices: int, labels: int) -> float:
