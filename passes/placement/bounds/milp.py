@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -140,13 +141,13 @@ class _Program:
             program.equal([(v, 1.0) for v in variables], 1.0)
         self.x: list[list[int]] = []
         memory = [self._add_place(place, number) for number, place in enumerate(self.places)]
-        for place, terms in zip(self.places, memory, strict=True):
+        for number, (place, terms) in enumerate(zip(self.places, memory, strict=True)):
             room = self.room[place[0]] * len(place) / self.byte_scale
             if self.cpu in place:
                 terms = terms + self.on_cpu
             program.at_most(terms, room)
             if len(place) == 1:
-                self._working_sets(place[0], self.places.index(place), terms, room)
+                self._working_sets(place[0], number, terms, room)
         for index, each in enumerate(self.classes):
             program.equal([(x[index], 1.0) for x in self.x], float(len(each.units)))
         self._moves()
@@ -169,7 +170,7 @@ class _Program:
         queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
         accelerates = arrays.accelerates[d]
         slots = [program.variable(float(count), integer=True) for _ in self.sizes] if accelerates else []
-        for wider, narrower in zip(slots[1:], slots, strict=False):
+        for narrower, wider in pairwise(slots):
             program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)
         x: list[int] = []
         for each in self.classes:
@@ -261,9 +262,7 @@ class _Program:
             memory.append((homes[number], size / self.byte_scale))
             taken = program.variable(1.0)
             for index, each in enumerate(self.classes):
-                if (
-                    item in each.shared
-                ):  # a device of the place reads it if an operation of the class is there
+                if item in each.shared:  # a device of the place reads it if an operation of the class does
                     program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
             moved = program.variable(1.0)
             terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
