@@ -86,9 +86,8 @@ class _Choice:
         options, topology = self.state.formulation.options, self.problem.topology
         assert options.training is not None
         self.recomputes = options.training.recompute
-        self.offloads = options.training.offload_activations and options.constraints.offload
-        self.offloads &= topology.cpu is not None
-        self.offloads &= bool(topology.accelerators)
+        able = topology.cpu is not None and bool(topology.accelerators)
+        self.offloads = able and options.training.offload_activations and options.constraints.offload
 
     def trials(self) -> list[Trial]:
         """Steps to place, the fastest first."""
