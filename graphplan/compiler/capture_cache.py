@@ -11,7 +11,8 @@ import torch
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.modes import Modes
+from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.tracing import capture
@@ -116,12 +117,15 @@ class Captures:
     def _finished(self, traced: Capture, part: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Capture:
         """A trace, simplified; with its backward pass where a training step is asked for."""
         simplify(traced, keep_grad=keep_grad)
-        if part.step is None:
-            return traced
-        found = differentiate(traced, part.weights, call, part.step)
-        simplify(found)
-        read_weights_anew(found)
-        return found
+        return traced if part.step is None else with_backward(traced, part.weights, call, part.step)
+
+
+def with_backward(capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation) -> Capture:
+    """A training step of which this is the forward pass, simplified."""
+    found = differentiate(capture, weights, call, how)
+    simplify(found)
+    read_weights_anew(found)
+    return found
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:

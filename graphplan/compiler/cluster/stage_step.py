@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.modes import Differentiation, needs_portable
+from graphplan.compiler.capture_cache import with_backward
 from graphplan.compiler.cluster.stage_compiler import StageSource
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.ir.liveness import saved_bytes
 from graphplan.message_text import readable_bytes
-from graphplan.passes.frontend.simplify import simplify
-from graphplan.passes.training.weight_views import read_weights_anew
 
 _TRIES = 6  # plans of one stage
 _NEAR = 1.05  # times the seconds of a step alone, that are near enough
@@ -49,9 +47,7 @@ def with_step(source: StageSource, device_types: Sequence[str], values: Sequence
             "parameter may be without"
         )
     call = source.example(values=values)
-    step = differentiate(source.cut.capture, source.model_copy.weights, call, how)
-    simplify(step)
-    read_weights_anew(step)
+    step = with_backward(source.cut.capture, source.model_copy.weights, call, how)
     return replace(source, how=how, step=source.annotator.of(step, source.model_copy.weights))
 
 
