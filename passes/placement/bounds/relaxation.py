@@ -68,8 +68,10 @@ class Relaxation:
         buffers: prefetch buffers that are reserved; None for a bound that holds whatever their sizes.
 
     Attributes:
+        least: (devices,) bytes that are reserved for activations.
         room: (devices,) bytes for weights at most.
-        stay: (devices, steps) whether a step may have its weights reside there.
+        ahead: (devices,) seconds by which copies may be ahead of the clock: of filling all slots.
+        on_clock: whether copies are hidden by nothing.
         copy: (devices, steps) seconds of streaming the movable weights; infinite where they may not be.
         bound: the highest lower bound so far, seconds.
         proof: the method that found it.
@@ -105,16 +107,16 @@ class Relaxation:
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
         least = needs.min(axis=1, initial=np.inf)
-        self.least = least = np.where(np.isfinite(least), least, 0.0)
+        least = np.where(np.isfinite(least), least, 0.0)
         if self.cpu is not None:  # but for CPU memory, which holds streamed weights while nothing runs there
             least[self.cpu] = 0.0
         if self.buffers is not None:
-            self.least = least = np.maximum(least, self.buffers.beside)
-        self.room = arrays.room - arrays.fixed_bytes - least
-        reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
-        self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())
+            least = np.maximum(least, self.buffers.beside)
+        room = arrays.room - arrays.fixed_bytes - least
+        reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
+        self.crowded = bool((room[reserved > 0] < reserved[reserved > 0]).any())
         # a device without room for anything is not used, and then takes no bytes
-        self.room = np.maximum(self.room - reserved, 0.0)
+        self.least, self.room = least, np.maximum(room - reserved, 0.0)
 
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays
