@@ -270,7 +270,9 @@ class SegmentDP:
         """The cheapest segments and their devices; again with margins, while exact peaks pass a budget."""
         margin = np.zeros(self.arrays.computing)
         for attempt in range(1 + self.effort.params.retries):
-            found = None if attempt and self.effort.over else self._solve(homes, margin)
+            if attempt and self.effort.over:
+                return
+            found = self._solve(homes, margin)
             if found is None:
                 return
             devices = self.devices(found, homes)
