@@ -273,15 +273,15 @@ class StageSearch:
         ]
         bound = self.bound()
         plan = ClusterPlan(
-            tuple(made),
-            len(cluster.machines),
-            cluster.network,
-            self.batch,
-            flight.microbatches,
-            flight.schedule,
-            cluster.objective,
-            bound.seconds,
-            FORWARD if flight.train else bound.proof,
+            stages=tuple(made),
+            machines=len(cluster.machines),
+            network=cluster.network,
+            batch=self.batch,
+            microbatches=flight.microbatches,
+            schedule=flight.schedule,
+            objective=cluster.objective,
+            lower_bound=bound.seconds,
+            proof=FORWARD if flight.train else bound.proof,
         )
         # without its bound where that is above it, which is a bug that must show
         found = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)

@@ -93,15 +93,15 @@ class StagePlacement:
         """A stretch on a machine, as it was placed, or an equal one."""
         source, own = self.source(stretch), self._own_plan(stretch, placed)
         return MachineStage(
-            machine,
-            self.cuts[stretch.start],
-            self.cuts[stretch.end],
-            source.receives,
-            source.sends if stretch.end < len(self.cuts) - 1 else (),
-            self._buffer_bytes(stretch),
-            own.plan,
-            own.kept_bytes,
-            self._beside(stretch),
+            machine=machine,
+            start=self.cuts[stretch.start],
+            end=self.cuts[stretch.end],
+            receives=source.receives,
+            sends=source.sends if stretch.end < len(self.cuts) - 1 else (),
+            buffer_bytes=self._buffer_bytes(stretch),
+            plan=own.plan,
+            kept_bytes=own.kept_bytes,
+            beside_bytes=self._beside(stretch),
         )
 
     def structure(self, stretch: Stretch) -> Hashable:
