@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from graphplan.errors import InputError
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 """Layouts that are not taken: such tensors have neither strides nor one storage."""
 
+_LARGEST = torch.finfo(torch.float32).max
 _FEW = 3  # tensors that a message names
 
 
@@ -196,15 +196,15 @@ class CounterLeaf:
 
 @dataclass(frozen=True, slots=True)
 class FloatLeaf:
-    """What a graph asks of a float that it takes as an input: that it is finite."""
+    """What a graph asks of a float that it takes as an input: that a tensor of the usual type can hold it."""
 
     def fits(self, leaf: Any) -> bool:
         """Whether this is such a float; the same answer as that of :meth:`mismatch`."""
-        return type(leaf) is float and math.isfinite(leaf)
+        return type(leaf) is float and abs(leaf) <= _LARGEST
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
         """Why ``leaf`` does not fit, or None."""
-        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not a finite float"
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not a float of 32 bits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,3 +285,15 @@ def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
         check(Text(), [(torch.randn(4, 8),), (torch.randn(5, 8),), (torch.randn(4, 8),)])
     assert len(caught) == 1
     assert len(traces) == 3  # an attempt, and one for each size
+
+
+@pytest.mark.filterwarnings("ignore:.*captured anew:graphplan.GraphplanWarning")
+def test_a_float_that_a_tensor_cannot_hold_is_captured_anew() -> None:
+    class Divides(nn.Module):
+        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+            return x / torch.tensor(by)
+
+    placed = graphplan.partition(Divides(), {"cpu": "1GiB"}, (torch.ones(2), 1.0))
+    for by in (2.0, 1e300, float("inf"), 0.5):
+        assert torch.equal(placed(torch.ones(2), by), torch.ones(2) / torch.tensor(by))
+    assert len(placed.plans) == 3
