@@ -42,7 +42,7 @@ def _simple(problem: Problem) -> Iterator[Assignment]:
     if not topology.accelerators:
         return
     here, found = topology.accelerators[0].key, {}
-    keys = {spec.key for spec in topology.accelerators}
+    keys = topology.accelerator_keys
     for name, operation in graph.operations.items():
         homes = (problem.fixed_weights.get(value) for value in operation.inputs)
         here = found[name] = next((key for key in homes if key in keys), here)

@@ -201,7 +201,7 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
 
 
 def _may_accelerate(problem: Problem, operation: Operation) -> bool:
-    keys = {spec.key for spec in problem.topology.accelerators}
+    keys = problem.topology.accelerator_keys
     return not keys.isdisjoint(problem.allowed.get(operation.name, keys))
 
 

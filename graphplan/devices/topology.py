@@ -237,6 +237,11 @@ class Topology:
         return [spec for spec in self.devices if spec.is_accelerator]
 
     @property
+    def accelerator_keys(self) -> frozenset[DeviceKey]:
+        """The caller's keys of these."""
+        return frozenset(spec.key for spec in self.accelerators)
+
+    @property
     def computing_types(self) -> list[str]:
         """The types of the devices that compute."""
         return [spec.type for spec in self.computing]

@@ -28,7 +28,7 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
     graph = _tied(problem.graph, constraints.groups)
     allowed: dict[str, frozenset[DeviceKey]] = {}
     fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
-    accelerators = frozenset(s.key for s in problem.topology.accelerators)
+    accelerators = problem.topology.accelerator_keys
     if not constraints.offload:
         _check_no_offload(constraints, problem.topology, accelerators)
     if not (constraints.cpu_compute and constraints.offload) and accelerators:

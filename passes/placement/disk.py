@@ -125,7 +125,7 @@ class _DiskPlacement:
         """Problems in which the disk is a part of the CPU: as asked, with nothing computed there, and all."""
         problem, topology = self.problem, self.problem.topology
         cpu = topology.cpu
-        accelerators = {spec.key for spec in topology.accelerators}
+        accelerators = topology.accelerator_keys
         if cpu is None:
             disk = topology[DISK]
             beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too

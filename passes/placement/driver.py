@@ -144,7 +144,7 @@ def _may_offload(problem: Problem) -> bool:
 def _streams_anyway(problem: Problem) -> bool:
     """Whether accelerators may read weights that reside in CPU memory, by pins: their own or a reader's."""
     graph, cpu = problem.graph, problem.topology.cpu
-    keys = {spec.key for spec in problem.topology.accelerators}
+    keys = problem.topology.accelerator_keys
     for name in graph.streamable if cpu is not None else ():
         on_accelerators = [bool(problem.allowed.get(r, keys) & keys) for r in graph.readers.get(name, ())]
         there = problem.fixed_weights.get(name)
@@ -158,7 +158,7 @@ def accelerators_alone(problem: Problem) -> Problem | None:
 
     The CPU may hold what nobody reads.
     """
-    keys = frozenset(spec.key for spec in problem.topology.accelerators)
+    keys = problem.topology.accelerator_keys
     if not keys:
         return None
     allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
@@ -331,7 +331,7 @@ def holds_for(scope: Scope, problem: Problem, found: Evaluation) -> bool:
     alone, now = accelerators_alone(problem), found.assignment
     if alone is None or scope is Scope.SEARCHED:
         return True
-    keys, readers = {spec.key for spec in problem.topology.accelerators}, problem.graph.readers
+    keys, readers = problem.topology.accelerator_keys, problem.graph.readers
     at_home = scope is Scope.ON_ACCELERATORS or all(
         now.weights[name] in keys | {now.operations[reader] for reader in readers.get(name, ())}
         for name in problem.graph.weights

@@ -187,7 +187,7 @@ def read_weights(problem: Problem) -> list[Weight]:
 
 def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
     """Bytes of weights that live on no accelerator, without any rounding."""
-    keys = {spec.key for spec in problem.topology.accelerators}
+    keys = problem.topology.accelerator_keys
     return sum(w.nbytes for w in read_weights(problem) if assignment.weights[w.name] not in keys)
 
 
@@ -197,7 +197,7 @@ def allocated_weights(problem: Problem, assignment: Assignment) -> int:
     That is what the evaluator counts for them (see :mod:`graphplan.ir.liveness`), but for what the allocator
     keeps of each device's allocation as a whole.
     """
-    keys = {spec.key for spec in problem.topology.accelerators}
+    keys = problem.topology.accelerator_keys
     return sum(round_up(w.nbytes) for w in read_weights(problem) if assignment.weights[w.name] in keys)
 
 

@@ -44,10 +44,10 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_run import undone
 from graphplan.runtime.fallback.module_by_module import Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
+from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.module.placed_parts import unplaced
 from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 

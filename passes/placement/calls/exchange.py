@@ -57,7 +57,7 @@ class _ExchangeSearch:
         visits = SearchParams().visits(operations) * self.limits.effort / 4  # placing the calls has the rest
         self.effort = Effort(visits, self.limits.deadline)
         self.keys = [spec.key for spec in problems[0].topology.computing]
-        self.accelerators = {s.key for s in problems[0].topology.accelerators}
+        self.accelerators = problems[0].topology.accelerator_keys
         fixed = {name for problem in problems for name in problem.fixed_weights}
         self.layers = _layers([problem.graph for problem in problems], fixed)
         followers = [_followers(problem.graph, self.layers) for problem in problems]

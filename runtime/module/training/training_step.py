@@ -43,8 +43,8 @@ _REPLACED = (
     "another takes its place. For torch.func, place the model with grad=True instead of train=True"
 )
 _TRANSFORMED = (
-    "a planned training step has a backward pass alone, which transforms of torch.func and forward-mode gradients "
-    "do not go through: place the model with grad=True instead of train=True"
+    "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
+    "gradients, place the model with grad=True instead of train=True"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
