@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -443,6 +444,75 @@ def test_a_block_that_changes_what_it_is_given_is_traced(copies: list[str]) -> N
     found = captured(model, torch.randn(2, 4))
     assert not copies
     assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class Replaces(nn.Module):
+    """Its blocks replace entries of what they are given, which the next reads, by tensors like these."""
+
+    def __init__(
+        self, given: Callable[[torch.Tensor], Any], replace: Callable[[Any, torch.Tensor], Any]
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsAndReplaces(index, replace) for index in range(8))
+        self.given = given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.given(x)
+        for block in self.blocks:
+            x = block(x, h)
+        return x
+
+
+class ReadsAndReplaces(Block):
+    def __init__(self, index: int, replace: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__(index)
+        self.replace = replace
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        a = self.linear(x)
+        return a + self.replace(args[0], a)
+
+
+def _entry(key: Any) -> Callable[[Any, torch.Tensor], Any]:
+    def replace(h: Any, a: torch.Tensor) -> torch.Tensor:
+        before, h[key] = h[key], a
+        return before
+
+    return replace
+
+
+def _inner(h: Any, a: torch.Tensor) -> torch.Tensor:
+    return _entry(0)(h["b"], a)
+
+
+def _inner_list(h: Any, a: torch.Tensor) -> torch.Tensor:
+    (before,), h["b"] = h["b"], [a]
+    return before
+
+
+def _reverses(h: Any, a: torch.Tensor) -> torch.Tensor:
+    h.reverse()
+    return h[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "replace"),
+    [
+        (lambda x: {"b": x}, _entry("b")),
+        (lambda x: OrderedDict(b=x), _entry("b")),
+        (lambda x: [x], _entry(0)),
+        (lambda x: {"b": [x]}, _inner),
+        (lambda x: {"b": [x]}, _inner_list),
+        (lambda x: [x, x * 2], _reverses),
+    ],
+)
+def test_a_block_that_replaces_what_it_is_given_is_traced(
+    given: Callable[[torch.Tensor], Any], replace: Callable[[Any, torch.Tensor], Any], copies: list[str]
+) -> None:
+    model, x = Replaces(given, replace), torch.randn(2, 4)
+    found = captured(model, x)
+    assert not copies
+    assert lines(found.graph) == lines(traced_whole(model, x).graph)
 
 
 class InPlace(Block):

@@ -247,8 +247,11 @@ class CallRecorder:
         now = traits_of(call.traits.module)
         if now.state() != self._state or Identities(now.weights()) != Identities(call.weights):
             raise UnlikeError("the call changes attributes")
-        if take_apart(self._given, self._tracer, [], self._shared).description() != call.before[0]:
+        given = take_apart(self._given, self._tracer, [], self._shared)
+        if given.description() != call.before[0]:
             raise UnlikeError("the call changes its arguments other than in values")
+        if Identities(given.tensors) != Identities(call.given.tensors):
+            raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
