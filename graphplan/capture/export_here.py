@@ -136,29 +136,31 @@ def exporting(
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
-            *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _SEEDING),
+            *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
         ),
     ):
         yield
 
 
-_SEEDING = ("manual_seed", "seed", "set_rng_state")
+_READING = ("initial_seed", "get_rng_state")
+_OF_RANDOM = ("manual_seed", "seed", "set_rng_state", *_READING)
 
 
 def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that seeds, for torch alone, which puts back the state that it finds."""
+    """A function that seeds, or reads the state, for torch alone, which puts back the state that it finds."""
+    does = "reads" if own.__name__ in _READING else "sets"
 
     @functools.wraps(own)
-    def seed(*args: Any, **kwargs: Any) -> Any:
+    def of_random(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2)  # of the patch, which calls this
         if caller.f_globals["__name__"].partition(".")[0] == "torch":
             return own(*args, **kwargs)
         raise NoGraphError(
-            f"forward sets the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
+            f"forward {does} the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
         )
 
-    return seed
+    return of_random
 
 
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:

@@ -740,3 +740,19 @@ def test_a_forward_that_seeds_is_no_graph() -> None:
         placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     for _ in range(2):
         assert largest_difference(placed(X), model(X)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["initial_seed", "get_rng_state"])
+def test_a_forward_that_reads_the_random_state_is_no_graph(name: str) -> None:
+    class Reads(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.as_tensor(getattr(torch, name)()).double().sum().float()
+
+    model = Reads()
+    with pytest.warns(graphplan.GraphplanWarning, match=rf"by torch\.{name}"):
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found = placed(X)
+        torch.manual_seed(seed)
+        assert torch.allclose(found, model(X), rtol=1e-5)
