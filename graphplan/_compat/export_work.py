@@ -19,20 +19,33 @@ from graphplan._compat import Replacement, private
 from graphplan._compat.torch import export_tracer
 
 
-def less_work(*, keep_grad: bool, blocks: list[Any]) -> list[Replacement]:
+def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[], None]) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
     Changes of the gradient mode are left in it only if ``keep_grad``. Blocks of autocast are not: those that
-    the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...).
+    the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
+    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead.
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
     found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
-    found.append(
-        (mode, "__torch_function__", lambda own: _noting_blocks(_of_grad_mode(own, keep_grad), blocks))
-    )
+
+    def function(own: Callable[..., Any]) -> Callable[..., Any]:
+        return _telling_of_data(_noting_blocks(_of_grad_mode(own, keep_grad), blocks), assigned_data)
+
+    found.append((mode, "__torch_function__", function))
     return found
+
+
+def _telling_of_data(own: Callable[..., Any], assigned_data: Callable[[], None]) -> Callable[..., Any]:
+    """The mode that assigns the ``data`` of a tensor, without that."""
+    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of a descriptor in C
+
+    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return assigned_data() if func == assign else own(self, func, types, args, kwargs)
+
+    return function
 
 
 def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:

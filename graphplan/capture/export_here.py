@@ -124,7 +124,7 @@ def exporting(
     tracer: Any = export_tracer()
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
-    less = less_work(keep_grad=keep_grad, blocks=blocks)
+    less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data)
     with (
         torch_knows(),
         patched(
@@ -161,6 +161,10 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return of_random
+
+
+def _refuse_data() -> None:
+    raise NoGraphError("forward assigns the .data of a tensor: a graph does not, but it has copy_")
 
 
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
