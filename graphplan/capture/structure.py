@@ -63,17 +63,17 @@ def know_containers(tree: Any) -> None:
     """Look inside every plain dataclass instance and every ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
     for leaf in leaves_of(tree):
         if know_class(type(leaf)):
-            know_containers(_node_of(type(leaf)).flatten_fn(leaf)[0])
+            know_containers(node_of_class(type(leaf)).flatten_fn(leaf)[0])
 
 
 def know_class(cls: type) -> bool:
     """Whether the objects of a class are looked into; plain dataclasses and ``UserDict`` are from now on."""
-    if _node_of(cls) is None:
+    if node_of_class(cls) is None:
         if issubclass(cls, UserDict):
             _know_mapping(cls)
         elif dataclasses.is_dataclass(cls):
             _know_dataclass(cls)
-    return _node_of(cls) is not None
+    return node_of_class(cls) is not None
 
 
 def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
@@ -129,7 +129,7 @@ def node_of(cls: Any) -> pytree.NodeDef | None:
     return _own.get(cls) or pytree.SUPPORTED_NODES.get(cls)
 
 
-def _node_of(cls: type) -> Any:
+def node_of_class(cls: type) -> Any:
     """As :func:`node_of`; of all named tuples as of one class."""
     return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls)
 
@@ -151,7 +151,7 @@ class Seen(set[int]):
 
 
 def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.TreeSpec:
-    node = None if is_leaf is not None and is_leaf(tree) else _node_of(type(tree))
+    node = None if is_leaf is not None and is_leaf(tree) else node_of_class(type(tree))
     if node is None:
         leaves.append(tree)
         return pytree.treespec_leaf()
@@ -190,7 +190,7 @@ def flatten_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _with_path(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    node = _node_of(type(tree))
+    node = node_of_class(type(tree))
     if node is None:
         yield path, tree
         return

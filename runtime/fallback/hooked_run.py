@@ -9,17 +9,14 @@ layers on devices 0 and 1::
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import is_view, list_weights_anew
@@ -27,9 +24,10 @@ from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.structure import leaves_of, map_leaves, written_arguments
+from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
+from graphplan.runtime.fallback.replaced_tensors import Replacement, sent
 from graphplan.runtime.memory.arena import moved
 
 
@@ -57,85 +55,56 @@ class HookedRun:
         way: of running.
         host: where the inputs of the call are.
         instead: where modules that are on the CPU compute; None: on the CPU.
-        callers: where the modules that are running compute, the innermost last.
-        swapped: for each of them, the tensors that are elsewhere in truth.
-        given: for each of them, the lists and dicts among its inputs, and what it has in their place.
+        running: the modules that run, the innermost last.
     """
 
     way: Way
     host: torch.device
     instead: torch.device | None
-    callers: list[torch.device] = field(default_factory=list)
-    swapped: list[_Swapped] = field(default_factory=list)
-    given: list[list[_Sent]] = field(default_factory=list)
+    running: list[_Running] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
         device = self.host if self.way.gathered else _device_of(module)
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
-        self.callers.append(device or self._device_of_caller())
-        self.swapped.append(_Swapped())
-        self.given.append([])
+        running = _Running(device or self._device_of_caller())
+        self.running.append(running)
         if device is None:
             return args, kwargs
-        self.swapped[-1].bring(module, device)
+        running.swapped.bring(module, device)
         layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
-        found = sent((args, kwargs), device)
-        self.given[-1] += _changeable((args, kwargs), found)
-        return found
+        return running.given.within((args, kwargs))
 
     def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Put back what was copied."""
-        self.callers.pop()
-        self.swapped.pop().put_back(module)
-        given = self.given.pop()
-        originals = {id(one.own): one.original for one in given}
-        for one in given:
-            one.give_back(originals, self._device_of_caller())
-        return sent(result, self._device_of_caller()) if self.way.returns else result
+        running = self.running.pop()
+        running.swapped.put_back(module)
+        device = self._device_of_caller()
+        back = running.given.undo(lambda tensor: tensor.to(device))
+        if not self.way.returns:
+            back.replace = lambda tensor: tensor
+        return back.within(result)
 
     def _device_of_caller(self) -> torch.device:
-        return self.callers[-1] if self.callers else self.host
+        return self.running[-1].device if self.running else self.host
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A list or dict of a module's inputs, the one that it has in its place, and what was in that."""
+class _Running:
+    """A module that runs.
 
-    original: Any
-    own: Any
-    before: Any
+    Attributes:
+        device: where it computes.
+        swapped: its own tensors that are elsewhere.
+        given: what it has in place of its inputs' tensors.
+    """
 
-    def give_back(self, originals: Mapping[int, Any], device: torch.device) -> None:
-        """Put into the original what the module has put into its own; ``originals`` of all are by id."""
-        now, then = _items(self.own), _items(self.before)
-        same = len(self.own) == len(self.before) and all(map(is_, now, then))
-        if same and (isinstance(self.own, list) or list(self.own) == list(self.before)):
-            return
-        items = [originals[id(one)] if id(one) in originals else sent(one, device) for one in now]
-        self.original.clear()
-        if isinstance(self.own, list):
-            self.original.extend(items)
-        else:
-            for key, item in zip(self.own, items, strict=True):
-                self.original[key] = item
-
-
-def _changeable(value: Any, own: Any) -> Iterator[_Sent]:
-    """The lists and dicts in a value, each with what was sent in its place."""
-    if isinstance(value, list | dict):
-        yield _Sent(value, own, copy.copy(own))
-    if isinstance(value, list | tuple | dict):
-        for one, other in zip(_items(value), _items(own), strict=True):
-            yield from _changeable(one, other)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.swapped = device, _Swapped()
+        self.given = Replacement(lambda tensor: tensor.to(device), in_place=True)
 
 
 @dataclass
@@ -191,8 +160,8 @@ def run_hooked(
             with together:
                 return run(*args, **kwargs)
         owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
-        args, kwargs = call.before(owner, args, kwargs)
         try:
+            args, kwargs = call.before(owner, args, kwargs)
             with together:
                 result = run(*args, **kwargs)
         except BaseException:
@@ -252,19 +221,6 @@ def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
                 if isinstance(value, torch.Tensor) and value.device != device:
                     state[name] = value.to(device)
             state.update({name: device for name, value in state.items() if isinstance(value, torch.device)})
-
-
-def sent(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU."""
-
-    def send(leaf: Any) -> Any:
-        moves = isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.device != device)
-        return leaf.to(device) if moves else leaf
-
-    def is_leaf(one: Any) -> bool:  # a torch.Size would come back as a plain tuple
-        return is_cache(one) or isinstance(one, PackedSequence | torch.Size)
-
-    return map_leaves(send, value, is_leaf)
 
 
 @contextmanager

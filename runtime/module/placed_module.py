@@ -27,7 +27,7 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
-from graphplan.runtime.fallback.hooked_run import sent
+from graphplan.runtime.fallback.replaced_tensors import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory

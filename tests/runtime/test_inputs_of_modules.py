@@ -1,0 +1,159 @@
+"""What modules that run one by one do to their inputs, and what they return, is as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from torch import nn
+
+import graphplan
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+BUDGETS = [{"cpu": "1MiB"}, {0: "4KiB", 1: "4KiB", "cpu": "1MiB"}, {0: "1MiB", "cpu": "1MiB"}]
+
+
+class Layer(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fc, self.run = nn.Linear(16, 16), run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.fc, *args, **kwargs)
+
+
+class Stack(nn.Module):
+    """Layers whose outer code no capture takes."""
+
+    def __init__(self, outer: Callable[..., Any], layer: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.outer = nn.ModuleList(Layer(layer) for _ in range(4)), outer
+
+    def forward(self, *args: Any) -> Any:
+        found = self.outer(self.layers, *args)
+        return found if float(self.layers[0].fc.weight.sum()) < 1e9 else None
+
+
+def compare(
+    outer: Callable[..., Any], layer: Callable[..., Any], budgets: Any, *args: Any, **options: Any
+) -> None:
+    """Results, and inputs afterwards, of two calls are eager's, and where the inputs are."""
+    model = Stack(outer, layer).eval()
+    with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(copy.deepcopy(model), budgets, copy.deepcopy(args), **options)
+        for _ in range(2):
+            given, expected = copy.deepcopy(args), copy.deepcopy(args)
+            with torch.set_grad_enabled(bool(options)):
+                found, eager = placed(*given), model(*expected)
+            assert plain(found) == plain(eager)
+            assert plain(given) == plain(expected)
+            assert largest_difference(tensors(found), tensors(eager)) < 1e-5
+            assert largest_difference(tensors(given), tensors(expected)) < 1e-5
+            assert {tensor.device.type for tensor in tensors((found, given))} == {"cpu"}
+
+
+def parts(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict | UserDict):
+        return dict(value)
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) else None
+
+
+def plain(value: Any) -> Any:
+    found = parts(value)
+    if found is None:
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+    return type(value), {key: plain(part) for key, part in found.items()}
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    found = parts(value)
+    if found is None:
+        return [value] if isinstance(value, torch.Tensor) else []
+    return [tensor for part in found.values() for tensor in tensors(part)]
+
+
+@dataclass
+class State:
+    h: torch.Tensor
+    steps: int = 0
+    note: Any = None
+
+
+class Named(UserDict[str, Any]):
+    def __init__(self, values: Any = None, names: tuple[str, ...] = ()) -> None:
+        super().__init__(values)
+        self.names = names
+
+
+class Keyed(dict[str, Any]):
+    """Nothing that torch's pytrees look into."""
+
+
+def each(layers: Any, x: torch.Tensor, context: Any) -> Any:
+    for layer in layers:
+        x = layer(x, context)
+    return x, context
+
+
+def sets_fields(fc: Any, x: torch.Tensor, state: State) -> torch.Tensor:
+    state.h = state.h + fc(x)
+    state.steps += 1
+    state.note = [state.h]
+    return torch.relu(state.h)
+
+
+def sets_items(fc: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
+    context["h"] = context["h"] + fc(x)
+    context["all"] = (*context.get("all", ()), context["h"])
+    return torch.relu(context["h"])
+
+
+def appends(fc: Any, x: torch.Tensor, history: Any) -> torch.Tensor:
+    history.append(x)
+    return fc(x) + history[0]
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize(
+    ("layer", "context"),
+    [
+        (sets_fields, State(torch.zeros(4, 16))),
+        (sets_items, {"h": torch.zeros(4, 16)}),
+        (sets_items, OrderedDict(h=torch.zeros(4, 16))),
+        (sets_items, Keyed(h=torch.zeros(4, 16))),
+        (sets_items, UserDict(h=torch.zeros(4, 16))),
+        (sets_items, Named({"h": torch.zeros(4, 16)}, ("h",))),
+        (appends, []),
+        (appends, deque(maxlen=2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_what_a_module_puts_into_its_inputs_is_there(layer: Any, context: Any, budgets: Any) -> None:
+    compare(each, layer, budgets, X, context)
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_a_container_stays_the_one_that_it_was(budgets: Any) -> None:
+    def outer(layers: Any, x: torch.Tensor) -> Any:
+        context: dict[str, Any] = {"x": x, "seen": []}
+        context["itself"] = context
+        for layer in layers:
+            x = layer(x, ([x], context))
+        return x, len(context["seen"])
+
+    def layer(fc: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+        (first,), context = given
+        context["seen"].append(context["itself"] is context)
+        return fc(x) * (2.0 if first is x and all(context["seen"]) else 1.0)
+
+    compare(outer, layer, budgets, X)
