@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import leaves_of, written_arguments
+from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
 from graphplan.runtime.fallback.replaced_tensors import Replacement, sent
@@ -85,6 +87,9 @@ class HookedRun:
         running.swapped.put_back(module)
         device = self._device_of_caller()
         back = running.given.undo(lambda tensor: tensor.to(device))
+        for one in running.copies:
+            if one.written and one.here.shape == one.original.shape:
+                one.give_back()
         if not self.way.returns:
             back.replace = lambda tensor: tensor
         return back.within(result)
@@ -100,18 +105,47 @@ class _Running:
         device: where it computes.
         swapped: its own tensors that are elsewhere.
         given: what it has in place of its inputs' tensors.
+        copies: those of its inputs' tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.swapped = device, _Swapped()
-        self.given = Replacement(lambda tensor: tensor.to(device), in_place=True)
+        self.copies: list[_Copy] = []
+        self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
+
+
+@outside_inference_mode  # tensors that are made in it have no version
+def _arrived(device: torch.device, copies: list[_Copy], tensor: Any) -> Any:
+    """A tensor on a device; if it is a copy there, noted as such."""
+    here = tensor.to(device)
+    if here is not tensor and isinstance(tensor, torch.Tensor):
+        copies.append(_Copy(tensor, here))
+    return here
+
+
+class _Copy:
+    """A copy of a tensor on another device; what is written to it is given back."""
+
+    def __init__(self, original: torch.Tensor, here: torch.Tensor) -> None:
+        self.original, self.here = original, here
+        self._version, self._history = here._version, here.grad_fn
+
+    @property
+    def written(self) -> bool:
+        """Whether it was written to since."""
+        return self.here._version != self._version
+
+    def give_back(self) -> None:
+        """Write to the original, with a gradient where what was written has one."""
+        with torch.set_grad_enabled(self.here.grad_fn is not self._history):
+            self.original.copy_(self.here)
 
 
 @dataclass
 class _Swapped:
     """Tensors of one module that are on another device while it runs."""
 
-    kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
+    kept: list[tuple[dict[str, Any], str, _Copy]] = field(default_factory=list)
 
     def bring(self, module: nn.Module, device: torch.device) -> None:
         """Have copies on the device in place of what is elsewhere."""
@@ -119,23 +153,21 @@ class _Swapped:
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != device:
                     with torch.inference_mode(False):  # tensors that are made in it have no version
-                        here = moved(tensor, device)
-                    self.kept.append((table, name, tensor, here, here._version))
-                    table[name] = here  # type: ignore[assignment]  # read while it runs
+                        one = _Copy(tensor, moved(tensor, device))
+                    self.kept.append((table, name, one))
+                    table[name] = one.here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(module)
 
     def put_back(self, module: nn.Module) -> None:
         """Have the tensors again, with what was written to their copies."""
-        for table, name, tensor, here, version in self.kept:
+        for table, name, one in self.kept:
             found = table[name]
             # kernels of BatchNorm write to buffers without a change of version
-            statistics = table is module._buffers and not here.requires_grad
-            if found is here and (statistics or here._version != version):
-                through = table is module._buffers and here.requires_grad  # what is written has a gradient
-                with torch.set_grad_enabled(through and torch.is_grad_enabled()):
-                    tensor.copy_(here)
-            anew = found is not None and found is not here  # the model has made another
-            table[name] = found.to(tensor.device) if anew else tensor
+            statistics = table is module._buffers and not one.here.requires_grad
+            if found is one.here and (statistics or one.written):
+                one.give_back()
+            anew = found is not None and found is not one.here  # the model has made another
+            table[name] = found.to(one.original.device) if anew else one.original
         _tell_recurrent(module)
 
 

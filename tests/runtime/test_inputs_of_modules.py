@@ -42,16 +42,16 @@ class Stack(nn.Module):
 
 
 def compare(
-    outer: Callable[..., Any], layer: Callable[..., Any], budgets: Any, *args: Any, **options: Any
+    outer: Callable[..., Any], layer: Callable[..., Any], budgets: Any, *args: Any, inference: bool = False
 ) -> None:
     """Results, and inputs afterwards, of two calls are eager's, and where the inputs are."""
     model = Stack(outer, layer).eval()
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
         with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
-            placed = graphplan.partition(copy.deepcopy(model), budgets, copy.deepcopy(args), **options)
+            placed = graphplan.partition(copy.deepcopy(model), budgets, copy.deepcopy(args))
         for _ in range(2):
-            given, expected = copy.deepcopy(args), copy.deepcopy(args)
-            with torch.set_grad_enabled(bool(options)):
+            with torch.inference_mode(inference), torch.no_grad():
+                given, expected = copy.deepcopy(args), copy.deepcopy(args)
                 found, eager = placed(*given), model(*expected)
             assert plain(found) == plain(eager)
             assert plain(given) == plain(expected)
@@ -157,3 +157,108 @@ def test_a_container_stays_the_one_that_it_was(budgets: Any) -> None:
         return fc(x) * (2.0 if first is x and all(context["seen"]) else 1.0)
 
     compare(outer, layer, budgets, X)
+
+
+def accumulates(fc: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    total.add_(fc(x))
+    return torch.relu(total * 1)
+
+
+def whole(layers: Any, x: torch.Tensor) -> Any:
+    total = torch.zeros_like(x)
+    for layer in layers:
+        x = layer(x, total)
+    return x, total
+
+
+def by_rows(layers: Any, x: torch.Tensor) -> Any:
+    total = torch.zeros(4, *x.shape)
+    for index, layer in enumerate(layers):
+        x = layer(x, total[index])
+    return x, total
+
+
+def doubles(fc: Any, x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return fc(x)
+
+
+def in_turn(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def unused(layers: Any, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    found = [layer(x) for layer in layers]
+    for result in found:
+        result.add_(1)
+    return x, all(result is x for result in found)
+
+
+def returned(fc: Any, x: torch.Tensor) -> torch.Tensor:
+    fc(x)
+    return x
+
+
+def both(outer: Any, layer: Any) -> Any:
+    return pytest.param(outer, layer, id=f"{outer.__name__}-{layer.__name__}")
+
+
+WRITING = [
+    both(whole, accumulates),
+    both(by_rows, accumulates),
+    both(in_turn, doubles),
+    both(unused, returned),
+]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize(("outer", "layer"), WRITING)
+def test_what_a_module_writes_to_its_inputs_is_there(
+    outer: Any, layer: Any, budgets: Any, inference: bool
+) -> None:
+    compare(outer, layer, budgets, X, inference=inference)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_gradients_pass_through_what_is_written(budgets: Any, frozen: bool) -> None:
+    def layer(fc: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.clamp_(max=1.0)
+        total.add_(fc(x))
+        return total * 1
+
+    model = Stack(whole, layer)
+    model.layers[1].requires_grad_(not frozen)
+    eager, results = copy.deepcopy(model), []
+    with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, budgets, (X,), grad=True)
+        for one in (placed, eager):
+            x = X.clone().requires_grad_()
+            results.append((x, one(x)))
+            sum(part.square().sum() for part in results[-1][1]).backward()
+        (x, found), (y, expected) = results
+        assert largest_difference([x, x.grad, *found], [y, y.grad, *expected]) < 1e-4
+        for mine, theirs in zip(placed.parameters(), eager.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.allclose(mine.grad.cpu(), theirs.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [(lambda: X.clone().requires_grad_(), "a leaf Variable"), (lambda: X[:1].expand(4, 16), "single memory")],
+)
+def test_what_cannot_be_written_in_eager_is_an_error(made: Any, message: str, budgets: Any) -> None:
+    def layer(fc: Any, x: torch.Tensor) -> torch.Tensor:
+        return doubles(fc, x) if float(x.sum()) != 0 else fc(x)
+
+    with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(Stack(in_turn, layer), budgets, (0 * X,), grad=True)
+        with pytest.raises(RuntimeError, match=message):
+            placed(made())
