@@ -126,6 +126,7 @@ class Placer:
         if self.options.training is not None:
             return self._untraced(model, model_copy, call, failed, entry)
         if self.homes is not None:  # its modules run this call where their weights are
+            compiler.settle()
             return self.attached(model, compiler, [])
         return self._hooked(model, model_copy, calls, failed)
 

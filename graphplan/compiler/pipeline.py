@@ -22,6 +22,7 @@ from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room,
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, shapes_text
 from graphplan.capture.thread_patches import one_at_a_time
@@ -34,7 +35,7 @@ from graphplan.compiler.formulation import Formulation, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
 from graphplan.compiler.progress import enter_stage, with_progress
 from graphplan.compiler.slicing_choice import reuse_slices
-from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
@@ -119,6 +120,16 @@ class Compiler:
     def trace(self, call: BoundCall, entry: str = "") -> Capture:
         """What is captured of a call, for all sizes."""
         return self.captures.traced(call, entry).capture
+
+    def settle(self) -> None:
+        """Let weights that no plan knows reside on the CPU, or else where weights leave the most room."""
+        homes = self.homes
+        assert homes is not None
+        room = {spec.key: spec.room for spec in self.topology.devices if spec.key != DISK}
+        weights = self.model_copy.weights.tensors
+        for name in sorted(weights, key=lambda name: name not in homes):  # those with a home first
+            home = homes.setdefault(name, self.topology.cpu or max(room, key=lambda key: room[key]))
+            room[home] = room.get(home, 0) - tensor_bytes(weights[name])
 
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""

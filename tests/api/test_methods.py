@@ -220,6 +220,26 @@ def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
             assert largest_difference(made.until_small(X), expected) < 1e-5
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_such_a_method_may_be_called_first_after_the_model_was_changed(cpu: bool) -> None:
+    model = Autoencoder().eval()
+    room = over_two_devices(model)
+    with graphplan.simulate({**room, "cpu": "1MiB"} if cpu else room) as machine:
+        made: Any = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        for one in (model, made):
+            one.register_buffer("unused", torch.ones(3))
+            one.quant = nn.Sequential(one.quant, nn.Linear(32, 32))
+        made.quant[1].load_state_dict(model.quant[1].state_dict())
+        again = pytest.warns(GraphplanWarning, match="captured again")
+        with again, pytest.warns(GraphplanWarning, match="module by module"):
+            found = made.until_small(X)
+        assert largest_difference(found, eager(model, lambda m: m.until_small(X))) < 1e-5
+        assert largest_difference(made(X), eager(model, lambda m: m(X))) < 1e-5
+        where = {tensor.device.type for tensor in (made.unused, *made.quant[1].parameters())}
+        assert where == {"cpu" if cpu else "sim"}
+        assert all(machine.peak_bytes(key) <= room[key] for key in (0, 1))
+
+
 class Gaussian:
     """As in diffusers: a result that no graph has."""
 
