@@ -15,6 +15,7 @@ import dataclasses
 import operator
 from collections import UserDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class Replacement:
         if _can_change(value):
             self._note(value, value)  # before its parts, which it may be among
             changes = self._changes(value)
-            own = value if self.in_place or not changes else copy.copy(value)
+            own = value if self.in_place or not changes else _copied(value)
             return self._note(value, _changed(own, changes))
         node = node_of_class(type(value))
         if node is None:
@@ -111,6 +112,13 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
         put = object.__setattr__  # also into frozen ones
         found += [(put, name, getattr(container, name)) for name in there]
     return found
+
+
+def _copied(container: Any) -> Any:
+    """A copy; the container itself, where its class makes none."""
+    with suppress(TypeError):
+        return copy.copy(container)
+    return container
 
 
 def _changed(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:

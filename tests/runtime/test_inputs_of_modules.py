@@ -262,3 +262,23 @@ def test_what_cannot_be_written_in_eager_is_an_error(made: Any, message: str, bu
             placed = graphplan.partition(Stack(in_turn, layer), budgets, (0 * X,), grad=True)
         with pytest.raises(RuntimeError, match=message):
             placed(made())
+
+
+class Required(OrderedDict[str, Any]):
+    """``copy`` makes none."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        super().__init__(h=h)
+
+
+@pytest.mark.parametrize("kind", [Keyed, Required, Named, State, list, deque, lambda h: (h, [h])])
+def test_results_are_where_the_inputs_are(kind: Callable[..., Any]) -> None:
+    def outer(layers: Any, x: torch.Tensor) -> Any:
+        return [layer(x) for layer in layers]
+
+    def layer(fc: Any, x: torch.Tensor) -> Any:
+        h = fc(x)
+        return kind([h]) if kind in (list, deque) else kind({"h": h}) if kind is Named else kind(h=h)
+
+    for budgets in BUDGETS:
+        compare(outer, layer, budgets, X)
