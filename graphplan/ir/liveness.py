@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
-from graphplan.errors import VerificationError
+from graphplan.errors import CaptureError, VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
@@ -335,7 +336,12 @@ class LiveBytes(TorchDispatchMode):
     Args:
         known: tensors that are there before.
         counts: whether a result is a tensor that is counted.
+
+    Raises:
+        CaptureError: in the block, ``torch.cond`` or another operator that takes functions.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, known: Iterable[torch.Tensor], counts: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -344,6 +350,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise CaptureError(
+                f"torch.{func.name()} runs in a graph alone, and the model has none: write it in plain Python"
+            )
         out = func(*args, **(kwargs or {}))
         self.live.count(filter(self._counts, pytree.tree_leaves(out)))
         return out

@@ -630,3 +630,20 @@ def test_what_is_changed_in_what_hooks_run_holds(share: float) -> None:
         assert largest_difference(placed(X[:2]), model(X[:2])) < 1e-6
         with pytest.raises(graphplan.InputError, match="unexpected keyword argument"):
             placed(X, nothing=1)
+
+
+class Branches(nn.Module):
+    """A branch in the graph's way of writing, and one that no graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cond(x.sum() > 0, self.a, self.b, (x,))
+        return x * 2 if x.sum() > 1e9 else x
+
+
+def test_control_flow_of_graphs_in_a_model_without_one_is_refused() -> None:
+    with pytest.raises(graphplan.CaptureError, match=r"torch\.cond runs in a graph alone"):
+        graphplan.partition(Branches(), {"cpu": "1GiB"}, (torch.ones(2, 8),))
