@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from graphplan._compat.torch import storage_of
+from graphplan.capture.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
@@ -72,7 +73,7 @@ class AssignedState:
     def __init__(self) -> None:
         self._buffers: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Snapshot]] = {}
-        self._written: dict[tuple[int, str], tuple[Any, int]] = {}
+        self._written: dict[tuple[int, str], torch.Tensor] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
         self._requiring = set[int]()  # ids of buffers that required a gradient before
@@ -82,44 +83,36 @@ class AssignedState:
         self._program: Any = None
         self.makes_tensors = False
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a module's call, after which buffers are written."""
-        is_root = not self._buffers
-        if is_root:
-            for _, own in _modules(module):
-                buffers = self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
-                self._requiring |= {id(x) for x in buffers.values() if x is not None and x.requires_grad}
-                known = {name: snapshot(value) for name, value in own.items() if name not in TORCHS}
-                self._attributes[id(own)] = known
+    def call(
+        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The result of a module's call; buffers are written at the end of the first, that of the model."""
+        if self._buffers:
+            return forward(*args, **kwargs)
+        for _, own in _modules(module):
+            buffers = self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
+            self._requiring |= {id(x) for x in buffers.values() if x is not None and x.requires_grad}
+            known = {name: snapshot(value) for name, value in own.items() if name not in TORCHS}
+            self._attributes[id(own)] = known
         result = forward(*args, **kwargs)
         for label, own in _modules(module):
-            self._write_buffers(label, own["_buffers"])
-            if is_root:
-                self._note_attributes(label, own)
-                self._note_history(label, own["_buffers"])
+            self._write_buffers(tracer.graph, label, own["_buffers"])
+            self._note_attributes(label, own)
+            self._note_history(label, own["_buffers"])
         return result
 
-    def _write_buffers(self, label: str, table: dict[str, Any]) -> None:
-        before = self._buffers.get(id(table), table)  # a part of a Sequential is a module of its own
-        new = dict[str, torch.Tensor]()
+    def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
+        before = self._buffers.get(id(table), table)  # that of a module made in the call is not written
         for name in {**before, **table}:
-            value = table.get(name)
-            buffer, known = before.get(name), self._written.get((id(table), name))
-            if value is buffer or (known is not None and known[0] is value and known[1] == _version(value)):
+            value, buffer = table.get(name), before.get(name)
+            if value is buffer:
                 continue
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 self._made[id(table), name] = _Change(table, label, name, buffer, [], value, False)
-            else:
-                new[name] = value
-        tables = self._buffers.values() if new else ()
-        storages = {storage_of(x) for one in tables for x in one.values() if x is not None}
-        for name, value in new.items():
-            if storage_of(value) in storages:  # which is about to be written to
-                table[name] = value.clone()
-        for name in new:
-            before[name].copy_(table[name].detach())  # what follows reads what was assigned
-        for name in new:
-            self._written[id(table), name] = table[name], _version(table[name])
+                continue
+            buffer.copy_(value.detach())
+            next(iter(reversed(graph.nodes))).meta[ASSIGNS] = True
+            self._written[id(table), name] = value
 
     def _note_history(self, label: str, table: dict[str, Any]) -> None:
         for name, value in table.items():
@@ -133,6 +126,15 @@ class AssignedState:
                 f"a call leaves {self._with_history[0]} with a gradient, which eager keeps and a graph does "
                 "not: assign .detach() of it, if no backward pass is to go through it after the call"
             )
+
+    def assigned(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """What buffers were assigned, by each of their names in the module."""
+        return {
+            f"{path}.{name}" if path else name: self._written[id(part._buffers), name]
+            for path, part in module.named_modules(remove_duplicate=False)
+            for name in part._buffers
+            if (id(part._buffers), name) in self._written
+        }
 
     def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
         known = self._attributes.get(id(own), {})
@@ -218,22 +220,10 @@ def written_constants(program: torch.export.ExportedProgram) -> set[str]:
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes] if constants else []
     written = [leaf for node in nodes for leaf in written_arguments(node.target, node.args, node.kwargs)]
-    values = [_unconverted(node).meta.get("val") for node in written if isinstance(node, fx.Node)]
+    values = [unconverted(node).meta.get("val") for node in written if isinstance(node, fx.Node)]
     storages = {storage_of(value) for value in values if isinstance(value, torch.Tensor)}
     inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
     return {str(constants[node.name]) for node in inputs if storage_of(node.meta["val"]) in storages}
-
-
-def _unconverted(node: fx.Node) -> fx.Node:
-    """What ``to`` has returned as it is, of which a trace says another memory."""
-    while getattr(node.target, "overloadpacket", None) is aten.to:
-        given, source = node.target._schema.arguments, node.all_input_nodes[0]  # type: ignore[union-attr]
-        named = {**dict(zip((one.name for one in given), node.args, strict=False)), **node.kwargs}
-        own, before = node.meta["val"], source.meta["val"]
-        if named.get("copy") or (own.dtype, own.device) != (before.dtype, before.device):
-            break
-        node = source
-    return node
 
 
 def keep_what_is_read(capture: Capture) -> None:
@@ -321,11 +311,6 @@ def _matters(node: fx.Node) -> bool:
                 seen.add(user)
                 pending.append(user)
     return False
-
-
-def _version(value: torch.Tensor) -> int:
-    """How often it was written to; in inference mode nobody counts."""
-    return -1 if value.is_inference() else value._version
 
 
 def _said(value: torch.Tensor | None) -> str:

@@ -24,6 +24,7 @@ from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
 from graphplan.capture.assigned_state import AssignedState, restored_buffers
+from graphplan.capture.assigned_writes import place_writes
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
@@ -37,6 +38,9 @@ logger = logging.getLogger("graphplan")
 
 LOSSES = "graphplan_losses"
 """Of a traced module's ``meta``: the attributes that its call leaves with a gradient."""
+
+ASSIGNED = "graphplan_assigned"
+"""Likewise: what its buffers are assigned, by their names."""
 
 _MOST_SECONDS = 30.0
 """Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
@@ -78,7 +82,8 @@ def export(
             if differs:
                 shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
                 state.refuse_other(*_export_again(*given, shapes))
-        program.graph_module.meta[LOSSES] = state.losses
+        place_writes(program.graph)
+        program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
         return program
     finally:
         put_back(before)
@@ -187,7 +192,7 @@ def _calling(
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            return state.call(module, forward, args, kwargs)
+            return state.call(tracer, module, forward, args, kwargs)
 
         def known(*args: Any, **kwargs: Any) -> Any:
             if repeated is None:

@@ -21,7 +21,7 @@ from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.eager_run import eager_error
-from graphplan.capture.export_here import LOSSES
+from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
 from graphplan.capture.own_backward import refusing_own_backward
@@ -122,6 +122,7 @@ def _refuse_layouts(call: BoundCall) -> None:
 def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
     """The capture, with the casts of autocast, and what a backward pass reads."""
     losses = found.module.meta.pop(LOSSES, ())
+    _refuse_parted(found.module.meta.pop(ASSIGNED, {}), model_copy)
     if keep_grad:
         for name in losses:
             model_copy.warn_once(
@@ -132,6 +133,18 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
         _tell_of_history(found, model_copy)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
     return _named_apart(found)
+
+
+def _refuse_parted(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:
+    """Raise NoGraphError where a buffer is assigned, and what is the same weight is not: eager parts them."""
+    values = {model_copy.full_name(name): value for name, value in assigned.items()}
+    for name, value in values.items():
+        for other in model_copy.weights.names[model_copy.weights.first[name]]:
+            if other.startswith(model_copy.full_name("")) and values.get(other) is not value:
+                raise NoGraphError(
+                    f"{name!r} is one tensor with {other!r} until forward assigns it, and a graph keeps them "
+                    "one: make it a clone"
+                )
 
 
 def _tell_of_history(found: Capture, model_copy: ModelCopy) -> None:

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import graphplan
 from graphplan.capture.eager_run import unwritten
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.tracing import capture
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -918,3 +921,124 @@ def test_data_that_is_assigned_is_in_no_graph(kind: str) -> None:
     for scale in (1.0, 0.5):
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
     same(placed, eager)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("hidden", torch.zeros(4, 8))
+        self.register_buffer("before", torch.ones(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x) + self.hidden)
+        self.hidden = h.detach()
+        return h
+
+
+class Holds(nn.Module):
+    """Goes on with what the buffers of a submodule held before they were assigned."""
+
+    def __init__(self, go_on: Callable[[Cell, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.cell, self.go_on = nn.Linear(8, 8), Cell(), go_on
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.go_on(self.cell, self.first(x))
+
+
+def _difference(cell: Cell, x: torch.Tensor) -> Any:
+    old = cell.hidden
+    return cell(x) - old
+
+
+def _part(cell: Cell, x: torch.Tensor) -> Any:
+    old = cell.hidden[:1]
+    return cell(x) - old
+
+
+def _both_states(cell: Cell, x: torch.Tensor) -> Any:
+    first = cell(x)
+    kept = cell.hidden
+    return first + cell(x) * kept
+
+
+def _old_values(cell: Cell, x: torch.Tensor) -> Any:
+    old = cell.hidden
+    y = cell(x)
+    return y, {"old": old, "parts": [old[1:].flatten(), old.to(x.dtype)]}
+
+
+def _delay(cell: Cell, x: torch.Tensor) -> Any:
+    old, cell.hidden, cell.before = cell.hidden, cell.before, x.detach() * 1
+    return x * 2, old
+
+
+def _exchange(cell: Cell, x: torch.Tensor) -> Any:
+    cell.hidden, cell.before = cell.before, cell.hidden + 1
+    return x + cell.hidden, cell.before
+
+
+def _converted(cell: Cell, x: torch.Tensor) -> Any:
+    cell.before, cell.hidden = cell.hidden.to(x.dtype), x.detach() * 2
+    return x + 1
+
+
+def _restore(cell: Cell, x: torch.Tensor) -> Any:
+    old = cell.hidden
+    y = cell(x)
+    cell.hidden = old
+    return y
+
+
+def _write_to_old(cell: Cell, x: torch.Tensor) -> Any:
+    old = cell.hidden
+    row = old[0]
+    y = cell(x)
+    old.add_(1)
+    return y + row
+
+
+def _write_to_new(cell: Cell, x: torch.Tensor) -> Any:
+    whole = torch.cat([x.detach(), x.detach()])
+    cell.hidden, cell.before = whole.chunk(2)
+    whole.mul_(3)
+    return x + cell.hidden
+
+
+HELD = (
+    *(_difference, _part, _both_states, _old_values, _delay, _exchange, _converted, _restore),
+    *(_write_to_old, _write_to_new),
+)
+
+
+@pytest.mark.parametrize("go_on", HELD)
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_what_a_buffer_held_stays_what_it_was(go_on: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Holds(go_on)
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "48KiB", 1: "48KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, **options)
+        for scale in (1.0, 0.5, 2.0):
+            with torch.set_grad_enabled(bool(options)):
+                found, expected = (tree_leaves(one(scale * X)) for one in (placed, eager))
+            assert all(torch.allclose(a.cpu(), b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+            same(placed, eager)
+            if options:
+                for results in (found, expected):
+                    results[0].square().sum().backward()
+        if options:
+            for name, parameter in eager.named_parameters():
+                gradient = placed.get_parameter(name).grad
+                assert parameter.grad is None or torch.allclose(gradient.cpu(), parameter.grad, atol=1e-4)
+
+
+def test_buffers_are_written_where_nothing_reads_what_they_held() -> None:
+    model = nn.Sequential(Cell(), nn.Linear(8, 8), Cell(), nn.Linear(8, 8))
+    model_copy = ModelCopy(model)
+    found = capture(model_copy, model_copy.bind((X,), {}))
+    called = [str(node.target).split(".")[1] for node in found.graph.nodes if node.op == "call_function"]
+    assert called == 2 * ["linear", "add", "tanh", "detach", "detach", "copy_", "linear"]
+    stacks = [node.meta["nn_module_stack"] for node in found.graph.nodes if "copy_" in str(node.target)]
+    assert [list(stack.values())[-1][0].rpartition(".")[2] for stack in stacks] == ["0", "2"]

@@ -83,6 +83,34 @@ def test_a_later_call_that_writes_to_such_a_buffer_is_refused() -> None:
             placed(X, write=True)
 
 
+class Parts(nn.Module):
+    """Two names of one tensor, until one or both are assigned."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(16, 16), kind
+        self.register_buffer("now", torch.ones(16))
+        self.register_buffer("first", self.now if kind != "of a parameter" else self.linear.bias.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) + self.first
+        self.first = h.detach().mean(0)
+        if self.kind == "other values":
+            self.now = self.first + 1
+        return h + self.now
+
+
+@pytest.mark.parametrize("kind", ["one", "other values", "of a parameter"])
+@torch.no_grad()
+def test_what_is_one_tensor_until_it_is_assigned(kind: str) -> None:
+    model = Parts(kind)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match=r"is one tensor with .*\n.*hooks run"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for _ in range(3):
+        assert largest_difference(placed(X), eager(X)) < 1e-5
+
+
 class Sparse(nn.Module):
     def __init__(self, layout: str, parameter: bool) -> None:
         super().__init__()

@@ -1,0 +1,95 @@
+"""Where a graph writes buffers that a model assigns.
+
+A trace has these writes at its end, where the model's code has run and nothing can read a buffer that is not
+what the code was given. There what is written would be kept until then, and on the device of the first module
+something would run last. So each is moved to where nothing reads any more what the buffer held::
+
+    linear = linear(x, w)              linear = linear(x, w)
+    add = add(linear, hidden)          add = add(linear, hidden)
+    linear_1 = linear(add, w_1)        detach = detach(add)
+    detach = detach(add)               copy_ = copy_(hidden, detach)
+    copy_ = copy_(hidden, detach)      linear_1 = linear(add, w_1)
+
+What is returned, or assigned to another buffer, has a copy of what a buffer held.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from graphplan._compat.torch import storage_of
+from graphplan.capture.structure import leaves_of
+
+aten = torch.ops.aten
+
+ASSIGNS = "graphplan_assigns"
+"""In the ``meta`` of nodes that write an assigned buffer, at the end of a trace."""
+
+_PLACE = ("nn_module_stack", "stack_trace")
+
+
+def place_writes(graph: fx.Graph) -> None:
+    """Move writes of assigned buffers from the end of a graph to where they belong: see the module's text."""
+    writes = {node: node.all_input_nodes[-1] for node in graph.nodes if node.meta.pop(ASSIGNS, False)}
+    written = {memory for node in writes for memory in _memories(node)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader in (*writes.values(), graph.output_node()):
+        for given in reader.all_input_nodes if writes else ():
+            held = given
+            while held in writes:  # a trace takes a buffer for what was written to it last
+                held = held.all_input_nodes[0]
+            if written.isdisjoint(_memories(held)):
+                continue
+            if held not in copies:
+                with graph.inserting_before(next(iter(writes.values()))):
+                    copies[held] = graph.call_function(aten.clone.default, (held,))
+                copies[held].meta = {"val": held.meta["val"].clone()}
+            reader.replace_input_with(given, copies[held])
+    for held, copy in copies.items():
+        _move([copy], set(_memories(held)))
+    for write, detach in writes.items():
+        _move([detach, write], set(_memories(write)))
+
+
+def _move(nodes: list[fx.Node], memories: set[int]) -> None:
+    """Move nodes up to the last that makes what they read, or that has to do with ``memories``."""
+    inputs = {source for node in nodes for source in node.all_input_nodes}
+    read = {memory for node in inputs for memory in _memories(node)}
+    last = nodes[0].prev
+    while last.op != "placeholder" and last not in inputs:
+        touched = {memory for node in (last, *last.all_input_nodes) for memory in _memories(node)}
+        if not memories.isdisjoint(touched) or (_may_write(last) and not read.isdisjoint(touched)):
+            break
+        last = last.prev
+    for node in reversed(nodes):
+        last.append(node)
+        node.meta |= {name: last.meta[name] for name in _PLACE if name in last.meta}
+
+
+def _may_write(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return node.target is not operator.getitem
+
+
+def _memories(node: fx.Node) -> Iterator[int]:
+    """Of the tensors that a node makes."""
+    for leaf in leaves_of(unconverted(node).meta.get("val")):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield storage_of(leaf)
+
+
+def unconverted(node: fx.Node) -> fx.Node:
+    """What ``to`` has returned as it is, of which a trace says another memory."""
+    while getattr(node.target, "overloadpacket", None) is aten.to:
+        given, source = node.target._schema.arguments, node.all_input_nodes[0]  # type: ignore[union-attr]
+        named = {**dict(zip((one.name for one in given), node.args, strict=False)), **node.kwargs}
+        own, before = node.meta["val"], source.meta["val"]
+        if named.get("copy") or (own.dtype, own.device) != (before.dtype, before.device):
+            break
+        node = source
+    return node
