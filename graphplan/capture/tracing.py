@@ -24,13 +24,13 @@ from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError
-from graphplan.capture.own_backward import refusing_own_backward
 from graphplan.capture.signature import COMPRESSED, BoundCall
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.exported_program import from_exported
+from graphplan.capture.tracers.own_backward import refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
