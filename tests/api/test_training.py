@@ -1005,3 +1005,27 @@ def test_gradients_of_parameters_that_are_changed_on_their_way(change: Any) -> N
     placed: Any = graphplan.partition(model, CPU, kwargs={"x": x}, train=True, strict=True)
     placed(x=x)["loss"].backward()
     assert gap(gradients_of(placed), expected) < 1e-6
+
+
+class Detaches(nn.Module):
+    """A result beside itself without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y.detach(), y, y
+
+
+def test_a_result_may_be_beside_itself_without_a_gradient() -> None:
+    # both required one, and backward() ended in an error of zip
+    model, x = Detaches(), torch.randn(3, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), train=True)
+    for one in (placed, model):
+        detached, first, second = one(x)
+        assert [r.requires_grad for r in (detached, first, second)] == [False, True, True]
+        assert torch.equal(detached, first)
+        (first.sum() + second.square().sum()).backward()
+    assert gap(gradients_of(placed), gradients_of(model)) < 1e-5

@@ -132,9 +132,14 @@ class _Step(torch.autograd.Function):
         assert how is not None
         ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
-        tensors = tuple(result for result in results if isinstance(result, torch.Tensor))
         ends = {id(results[position]) for position in how.differentiated}
         others = {id(results[position]): name for position, name in how.others.items()}
+        active = {*how.differentiated, *how.others}
+        tensors = tuple(
+            result if position in active or id(result) not in {*ends, *others} else result.detach()
+            for position, result in enumerate(results)
+            if isinstance(result, torch.Tensor)
+        )
         passive = [tensor for tensor in tensors if id(tensor) not in ends and id(tensor) not in others]
         ctx.mark_non_differentiable(*passive)
         ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
