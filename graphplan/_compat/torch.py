@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -194,10 +194,11 @@ def in_transform() -> bool:
     return level is not None
 
 
-def in_forward_mode() -> bool:
-    """Whether this thread computes forward-mode gradients of plain tensors."""
-    level: int = private(torch.autograd.forward_ad, "_current_level", "torch")
-    return level >= 0
+def in_forward_mode(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether this thread computes forward-mode gradients through any of these."""
+    forward_ad = torch.autograd.forward_ad
+    within: bool = private(forward_ad, "_current_level", "torch") >= 0
+    return within and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors)
 
 
 def in_grad_transform() -> bool:

@@ -62,14 +62,14 @@ class BoundCall:
 
     def on_cpu(self) -> BoundCall:
         """The same with tensors on the CPU, no two of them one object; those of the meta device as zeros."""
-        known = list[torch.Tensor]()
+        known = dict[int, torch.Tensor]()
 
         def own(leaf: Any) -> Any:
             found = leaf_on_cpu(leaf)
             if isinstance(found, torch.Tensor):
-                if any(found is one for one in known):  # the next call may have two, where code asks for that
+                if id(found) in known:  # the next call may have two, where code asks for that
                     found = found.detach().clone().requires_grad_(found.requires_grad)
-                known.append(found)
+                known[id(found)] = found
             return found
 
         return self.mapped(own)

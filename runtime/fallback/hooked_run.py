@@ -70,7 +70,7 @@ class HookedRun:
         device = self.host if self.way.gathered else _device_of(module)
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
-        running = _Running(device or self._device_of_caller())
+        running = _Running(module, device or self._device_of_caller())
         self.running.append(running)
         if device is None:
             return args, kwargs
@@ -94,6 +94,14 @@ class HookedRun:
             back.replace = lambda tensor: tensor
         return back.within(result)
 
+    def end(self) -> None:
+        """Put back what was copied for the modules that run: torch calls no hook after an interrupt."""
+        try:
+            self.after(self.running[-1].module, (), {}, None)
+        finally:
+            if self.running:
+                self.end()
+
     def _device_of_caller(self) -> torch.device:
         return self.running[-1].device if self.running else self.host
 
@@ -102,14 +110,15 @@ class _Running:
     """A module that runs.
 
     Attributes:
+        module: itself.
         device: where it computes.
         swapped: its own tensors that are elsewhere.
         given: what it has in place of its inputs' tensors.
         copies: those of its inputs' tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.swapped = device, _Swapped()
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device, self.swapped = module, device, _Swapped()
         self.copies: list[_Copy] = []
         self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
 
@@ -192,15 +201,13 @@ def run_hooked(
             with together:
                 return run(*args, **kwargs)
         owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
-        try:
-            args, kwargs = call.before(owner, args, kwargs)
-            with together:
-                result = run(*args, **kwargs)
-        except BaseException:
-            call.after(owner, args, kwargs, None)
-            raise
+        args, kwargs = call.before(owner, args, kwargs)
+        with together:
+            result = run(*args, **kwargs)
         return call.after(owner, args, kwargs, result)
     finally:
+        if call.running:
+            call.end()
         for hook in hooks:
             hook.remove()
 

@@ -28,6 +28,7 @@ from graphplan.capture.transformers.caches import is_cache
 
 _TENSORS = (torch.Tensor, PackedSequence)
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
 
@@ -47,6 +48,8 @@ class Replacement:
 
     def within(self, value: Any) -> Any:
         """The value with other tensors; what has none in it is the same object. Caches stay as they are."""
+        if type(value) in _PLAIN:
+            return value
         if id(value) in self.known:
             return self.known[id(value)][1]
         if isinstance(value, _TENSORS):
@@ -63,7 +66,10 @@ class Replacement:
             return value
         parts, context = node.flatten_fn(value)
         others = [self.within(part) for part in parts]
-        same = all(map(operator.is_, parts, others))
+        fresh = not isinstance(value, tuple) and any(
+            map(_can_change, parts)
+        )  # may be of the flattening alone
+        same = not fresh and all(map(operator.is_, parts, others))
         return self._note(value, value if same else node.unflatten_fn(others, context))
 
     def undo(self, replace: Callable[[Any], Any]) -> Replacement:
@@ -85,7 +91,7 @@ class Replacement:
         return other
 
     def _changes(self, container: Any) -> list[tuple[_Put, Any, Any]]:
-        slots = [(put, key, part, self.within(part)) for put, key, part in _slots(container)]
+        slots = ((put, key, part, self.within(part)) for put, key, part in _slots(container))
         return [(put, key, other) for put, key, part, other in slots if other is not part]
 
 
@@ -103,7 +109,11 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
     if isinstance(container, dict):
         found = [(operator.setitem, key, part) for key, part in container.items()]
     elif isinstance(container, list | deque):
-        found = [(operator.setitem, index, part) for index, part in enumerate(container)]
+        found = [
+            (operator.setitem, index, part)
+            for index, part in enumerate(container)
+            if type(part) not in _PLAIN
+        ]
     if _has_attributes(container):
         is_data = dataclasses.is_dataclass(container)  # one with slots has no __dict__
         fields = [one.name for one in dataclasses.fields(container)] if is_data else []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import largest_difference
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 import graphplan
 
@@ -282,3 +283,49 @@ def test_results_are_where_the_inputs_are(kind: Callable[..., Any]) -> None:
 
     for budgets in BUDGETS:
         compare(outer, layer, budgets, X)
+
+
+def test_after_an_interrupt_the_callers_containers_are_as_before() -> None:
+    # torch calls no hook after one: the batch was left on the accelerator
+    def stops(fc: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
+        context["new"] = x = fc(x) + context["h"]
+        if context["stop"]:
+            raise KeyboardInterrupt
+        return x
+
+    model, x = Stack(each, stops).eval(), X.clone()
+    with graphplan.simulate({0: "1MiB"}), torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, BUDGETS[2], (x, {"h": x, "stop": False}))
+        batch = {"h": x, "stop": True}
+        with pytest.raises(KeyboardInterrupt):
+            placed(x, batch)
+        assert batch["h"] is x
+        assert batch["new"].device.type == "cpu"
+        assert (
+            largest_difference(placed(x, {**batch, "stop": False}), model(x, {"h": x, "stop": False})) < 1e-5
+        )
+
+
+class Flattened:
+    """torch's pytrees know it by a dict that is made anew."""
+
+    def __init__(self, h: Any) -> None:
+        self.h = h
+
+
+def test_a_class_that_is_flattened_to_a_new_dict_is_moved() -> None:
+    register_pytree_node(
+        Flattened, lambda one: ([dict(vars(one))], None), lambda own, _: Flattened(**next(iter(own)))
+    )
+
+    def reads(fc: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
+        return fc(x) + context.h
+
+    model = Stack(each, reads).eval()
+    with graphplan.simulate({0: "1MiB"}), torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, BUDGETS[2], (X, Flattened(X)))
+        assert {parameter.device.type for parameter in placed.parameters()} == {"sim"}
+        found, expected = placed(X, Flattened(X)), model(X, Flattened(X))
+        assert largest_difference([found[0]], [expected[0]]) < 1e-5

@@ -173,7 +173,8 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
         PlanError: a transform, or forward mode, wants other gradients.
     """
     assert program.backward is not None
-    if in_transform() or in_forward_mode():
+    given = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
+    if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
         raise PlanError(_TRANSFORMED)
     tensors, back = take_inputs(program, served)
     call = _StepCall(module, state, program, code, tensors, back)
