@@ -78,11 +78,13 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
         returned = [name for name in graph.outputs if name in inside and name not in fresh]
         if not late and not returned:
             continue
+        # nor is it a copy that was made for an earlier reader
+        early = [use for use in readers if use[0] < order[writer] and use[2] in returned]
         names = {*targets, *returned, *(name for _, _, name in late)}
         makers = [maker for name in names for maker in _view_makers(graph, name)]
         # what is returned is taken from where its maker ran
         owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
-        found.update(dict.fromkeys([writer, *(reader for _, reader, _ in late), *makers, *owners]))
+        found.update(dict.fromkeys([writer, *(reader for _, reader, _ in (*early, *late)), *makers, *owners]))
     return sorted(found, key=lambda name: order[name])
 
 

@@ -214,6 +214,7 @@ def _copy_windows(capture: Capture) -> None:
             capture.graph.output_node().replace_input_with(window, copied)
 
 
+_GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _UNTOLD_WRITERS = (
     aten.batch_norm.default,
     aten.instance_norm.default,
@@ -230,6 +231,8 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
     """
     target = node.target
+    if target is _GRAD_MODE:
+        return _mutated_inside(node)
     if not isinstance(target, torch._ops.OpOverload):
         return []
     if target in (aten.detach_.default, aten.lift_fresh_copy.default):
@@ -242,6 +245,24 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
         flag = "use_input_stats" if target is aten.instance_norm.default else "training"
         written = [given.get("running_mean"), given.get("running_var")] if given.get(flag) else []
     return [argument for argument in written if isinstance(argument, fx.Node)]
+
+
+def _mutated_inside(block: fx.Node) -> list[fx.Node]:
+    """Those arguments of a block without gradients, or with, whose memory its operations write to."""
+    _, inner, *given = block.args
+    assert isinstance(inner, fx.Node)
+    assert block.graph.owning_module is not None
+    graph = cast(fx.GraphModule, block.graph.owning_module.get_submodule(str(inner.target))).graph
+    values = [_val(written) for node in graph.nodes for written in mutated_arguments(node)]
+    memories = {storage_of(value) for value in values}
+    pairs = zip(given, graph.find_nodes(op="placeholder"), strict=True)
+    return [
+        argument
+        for argument, own in pairs
+        if isinstance(argument, fx.Node)
+        and isinstance(_val(own), torch.Tensor)
+        and storage_of(_val(own)) in memories
+    ]
 
 
 def _name_states(graph: fx.Graph) -> None:

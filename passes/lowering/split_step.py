@@ -87,6 +87,7 @@ def _backward(
     for node in graph.nodes:
         if node.name in tangents:
             env[node] = made.placeholder(node.name)
+            env[node].meta = dict(node.meta)  # zeros take its place where no gradient comes
     index_of = {node: index for index, node in enumerate(saved)}
 
     def find(node: fx.Node) -> fx.Node:

@@ -172,3 +172,19 @@ def test_a_buffer_on_the_cpu_is_not_the_callers_when_calls_write_to_it() -> None
     assert int(original.calls) == 0
     assert int(placed.calls) == 1
     assert placed.a.weight.data_ptr() == original.a.weight.data_ptr()  # read only, so shared
+
+
+class WritesToResult(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x * 2
+        view = a.view(-1)
+        view += a.mean()
+        return (view.view(64, 24) * 1 + torch.arange(24, device=x.device) * 0.01) * 3, a
+
+
+@pytest.mark.parametrize("budget", range(13_000, 19_000, 1_000))
+def test_a_result_that_is_written_to_through_a_view_is_no_older_copy(budget: int) -> None:
+    model, x = WritesToResult(), torch.randn(64, 24)
+    with graphplan.simulate({0: budget, "cpu": 1 << 20}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert largest_difference(placed(x), model(x)) < 1e-5
