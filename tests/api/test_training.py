@@ -1031,6 +1031,27 @@ def test_a_result_may_be_beside_itself_without_a_gradient() -> None:
     assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
 
 
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        loss = self.linear(x).square().mean()
+        return {"loss": loss, "log": {"loss": loss, "value": loss.detach()}}
+
+
+def test_a_loss_may_be_logged_too() -> None:
+    # the gradient was taken for one of the logged loss
+    model, x = Logs(), torch.randn(3, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), train=True)
+    for one in (placed, model):
+        found = one(x)
+        assert not found["log"]["value"].requires_grad
+        found["loss"].backward()
+    assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
+
+
 class Halves(nn.Module):
     """Results that one operation makes."""
 

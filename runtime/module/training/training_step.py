@@ -132,19 +132,18 @@ class _Step(torch.autograd.Function):
         assert how is not None
         ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
-        ends = {id(results[position]) for position in how.differentiated}
-        others = {id(results[position]): name for position, name in how.others.items()}
+        tensors, positions = list[torch.Tensor](), list[int]()
+        for position, result in enumerate(results):
+            if isinstance(result, torch.Tensor):  # torch takes one that is there twice for the last alone
+                again = any(result is one for one in tensors)
+                tensors.append(result.detach() if again else result)
+                positions.append(position)
         active = {*how.differentiated, *how.others}
-        tensors = tuple(
-            result if position in active or id(result) not in {*ends, *others} else result.detach()
-            for position, result in enumerate(results)
-            if isinstance(result, torch.Tensor)
-        )
-        passive = [tensor for tensor in tensors if id(tensor) not in ends and id(tensor) not in others]
+        passive = [one for one, at in zip(tensors, positions, strict=True) if at not in active]
         ctx.mark_non_differentiable(*passive)
-        ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
-        ctx.others = {index: others[id(t)] for index, t in enumerate(tensors) if id(t) in others}
-        return tensors
+        ctx.starts = [index for index, at in enumerate(positions) if at in how.differentiated]
+        ctx.others = {index: how.others[at] for index, at in enumerate(positions) if at in how.others}
+        return tuple(tensors)
 
     @staticmethod
     @once_differentiable
