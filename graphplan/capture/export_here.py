@@ -142,6 +142,7 @@ def exporting(
             Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
+            *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
         ),
     ):
@@ -166,6 +167,19 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return of_random
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+
+
+def _if_it_drops(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A dropout that returns its input where it drops nothing, as kernels do: a trace has a copy."""
+
+    @functools.wraps(own)
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return own(input, p, training, inplace) if training and p > 0 else input
+
+    return dropout
 
 
 def _refuse_data() -> None:

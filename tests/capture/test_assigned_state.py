@@ -1042,3 +1042,16 @@ def test_buffers_are_written_where_nothing_reads_what_they_held() -> None:
     assert called == 2 * ["linear", "add", "tanh", "detach", "detach", "copy_", "linear"]
     stacks = [node.meta["nn_module_stack"] for node in found.graph.nodes if "copy_" in str(node.target)]
     assert [list(stack.values())[-1][0].rpartition(".")[2] for stack in stacks] == ["0", "2"]
+
+
+def _dropped(cell: Cell, x: torch.Tensor) -> Any:
+    old = nn.functional.dropout(cell.hidden, 0.5, training=False)
+    return cell(x) - old, nn.functional.dropout1d(cell.before, 0.0)
+
+
+@torch.no_grad()
+def test_dropout_that_drops_nothing_is_what_a_buffer_held() -> None:
+    model = Holds(_dropped)
+    eager, placed = copy.deepcopy(model), graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
+    for scale in (1.0, 0.5, 2.0):
+        assert torch.allclose(placed(scale * X)[0], eager(scale * X)[0], atol=1e-5)
