@@ -264,7 +264,7 @@ def _leaf(
         if not val.node.expr.is_symbol:
             return leaf
         if isinstance(val, torch.SymFloat):
-            return FloatLeaf() if FloatLeaf().fits(leaf) else leaf
+            return FloatLeaf()
         found = (ranges or {}).get(val.node.expr)
         return CounterLeaf(*((-UNBOUNDED, UNBOUNDED) if found is None else _bounds(found, UNBOUNDED)))
     stride = None if leaf.is_contiguous() else leaf.stride()
