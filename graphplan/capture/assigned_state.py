@@ -110,6 +110,8 @@ class AssignedState:
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 self._made[id(table), name] = _Change(table, label, name, buffer, [], value, False)
                 continue
+            if {buffer.layout, value.layout} != {torch.strided}:
+                raise NoGraphError(f"{label}.{name} is assigned a tensor of the layout {value.layout}")
             buffer.copy_(value.detach())
             next(iter(reversed(graph.nodes))).meta[ASSIGNS] = True
             self._written[id(table), name] = value

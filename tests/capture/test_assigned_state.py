@@ -1055,3 +1055,20 @@ def test_dropout_that_drops_nothing_is_what_a_buffer_held() -> None:
     eager, placed = copy.deepcopy(model), graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
     for scale in (1.0, 0.5, 2.0):
         assert torch.allclose(placed(scale * X)[0], eager(scale * X)[0], atol=1e-5)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sparse.mm(self.graph, x)
+        self.graph = (self.graph.to_dense() * 0.5).to_sparse()
+        return y
+
+
+def test_a_sparse_buffer_that_is_assigned_is_in_no_graph() -> None:
+    # torch's own error, of storages, came through
+    with pytest.raises(graphplan.CaptureError, match=r"Sparse\.graph is assigned a tensor of the layout"):
+        graphplan.partition(Sparse(), {"cpu": "1MiB"}, (X[:, :4],))

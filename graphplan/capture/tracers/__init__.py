@@ -1,4 +1,5 @@
 """Torch's tracer, for any model: ``torch.export``.
 
-In: a copy of the model, and a call of it. Out: a :class:`~graphplan.capture.captured_graph.Capture`.
+In: a copy of the model, and a call of it. Out: a :class:`~graphplan.capture.captured_graph.Capture`, or a
+NoGraphError that says what in the model no trace keeps, such as a backward pass of its own.
 """
