@@ -80,7 +80,7 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     memories = [tensor.data for tensor in tensors]
     written = _BeforeWrites(tensors)
     try:
-        with written:
+        with compiling_nothing(), written:
             yield
     finally:
         for tensor, data in zip(tensors, memories, strict=True):
@@ -89,6 +89,15 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for tensor, before in written.kept:
                 tensor.copy_(before)
+
+
+def compiling_nothing() -> AbstractContextManager[None]:
+    """A block in which what ``torch.compile`` has made runs as it is.
+
+    For blocks under a mode: ``torch.compile`` compiles no function that it meets there, then or later.
+    """
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:

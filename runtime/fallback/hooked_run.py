@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan._compat.torch import is_view, list_weights_anew
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
-from graphplan.capture.eager_run import untouched
+from graphplan.capture.eager_run import compiling_nothing, untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -191,7 +191,7 @@ def run_hooked(
 ) -> Any:
     """What an entry of a tree of modules returns; its hooks are gone afterwards."""
     hooks: list[Any] = []
-    together = _OnOneDevice(call.host) if call.way.gathered else nullcontext()
+    together = _on_one_device(call.host) if call.way.gathered else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
@@ -210,6 +210,12 @@ def run_hooked(
             call.end()
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _on_one_device(device: torch.device) -> Iterator[None]:
+    with compiling_nothing(), _OnOneDevice(device):
+        yield
 
 
 class _OnOneDevice(TorchDispatchMode):

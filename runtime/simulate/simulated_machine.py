@@ -105,11 +105,11 @@ class SimulatedMachine:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A block in which operations are not intercepted."""
+        """A block in which operations are not intercepted, and functions are compiled."""
         if not getattr(current_mode(), "simulates", False):
             yield
             return
-        with without_current_mode():
+        with without_current_mode(), torch.compiler.set_stance("default"):
             yield
 
     def take(self, index: int, nbytes: int) -> None:

@@ -60,5 +60,8 @@ def simulate(
     register_backend()
     # the autograd engine would otherwise ask C++ for a queue per device
     single = torch.autograd.set_multithreading_enabled(False)
-    with current_machine.being(machine), single, SimulationMode():  # type: ignore[no-untyped-call]  # torch's
+    # what torch.compile meets under a mode, it never compiles again
+    eager = torch.compiler.set_stance("force_eager")
+    mode = SimulationMode()  # type: ignore[no-untyped-call]  # torch's
+    with current_machine.being(machine), single, eager, mode:
         yield machine

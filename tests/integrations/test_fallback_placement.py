@@ -647,3 +647,31 @@ class Branches(nn.Module):
 def test_control_flow_of_graphs_in_a_model_without_one_is_refused() -> None:
     with pytest.raises(graphplan.CaptureError, match=r"torch\.cond runs in a graph alone"):
         graphplan.partition(Branches(), {"cpu": "1GiB"}, (torch.ones(2, 8),))
+
+
+def test_torch_compiles_after_a_trial_and_a_simulation() -> None:
+    compiled: list[str] = []
+
+    def counting(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        compiled.append("once")
+        return graph
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+            self.b = torch.compile(nn.Linear(16, 16), backend=counting)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.b(self.a(x))
+            return y * 2 if y.sum() > 1e9 else y
+
+    model = Compiled()
+    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model instead"):
+        graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    with torch.no_grad():
+        model(X)
+    assert compiled
+    with graphplan.simulate({0: "1MiB"}):
+        there = torch.cond(X.sum() > 1e9, torch.sin, torch.cos, (X.to("sim:0"),)).cpu()
+    assert torch.equal(there, torch.cond(X.sum() > 1e9, torch.sin, torch.cos, (X,)))
