@@ -104,8 +104,3 @@ class Program:
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the caches of a call are where the plan has them, or where they were when it was made."""
         return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
-
-    @property
-    def streams(self) -> bool:
-        """Whether it copies weights through a prefetch buffer, so that its calls must follow one another."""
-        return any(buffer.segments for buffer in self.plan.schedule.prefetch_buffers)
