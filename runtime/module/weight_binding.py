@@ -40,10 +40,10 @@ class BoundCode:
         code, binding = self.code, self.binding
         if binding is None or binding.forward is not type(code).forward:
             binding = self._bind()
-        weights = binding.sources.read()
+        weights = binding.read()
         if weights is None:  # a module was replaced
             binding = self._bind()
-            weights = binding.sources.read()
+            weights = binding.read()
         found: Sequence[Any]
         if weights is None or binding.function is None or code._forward_hooks or code._forward_pre_hooks:
             found = code(*tensors)
@@ -60,35 +60,8 @@ class BoundCode:
         else:
             shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
             shell.graph = graph
-            self.binding = _Binding(forward, type(shell).forward, sources)
+            self.binding = _Binding(forward, type(shell).forward, *sources)
         return self.binding
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """Where the weights are read from.
-
-    Attributes:
-        parents: the dictionary of children in which each module on the way to a weight stands.
-        children: the names of these modules there.
-        modules: the modules themselves, when the code was bound.
-        owners: for each weight, the dictionary that has it.
-        names: of the weights, there.
-    """
-
-    parents: Sequence[dict[str, Any]]
-    children: Sequence[str]
-    modules: Sequence[Any]
-    owners: Sequence[dict[str, Any]]
-    names: Sequence[str]
-
-    def read(self) -> list[Any] | None:
-        """The weights as they are now; None where they are to be looked for anew."""
-        try:
-            same = all(map(is_, map(getitem, self.parents, self.children), self.modules))
-            return list(map(getitem, self.owners, self.names)) if same else None
-        except KeyError:
-            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +71,28 @@ class _Binding:
     Attributes:
         forward: of the graph module then: recompiling it makes another.
         function: takes the module, the inputs, the weights; None where weights are not plain entries.
-        sources: of the weights.
+        parents: the dictionary of children in which each module on the way to a weight stands.
+        children: the names of these modules there.
+        modules: the modules themselves, when the code was bound.
+        owners: for each weight, the dictionary that has it.
+        names: of the weights, there.
     """
 
     forward: Any
     function: Callable[..., Any] | None = None
-    sources: _Sources = _Sources((), (), (), (), ())
+    parents: Sequence[dict[str, Any]] = ()
+    children: Sequence[str] = ()
+    modules: Sequence[Any] = ()
+    owners: Sequence[dict[str, Any]] = ()
+    names: Sequence[str] = ()
+
+    def read(self) -> list[Any] | None:
+        """The weights as they are now; None where they are to be looked for anew."""
+        try:
+            same = all(map(is_, map(getitem, self.parents, self.children), self.modules))
+            return list(map(getitem, self.owners, self.names)) if same else None
+        except KeyError:
+            return None
 
 
 def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
@@ -118,7 +107,8 @@ def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
     return bound, [str(node.target) for node in attributes]
 
 
-def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
+def _find_sources(root: nn.Module, targets: Sequence[str]) -> tuple[list[Any], ...] | None:
+    """Where weights are read from, as a :class:`_Binding` has it."""
     steps: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
     owners, names = [], []
     for target in targets:
@@ -138,4 +128,4 @@ def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
         owners.append(owner)
         names.append(name)
     found = list(steps.values())
-    return _Sources([s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names)
+    return [s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names
