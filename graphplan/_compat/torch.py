@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from graphplan._compat import private
 from graphplan.errors import GraphplanError
 
 _ABSENT = object()
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SERVED_BY = "_compiled_call_impl"
 """The attribute of a module that runs in place of its call; a trace runs the module's own code."""
@@ -66,19 +65,16 @@ def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
     return function
 
 
-def never_compiled(why: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+def never_compiled(function: _Function) -> _Function:
     """As ``torch.compiler.disable``, which imports all of dynamo, and takes its time at each call."""
-
-    def marked(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        frames = private(private(torch._C, "_dynamo", "torch"), "eval_frame", "torch")
-        skip = private(private(frames, "_FrameAction", "torch"), "SKIP", "torch")
-        strategy = private(frames, "_FrameExecStrategy", "torch")(skip, skip)
-        private(frames, "set_code_exec_strategy", "torch")(function.__code__, strategy)
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
-        return function
-
-    return marked
+    frames = private(private(torch._C, "_dynamo", "torch"), "eval_frame", "torch")
+    skip = private(private(frames, "_FrameAction", "torch"), "SKIP", "torch")
+    strategy = private(frames, "_FrameExecStrategy", "torch")(skip, skip)
+    private(frames, "set_code_exec_strategy", "torch")(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    why = "a placed model is not compiled from outside: give partition compile=True"
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    return function
 
 
 def mask_reader() -> tuple[Any, str]:

@@ -71,7 +71,7 @@ class PlacedModule(ShortNames, KeptInPlace):
     def _graphplan_entry(self) -> tuple[nn.Module, str]:
         return self, ""
 
-    @never_compiled("a placed model is not compiled from outside: give partition compile=True")
+    @never_compiled
     def _graphplan_enter(
         self,
         entry: str,
