@@ -17,25 +17,23 @@ from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import device_of, methods_of
 
 
-def _forward_of(cls: type) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # both classes have it
-
-    return forward
-
-
-def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
+def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
     """The attributes of the class of placed copies: made of a model's ``original`` and the class that runs
     them.
     """
-    body: dict[str, Any] = {"forward": functools.wraps(original.forward)(_forward_of(placed))}
-    body |= methods_of(original) | device_of(original)
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return placed.forward(self, *args, **kwargs)
+
+    body: dict[str, Any] = {"forward": forward, **methods_of(original), **device_of(original)}
     if not any(cls.__name__ == "PreTrainedModel" for cls in original.__mro__):
         return body
     body["to"] = _to
     body |= {name: _to_device(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
     if hasattr(original, "_valid_auto_compile_criteria"):
-        body["_valid_auto_compile_criteria"] = _never
+        # generate compiles models on accelerators by itself: a placed model's code is generated already
+        body["_valid_auto_compile_criteria"] = lambda *_args, **_kwargs: False
     return body
 
 
@@ -63,8 +61,3 @@ def _to_device(method: Any, place: torch.device) -> Any:
         return _to(self, place if device is None else torch.device("cuda", torch.device(device).index))
 
     return convert
-
-
-def _never(_self: Any, *_args: Any, **_kwargs: Any) -> bool:
-    """``generate`` compiles models on accelerators by itself: a placed model's code is generated already."""
-    return False
