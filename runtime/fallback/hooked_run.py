@@ -74,17 +74,17 @@ class HookedRun:
         self.running.append(running)
         if device is None:
             return args, kwargs
-        running.swapped.bring(module, device)
+        running.bring()
         layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
         return running.given.within((args, kwargs))
 
-    def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+    def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Put back what was copied."""
         running = self.running.pop()
-        running.swapped.put_back(module)
+        running.put_back()
         device = self._device_of_caller()
         back = running.given.undo(lambda tensor: tensor.to(device))
         for one in running.copies:
@@ -112,15 +112,39 @@ class _Running:
     Attributes:
         module: itself.
         device: where it computes.
-        swapped: its own tensors that are elsewhere.
+        kept: the places of its own tensors that are elsewhere, with their copies.
         given: what it has in place of its inputs' tensors.
         copies: those of its inputs' tensors.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.module, self.device, self.swapped = module, device, _Swapped()
+        self.module, self.device = module, device
+        self.kept: list[tuple[dict[str, Any], str, _Copy]] = []
         self.copies: list[_Copy] = []
         self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
+
+    def bring(self) -> None:
+        """Have copies on the device in place of its own tensors that are elsewhere."""
+        for table in (self.module._parameters, self.module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.device != self.device:
+                    with torch.inference_mode(False):  # tensors that are made in it have no version
+                        one = _Copy(tensor, moved(tensor, self.device))
+                    self.kept.append((table, name, one))
+                    table[name] = one.here  # type: ignore[assignment]  # read while it runs
+        _tell_recurrent(self.module)
+
+    def put_back(self) -> None:
+        """Have the tensors again, with what was written to their copies."""
+        for table, name, one in self.kept:
+            found = table[name]
+            # kernels of BatchNorm write to buffers without a change of version
+            statistics = table is self.module._buffers and not one.here.requires_grad
+            if found is one.here and (statistics or one.written):
+                one.give_back()
+            anew = found is not None and found is not one.here  # the model has made another
+            table[name] = found.to(one.original.device) if anew else one.original
+        _tell_recurrent(self.module)
 
 
 @outside_inference_mode  # tensors that are made in it have no version
@@ -148,36 +172,6 @@ class _Copy:
         """Write to the original, with a gradient where what was written has one."""
         with torch.set_grad_enabled(self.here.grad_fn is not self._history):
             self.original.copy_(self.here)
-
-
-@dataclass
-class _Swapped:
-    """Tensors of one module that are on another device while it runs."""
-
-    kept: list[tuple[dict[str, Any], str, _Copy]] = field(default_factory=list)
-
-    def bring(self, module: nn.Module, device: torch.device) -> None:
-        """Have copies on the device in place of what is elsewhere."""
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor.device != device:
-                    with torch.inference_mode(False):  # tensors that are made in it have no version
-                        one = _Copy(tensor, moved(tensor, device))
-                    self.kept.append((table, name, one))
-                    table[name] = one.here  # type: ignore[assignment]  # read while it runs
-        _tell_recurrent(module)
-
-    def put_back(self, module: nn.Module) -> None:
-        """Have the tensors again, with what was written to their copies."""
-        for table, name, one in self.kept:
-            found = table[name]
-            # kernels of BatchNorm write to buffers without a change of version
-            statistics = table is module._buffers and not one.here.requires_grad
-            if found is one.here and (statistics or one.written):
-                one.give_back()
-            anew = found is not None and found is not one.here  # the model has made another
-            table[name] = found.to(one.original.device) if anew else one.original
-        _tell_recurrent(module)
 
 
 def _tell_recurrent(module: nn.Module) -> None:
