@@ -26,26 +26,43 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
     the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
     assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead.
     """
-    found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
-    found.append((FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once))
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
-
-    def function(own: Callable[..., Any]) -> Callable[..., Any]:
-        return _telling_of_data(_noting_blocks(_of_grad_mode(own, keep_grad), blocks), assigned_data)
-
-    found.append((mode, "__torch_function__", function))
-    return found
-
-
-def _telling_of_data(own: Callable[..., Any], assigned_data: Callable[[], None]) -> Callable[..., Any]:
-    """The mode that assigns the ``data`` of a tensor, without that."""
+    amp = torch.amp.autocast_mode
+    enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
     assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of a descriptor in C
+    set_grad = torch._C._set_grad_enabled
 
-    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return assigned_data() if func == assign else own(self, func, types, args, kwargs)
+    def writing(own: Callable[..., Any]) -> Callable[..., Any]:
+        """The mode that writes changes of torch's state into the graph, but for these.
 
-    return function
+        In branches, blocks of autocast are written. In the forward of a ``torch.autograd.Function`` no graph
+        says that gradients are off, nor that they are on again: the end of a ``no_grad`` block in there would
+        leave them off for the rest of the graph. So what is set already is not set.
+        """
+
+        def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func == assign:
+                return assigned_data()
+            if func in (enter, leave) and type(self.tracer) is export_tracer():
+                if func is enter:
+                    blocks.append(args)
+                else:
+                    blocks.pop()
+                return None
+            if func is set_grad and not keep_grad:
+                return func(*args)
+            if func is set_grad and args[0] == torch.is_grad_enabled():
+                return None
+            return own(self, func, types, args, kwargs)
+
+        return function
+
+    return [
+        (fx.GraphModule, "recompile", _when_called),
+        (FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once),
+        (mode, "__torch_function__", writing),
+    ]
 
 
 def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
@@ -62,40 +79,6 @@ def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
         type(self).forward = forward
 
     return recompile
-
-
-def _noting_blocks(own: Callable[..., Any], blocks: list[Any]) -> Callable[..., Any]:
-    """The mode that writes blocks of autocast into the graph, without that; in branches it goes on."""
-    amp = torch.amp.autocast_mode
-    enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
-
-    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (enter, leave) or type(self.tracer) is not export_tracer():
-            return own(self, func, types, args, kwargs)
-        if func is enter:
-            blocks.append(args)
-        else:
-            blocks.pop()
-        return None
-
-    return function
-
-
-def _of_grad_mode(own: Callable[..., Any], keep_grad: bool) -> Callable[..., Any]:
-    """The mode that writes ``set_grad_enabled`` into the graph, without that; else without what is set.
-
-    In the forward of a ``torch.autograd.Function`` no graph says that gradients are off, nor that they are on
-    again: the end of a ``no_grad`` block in there would leave them off for the rest of the graph.
-    """
-
-    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled and not keep_grad:
-            return func(*args)
-        if func is torch._C._set_grad_enabled and args[0] == torch.is_grad_enabled():
-            return None
-        return own(self, func, types, args, kwargs)
-
-    return function
 
 
 _ALIKE: set[str] = set()
