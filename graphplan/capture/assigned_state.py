@@ -84,7 +84,7 @@ class AssignedState:
         self.makes_tensors = False
 
     def call(
-        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The result of a module's call; buffers are written at the end of the first, that of the model."""
         if self._buffers:

@@ -136,9 +136,9 @@ def exporting(
             Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
             Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
-            Patch.of(*assignment_hook(), lambda _: _without_hook),
+            Patch.of(*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
-            Patch(tracer, "getattr", _value, tracer.getattr),
+            Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
             Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
@@ -195,31 +195,17 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
     return forward(*args, **kwargs)
 
 
-def _without_hook(_module: Any, _assigned: Any) -> Any:
-    return SimpleNamespace(remove=lambda: None)
-
-
 def _calling(
     own: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
 ) -> Callable[..., Any]:
     """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return state.call(tracer, module, forward, args, kwargs)
-
-        def known(*args: Any, **kwargs: Any) -> Any:
-            if repeated is None:
-                return run(*args, **kwargs)
-            return repeated.call(tracer, module, run, args, kwargs)
-
+        run = functools.partial(state.call, tracer, module, forward)
+        known = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
         return own(tracer, module, known, args, kwargs)
 
     return call_module
-
-
-def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:
-    return value
 
 
 def _with_notes(ends: float, blocks: list[Any], own: Callable[..., Any]) -> Callable[..., Any]:

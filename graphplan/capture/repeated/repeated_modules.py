@@ -79,7 +79,7 @@ class RepeatedModules:
                         yield Patch.of(one, name, self._told)
 
     def call(
-        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The result of a module's call."""
         if self._stacks is None:
