@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,10 +98,9 @@ def from_program(
     """
     _refuse_transforms(program.graph)
     _write_numbers(program.graph)
-    taken = _read_inputs(program, model_copy)
-    _refuse_written(program, taken.constants, model_copy)
+    inputs, weights, constants = _read_inputs(program, model_copy)
+    _refuse_written(program, constants, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
-    inputs = taken.of_call
     _flatten_outputs(program)
     if len(call.leaves) != len(inputs):
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(call.leaves)}")
@@ -119,8 +117,8 @@ def from_program(
     sizes = sizes_of_call(program.graph, inputs, call.leaves) | largest_sizes(program.graph, inputs, leaves)
     return Capture(
         program.graph_module,
-        taken.weights,
-        taken.constants,
+        weights,
+        constants,
         tuple(inputs),
         out_spec,
         InputSignature(call.spec, leaves, leaf_names(call)),
@@ -144,16 +142,12 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 def _write_numbers(graph: fx.Graph) -> None:
     """Write numbers that the trace has settled where they are read: a counter that only one size allows."""
-    for node in graph.nodes:
-        number = node.meta.get("val")
-        if type(number) in (bool, int, float) and node.op in ("placeholder", "call_function"):
-            for user in list(node.users):
-                write = functools.partial(_written, node, number)
-                user.args, user.kwargs = fx.map_arg(user.args, write), fx.map_arg(user.kwargs, write)
-
-
-def _written(node: fx.Node, number: float, argument: fx.Node) -> Any:
-    return number if argument is node else argument
+    made = (node for node in graph.nodes if node.op in ("placeholder", "call_function"))
+    values = {node: node.meta.get("val") for node in made}
+    numbers = {node: value for node, value in values.items() if type(value) in (bool, int, float)}
+    for user in {user for node in numbers for user in node.users}:
+        arguments = fx.map_arg((user.args, user.kwargs), lambda node: numbers.get(node, node))
+        user.args, user.kwargs = arguments
 
 
 def _name_modules(graph: fx.Graph, path: str) -> None:
@@ -164,39 +158,33 @@ def _name_modules(graph: fx.Graph, path: str) -> None:
         node.meta["nn_module_stack"] = named
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What a program takes."""
-
-    of_call: list[str]  # node names of the leaves of the call, in order
-    weights: dict[str, str]  # node name -> the weight's first name in the model, or the constant's
-    constants: dict[str, torch.Tensor]  # name -> tensor that the trace lifted out of the code
-
-
-def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -> _Inputs:
+def _read_inputs(
+    program: torch.export.ExportedProgram, model_copy: ModelCopy
+) -> tuple[list[str], dict[str, str], dict[str, torch.Tensor]]:
+    """Node names of the call's leaves; those of weights and constants, with their names; the constants."""
     kinds = torch.export.graph_signature.InputKind
-    found = _Inputs([], {}, {})
+    inputs, weights, constants = list[str](), dict[str, str](), dict[str, torch.Tensor]()
     for spec in program.graph_signature.input_specs:
         node = spec.arg.name
         if spec.kind is kinds.USER_INPUT:
-            found.of_call.append(node)
+            inputs.append(node)
         elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
             assert spec.target is not None
-            found.weights[node] = model_copy.weights.first[model_copy.full_name(spec.target)]
+            weights[node] = model_copy.weights.first[model_copy.full_name(spec.target)]
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
             tensor = program.constants[spec.target]
             # a patched forward may reach the caller's own weights past the copy, a list those of the copy
             known = model_copy.weights.identities.get(identity(tensor))
-            found.weights[node] = spec.target if known is None else known
+            weights[node] = spec.target if known is None else known
             if known is None:
-                found.constants[spec.target] = tensor
+                constants[spec.target] = tensor
         else:
             raise NoGraphError(
                 f"forward computes with {spec.target!r}, an object that is no tensor (such as a "
                 "torch.Generator), which a graph cannot have"
             )
-    return found
+    return inputs, weights, constants
 
 
 def _refuse_written(
