@@ -30,17 +30,12 @@ def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
-def is_fake(value: Any) -> bool:
-    """Whether a value is a tensor without memory, of the kind that traces compute with."""
-    return isinstance(value, FakeTensor)
-
-
 def constant_of(node: fx.Node, tracer: Any) -> torch.Tensor | None:
     """The tensor with values that a node stands for; None where it stands for anything else."""
     if node.op != "get_attr":
         return None
     found = getattr(tracer.root, str(node.target), None)
-    return found if isinstance(found, torch.Tensor) and not is_fake(found) else None
+    return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
 
 
 def is_made_in_code(node: fx.Node) -> bool:

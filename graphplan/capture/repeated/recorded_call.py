@@ -42,11 +42,6 @@ class InnerCall:
     stack: dict[str, tuple[str, Any]]
     line: str | None
 
-    @property
-    def values(self) -> tuple[TracedValue, TracedValue]:
-        """The arguments, and the result."""
-        return self.given, self.result
-
 
 @dataclass(slots=True)
 class RecordedCall:
@@ -118,7 +113,7 @@ class RecordedCall:
 
         for event in self.events:
             if isinstance(event, InnerCall):
-                given = event.given.with_integers(integers)
+                given = event.given.part.with_integers(integers)
                 yield given, *map(numbered, event.given.nodes), event.result.description()
                 for node in event.result.nodes:
                     number.setdefault(node, len(number))
@@ -132,7 +127,7 @@ class RecordedCall:
                 yield event.target, args, kwargs, describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
-        yield self.result.with_integers(integers), *map(numbered, self.result.nodes)
+        yield self.result.part.with_integers(integers), *map(numbered, self.result.nodes)
         yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
 
     def require_closed(self) -> None:
@@ -255,7 +250,7 @@ class CallRecorder:
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
-            for value in event.values if isinstance(event, InnerCall) else ():
+            for value in (event.given, event.result) if isinstance(event, InnerCall) else ():
                 pairs += zip(value.tensors, value.nodes, strict=True)
         latest = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
         call.rebound = {node: to for node, to in latest.items() if to is not None and to is not node}

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from graphplan._compat.traced_tensors import is_fake, node_of
+from graphplan._compat.traced_tensors import node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
 from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, told
 
@@ -38,6 +39,28 @@ class _Part:
     parts: tuple[_Part, ...] = ()
     value: Any = field(default=None, compare=False)
 
+    def with_integers(self, integers: list[int]) -> _Part:
+        """What can be read of it if guarded integers are these."""
+        if self.kind == "guarded":
+            value = integers[self.told]
+            return _Part("constant", (int, value), value=value)
+        return replace(self, parts=tuple(part.with_integers(integers) for part in self.parts))
+
+    def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
+        """It with other tensors, and other integers in the place of guarded ones."""
+        if self.kind == "tensor":
+            return tensors[self.told]
+        if self.kind == "guarded":
+            return integers[self.told]
+        if self.kind != "container":
+            return self.value
+        values = [part.rebuilt(tensors, integers) for part in self.parts]
+        if isinstance(self.told, tuple):
+            kind, *keys = self.told
+            return kind(zip(keys, values, strict=True))
+        kind = self.told
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+
 
 @dataclass(slots=True)
 class TracedValue:
@@ -56,14 +79,6 @@ class TracedValue:
     def description(self) -> tuple[Hashable, ...]:
         """Equal for values between which code cannot tell."""
         return (self.part, *map(describe, self.tensors))
-
-    def with_integers(self, integers: list[int]) -> _Part:
-        """What can be read of the value if guarded integers are these."""
-        return _plain(self.part, integers)
-
-    def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
-        """The value with other tensors, and other integers in the place of guarded ones."""
-        return _rebuilt(self.part, tensors, integers)
 
 
 def is_symbolic(value: Any) -> bool:
@@ -122,31 +137,9 @@ def take_apart(
 
 def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
     node = node_of(tensor, tracer)
-    if node is None or not is_fake(tensor):
+    if node is None or not isinstance(tensor, FakeTensor):
         raise UnlikeError("a tensor is passed that is a constant")
     if node not in found.nodes:
         found.nodes.append(node)
         found.tensors.append(tensor)
     return found.nodes.index(node)
-
-
-def _plain(part: _Part, integers: list[int]) -> _Part:
-    if part.kind == "guarded":
-        value = integers[part.told]
-        return _Part("constant", (int, value), value=value)
-    return replace(part, parts=tuple(_plain(one, integers) for one in part.parts))
-
-
-def _rebuilt(part: _Part, tensors: list[torch.Tensor], integers: list[int]) -> Any:
-    if part.kind == "tensor":
-        return tensors[part.told]
-    if part.kind == "guarded":
-        return integers[part.told]
-    if part.kind != "container":
-        return part.value
-    values = [_rebuilt(one, tensors, integers) for one in part.parts]
-    if isinstance(part.told, tuple):
-        kind, *keys = part.told
-        return kind(zip(keys, values, strict=True))
-    kind = part.told
-    return kind(*values) if hasattr(kind, "_fields") else kind(values)
