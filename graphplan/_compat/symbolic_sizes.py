@@ -13,11 +13,11 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # has no types
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions, numbers
 
 from graphplan._compat import private
+from graphplan._compat.torch import unbacked_like_backed
 
 _INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
@@ -121,9 +121,7 @@ class SizeMaker:
         self, shape: Any, stride: Any, dtype: torch.dtype, device: str, *, requires_grad: bool
     ) -> torch.Tensor:
         """A tensor without data."""
-        patch = symbolic_config.patch  # type: ignore[attr-defined]  # a config module
-        # as it was traced: to be made, no size must be known to be above 1
-        with patch(backed_size_oblivious=True), self.mode:
+        with unbacked_like_backed(), self.mode:  # as it was traced: no size must be known to be above 1
             return torch.empty_strided(
                 tuple(shape), tuple(stride), dtype=dtype, device=device, requires_grad=requires_grad
             )

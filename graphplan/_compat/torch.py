@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import _guards as guards
 from torch import fx
 from torch._dispatch import python as dispatch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace as export_trace
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import _config as symbolic_config
@@ -243,12 +241,6 @@ def hide_tracer() -> None:
         return
     private(_symbolic_trace, "_is_fx_tracing_flag", "torch")
     _symbolic_trace._is_fx_tracing_flag = False
-
-
-def detected_fake_mode(values: Sequence[Any]) -> FakeTensorMode | None:
-    """The mode of fake tensors that these are of, or that is on."""
-    found: FakeTensorMode | None = private(guards, "detect_fake_mode", "torch")(values)
-    return found
 
 
 def rename_node(node: fx.Node, name: str) -> None:

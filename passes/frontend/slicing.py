@@ -19,7 +19,6 @@ Each row is computed from the same numbers as before; nothing is summed that was
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import detected_fake_mode, symbolic_kernels
+from graphplan._compat.torch import symbolic_kernels
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.machine import suspended
 
@@ -145,10 +144,9 @@ class _Slicer:
     def __init__(self, capture: Capture, weight: str, parts: Sequence[Part]) -> None:
         self.capture, self.graph, self.parts = capture, capture.graph, parts
         self.sources = _placeholders(capture, weight)
-        self.mode = detected_fake_mode([self.sources[0].meta["val"]])
 
     def run(self) -> None:
-        with self.mode or nullcontext():
+        with self.sources[0].meta["val"].fake_mode:
             rows = self._placeholders_of_parts()
             for source in self.sources:
                 for user in list(source.users):
