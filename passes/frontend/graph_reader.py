@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,15 +39,6 @@ _GATHERS = {
     aten.index_select.default,
     aten.gather.default,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """What an operation takes: FLOP, bytes that pass through memory, bytes beside its outputs."""
-
-    flops: int = 0
-    bytes_accessed: int = 0
-    workspace: Mapping[str, int] = field(default_factory=dict)
 
 
 class GraphReader:
@@ -137,7 +128,6 @@ class GraphReader:
         inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
         self.written.update(map(self._storage_of, mutates))
         values = values_of(node, parts, effect, self.name_of)
-        cost = self._cost(node, parts, effect, writes=bool(mutates))
         gradients = {} if self.capture.step is None else self.capture.step.gradients
         for value in values:
             parameter = gradients.get(value.name, "")
@@ -151,9 +141,7 @@ class GraphReader:
                 tuple(dict.fromkeys([*inputs, *mutates])),
                 tuple(value.name for value in values),
                 tuple(dict.fromkeys(mutates)),
-                cost.flops,
-                cost.bytes_accessed,
-                cost.workspace,
+                *self._cost(node, parts, effect, writes=bool(mutates)),
                 module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
@@ -180,15 +168,17 @@ class GraphReader:
         }
         if slices and operation.bytes_accessed:
             dense = interpreter.run(node, slices.__contains__, kind)
-            cost = self._cost(node, self._parts(node), dense, writes=bool(operation.mutates))
-            flops = min(operation.flops, cost.flops)
-            nbytes = min(operation.bytes_accessed, cost.bytes_accessed)
+            flops, nbytes, _ = self._cost(node, self._parts(node), dense, writes=bool(operation.mutates))
+            flops, nbytes = min(operation.flops, flops), min(operation.bytes_accessed, nbytes)
             self.operations[-1] = replace(operation, flops=flops, bytes_accessed=nbytes)
 
-    def _cost(self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool) -> _Cost:
+    def _cost(
+        self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool
+    ) -> tuple[int, int, Mapping[str, int]]:
+        """What an operation takes: FLOP, bytes that pass through memory, bytes beside its outputs."""
         beside = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
         workspace = {kind: nbytes + beside for kind, nbytes in effect.workspace.items()}
-        return _Cost(effect.flops, self._bytes_accessed(node, effect, writes), workspace)
+        return effect.flops, self._bytes_accessed(node, effect, writes), workspace
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
