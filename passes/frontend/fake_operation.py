@@ -19,7 +19,7 @@ from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shor
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import round_up
 from graphplan.ir.liveness import LiveStorages
-from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe
+from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe, stand_in
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def run_fake(
     """
     # torch may touch the device itself when it first fakes a tensor there
     with unmetered(), mode, torch.no_grad():
-        fakes = [_stand_in(leaf, device) for leaf in leaves]
+        fakes = [stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         with _Tracker(arguments, target) as tracker:
@@ -93,14 +93,10 @@ def run_fake(
         ]
         own = sum(round_up(result.nbytes) for result in results)
         workspace = {"": max(0, tracker.live.peak - own)}
-        return Effect(_restrided(describe(out), results), tuple(results), tracker.flops, workspace)
-
-
-def _stand_in(leaf: Any, device: torch.device) -> Any:
-    """What an operation is given for a leaf of its arguments."""
-    if isinstance(leaf, TensorMeta):
-        return _fake(leaf, device)
-    return device if isinstance(leaf, torch.device) else leaf
+        value = describe(out)
+        if isinstance(value, TensorMeta) and results:
+            value = results[0].tensor
+        return Effect(value, tuple(results), tracker.flops, workspace)
 
 
 def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
@@ -128,15 +124,6 @@ def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> Tensor
     if fakes[0].dim() == 4 and fakes[0].is_contiguous(memory_format=torch.channels_last):
         return meta
     return TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype, meta.requires_grad)
-
-
-def _restrided(value: Any, results: Sequence[OperationResult]) -> Any:
-    return results[0].tensor if isinstance(value, TensorMeta) and results else value
-
-
-def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    return made.requires_grad_() if meta.requires_grad else made
 
 
 class _Tracker(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.devices.topology import Topology, round_up
 from graphplan.ir.liveness import LiveStorages
 from graphplan.message_text import first_line
-from graphplan.passes.frontend.tensor_meta import TensorMeta
+from graphplan.passes.frontend.tensor_meta import TensorMeta, stand_in
 from graphplan.warnings import unwarned, warn
 
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
@@ -119,10 +119,8 @@ def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytr
 
 
 def _zeros(leaf: Any, card: torch.device) -> Any:
-    if isinstance(leaf, TensorMeta):
-        made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=card).zero_()
-        return made.requires_grad_() if leaf.requires_grad else made
-    return card if isinstance(leaf, torch.device) else leaf
+    made = stand_in(leaf, card)
+    return made.zero_() if isinstance(made, torch.Tensor) else made
 
 
 class _Kernels(TorchDispatchMode):

@@ -49,6 +49,14 @@ def is_tensor_meta(value: Any) -> bool:
     return isinstance(value, TensorMeta)
 
 
+def stand_in(leaf: Any, device: torch.device) -> Any:
+    """What an operation on a device is given for a leaf of its arguments; tensors have no values yet."""
+    if isinstance(leaf, TensorMeta):
+        made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+        return made.requires_grad_() if leaf.requires_grad else made
+    return device if isinstance(leaf, torch.device) else leaf
+
+
 def _size(size: Any, sizes: Mapping[Any, int]) -> int:
     """A size as the plan counts it: a dynamic one at its bound, as one that the data decides."""
     bound = largest_size(size, sizes)
