@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture
@@ -194,7 +195,7 @@ class _Cut:
                 f"{name!r} is no tensor but {type(val).__name__}: between machines, and as results of a "
                 "model over several machines, there are tensors only"
             )
-        open_sizes = [s for s in val.shape if isinstance(s, torch.SymInt) and _is_open(s)]
+        open_sizes = [size for size in val.shape if free_unbacked_symbols(size)]
         if open_sizes:
             raise CaptureError(
                 f"{name!r} has a size that data decides, {open_sizes[0]}, and would cross from machine to "
@@ -203,7 +204,3 @@ class _Cut:
         described = describe(val, self.whole.sizes)
         assert isinstance(described, TensorMeta)
         return described
-
-
-def _is_open(size: torch.SymInt) -> bool:
-    return any(str(symbol).startswith("u") for symbol in size.node.expr.free_symbols)
