@@ -25,6 +25,7 @@ from graphplan.capture.model_methods import entry_named
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.device_keys import own_key
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.topology import SIMULATED, Topology
@@ -83,7 +84,7 @@ def read_request(
         size_limits=asked.size_limits,
         time_limit=asked.time_limit,
         training=training,
-        saved_captures=asked.saved_captures(),
+        saved_captures=None if asked.capture_cache is None else SavedCaptures(asked.capture_cache),
     )
     return Request(model, model_copy, options)
 

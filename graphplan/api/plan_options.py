@@ -12,7 +12,6 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from graphplan.capture.sizes.size_limits import SizeLimits
-from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.speeds import GivenSpeeds, with_speeds
 from graphplan.devices.topology import DeviceKey, Link, Topology
@@ -131,10 +130,6 @@ class PlanOptions:
     def size_limits(self) -> SizeLimits:
         """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
         return SizeLimits(self.max_batch, self.max_length)
-
-    def saved_captures(self) -> SavedCaptures | None:
-        """The folder of captures, if there is to be one; InputError where it cannot be made."""
-        return None if self.capture_cache is None else SavedCaptures(self.capture_cache)
 
     def searches(self) -> bool:
         """Whether anything is asked of a search for a plan."""
