@@ -118,21 +118,19 @@ class Interpreter:
 
     def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        if any(leaf is None for leaf in leaves) and not callable(node.target):
-            return self._recorded(node, None)
+        assert callable(node.target)
         try:
-            assert callable(node.target)
             value = node.target(*args, **kwargs)
         except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
             return self._recorded(node, error)
         return Effect(value, (), 0, {})
 
-    def _recorded(self, node: fx.Node, error: Exception | None) -> Effect:
+    def _recorded(self, node: fx.Node, error: Exception) -> Effect:
         """What the trace itself recorded, for an operation that does not run on fake tensors."""
         if "val" not in node.meta:
             raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
         # sizes need not add up at the bounds that they are counted with
-        if error is not None and not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
+        if not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
             warn(
                 f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
                 "count as new memory of the traced sizes, and its workspace as 0 bytes"

@@ -21,14 +21,6 @@ def is_tensor_node(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def returns_list(node: fx.Node) -> bool:
-    """Whether it returns several results, or a list of them: by its schema, and all control flow does."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
-    returns = node.target._schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
-
-
 def target_name(target: str | Callable[..., Any]) -> str:
     """What it calls, for people."""
     if isinstance(target, str):

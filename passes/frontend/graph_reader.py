@@ -22,7 +22,7 @@ from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.aliases import find_together
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult
-from graphplan.passes.frontend.fx_nodes import module_path, returns_list, target_name
+from graphplan.passes.frontend.fx_nodes import module_path, target_name
 from graphplan.passes.frontend.graph_weights import cache_weight, constant_weight, part_weight, weight_of
 from graphplan.passes.frontend.operation_values import unnamed_bytes, value_of, values_of
 from graphplan.passes.frontend.simplify import mutated_arguments
@@ -115,7 +115,7 @@ class GraphReader:
         """Whether this takes one result out of several: a part of its producer, not a step."""
         if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
             return False
-        return isinstance(node.args[0].meta.get("val"), list | tuple) or returns_list(node.args[0])
+        return isinstance(node.args[0].meta.get("val"), list | tuple)
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self._is_part(user)]
