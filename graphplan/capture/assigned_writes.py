@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from graphplan._compat.torch import storage_of
-from graphplan.capture.structure import leaves_of
+from graphplan.capture.structure import leaves_of, named_arguments
 
 aten = torch.ops.aten
 
@@ -86,8 +86,8 @@ def _memories(node: fx.Node) -> Iterator[int]:
 def unconverted(node: fx.Node) -> fx.Node:
     """What ``to`` has returned as it is, of which a trace says another memory."""
     while getattr(node.target, "overloadpacket", None) is aten.to:
-        given, source = node.target._schema.arguments, node.all_input_nodes[0]  # type: ignore[union-attr]
-        named = {**dict(zip((one.name for one in given), node.args, strict=False)), **node.kwargs}
+        source = node.all_input_nodes[0]
+        named = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         own, before = node.meta["val"], source.meta["val"]
         if named.get("copy") or (own.dtype, own.device) != (before.dtype, before.device):
             break

@@ -221,11 +221,18 @@ def tell_torch() -> None:
     _tracing[-1].put(dict(_own))
 
 
+def named_arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that an operation is given, by the names that its schema has for them."""
+    return {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+
+
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Those of an operation's arguments, or of the items of its lists, that its schema says it writes to."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
         return []
-    arguments = func._schema.arguments
-    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}  # without defaults
-    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    aliases = {one.name: one.alias_info for one in func._schema.arguments}
+    given = named_arguments(func, args, kwargs)
+    written = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
     return [leaf for name in written for leaf in leaves_of(given.get(name))]

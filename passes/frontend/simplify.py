@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import named_arguments, written_arguments
 
 aten = torch.ops.aten
 
@@ -105,13 +105,9 @@ def _val(node: Any) -> Any:
 
 
 def _same_type(node: fx.Node) -> bool:
-    if node.kwargs.get("copy") or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return False
     before, after = _val(node.args[0]), _val(node)
-    # a copy flag given by position follows non_blocking: to.dtype(self, dtype, non_blocking, copy, ...)
     assert isinstance(node.target, torch._ops.OpOverload)
-    schema = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(schema, node.args, strict=False))
+    given = named_arguments(node.target, node.args, node.kwargs)
     if given.get("copy") or given.get("memory_format") not in (None, torch.preserve_format):
         return False
     return before is not None and after is not None and bool(before.dtype == after.dtype)
@@ -131,11 +127,6 @@ def _same_shape(node: fx.Node) -> bool:
     return all(bool(statically_known_true(a == b)) for a, b in zip(before.shape, after.shape, strict=True))
 
 
-def _is_identity_dropout(node: fx.Node) -> bool:
-    probability, train = node.args[1], node.args[2]
-    return train is False or bool(probability == 0)
-
-
 _DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)
 _Fold = tuple[tuple[Any, ...], Callable[[fx.Node], bool]]
 _FOLDS: list[_Fold] = [
@@ -145,7 +136,6 @@ _FOLDS: list[_Fold] = [
     ),
     ((aten.slice.Tensor,), _whole_slice),
     ((aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape),
-    ((aten.dropout.default,), _is_identity_dropout),
 ]
 
 
@@ -240,8 +230,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     if target not in _UNTOLD_WRITERS:
         written = written_arguments(target, node.args, node.kwargs)
     else:
-        names = [argument.name for argument in target._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given = named_arguments(target, node.args, node.kwargs)
         flag = "use_input_stats" if target is aten.instance_norm.default else "training"
         written = [given.get("running_mean"), given.get("running_var")] if given.get(flag) else []
     return [argument for argument in written if isinstance(argument, fx.Node)]
