@@ -19,19 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.assigned_state import restored_buffers
-from graphplan.capture.attribute_snapshots import TORCHS
-from graphplan.capture.model.attribute_data import data_in
+from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.capture.structure import unflatten, written_arguments
+from graphplan.capture.structure import named_arguments, unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
 from graphplan.errors import GraphplanError, InputError
 from graphplan.message_text import first_line
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
-_STATISTICS = ("running_mean", "running_var")
 
 
 def eager_error(model_copy: ModelCopy, call: BoundCall) -> Exception | None:
@@ -76,7 +74,8 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
 
     Those that are written to are copied.
     """
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *_plain_tensors(model))]
+    tensors: list[torch.Tensor] = [tensor for model in models for tensor in model.parameters()]
+    tensors += [tensor for model in models for *_, tensor in plain_tensors(model)]
     memories = [tensor.data for tensor in tensors]
     written = _BeforeWrites(tensors)
     try:
@@ -100,19 +99,6 @@ def compiling_nothing() -> AbstractContextManager[None]:
     return eager
 
 
-def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors in attributes that are neither parameters nor buffers of the model."""
-    parts = list(model.modules())
-    ids, known, found = set(map(id, parts)), set[int](), list[torch.Tensor]()
-    for part in parts:
-        for name, value in vars(part).items():
-            if name not in TORCHS:
-                data = data_in(name, value, known, ids)
-                known |= data.seen
-                found += [tensor for _, tensor in data.tensors]
-    return found
-
-
 class _BeforeWrites(TorchDispatchMode):
     """Keeps what tensors held before an operation writes to their memory."""
 
@@ -130,7 +116,10 @@ class _BeforeWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for written in (*written_arguments(func, args, kwargs), *_running_statistics(func, args)):
+        statistics = named_arguments(func, args, kwargs) if isinstance(func, torch._ops.OpOverload) else {}
+        # kernels of BatchNorm write to these, of which their schema does not say so
+        hidden = (statistics.get(name) for name in ("running_mean", "running_var"))
+        for written in (*written_arguments(func, args, kwargs), *hidden):
             self._keep(written)
         return func(*args, **kwargs)
 
@@ -138,12 +127,6 @@ class _BeforeWrites(TorchDispatchMode):
         if isinstance(tensor, torch.Tensor):
             found = self._tensors.pop(memory_of(tensor), [])  # once is enough
             self.kept += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in found]
-
-
-def _running_statistics(func: Any, args: Sequence[Any]) -> list[Any]:
-    """Arguments that kernels of BatchNorm write to, of which their schema does not say so."""
-    schema = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-    return [arg for one, arg in zip(schema, args, strict=False) if one.name in _STATISTICS]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:

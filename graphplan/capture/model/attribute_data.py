@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.attribute_snapshots import TORCHS
 from graphplan.capture.model.modes import is_plain
 
 _ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
@@ -61,6 +62,18 @@ def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
     """
     found = Data()
     return found if _add(name, value, found, known, model, owned=False) else Data()
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """The tensors in attributes that are neither parameters nor buffers: module, attribute, name, tensor."""
+    parts = list(model.modules())
+    ids, known = set(map(id, parts)), set[int]()
+    for part in parts:
+        for name, value in vars(part).items():
+            if name not in TORCHS:
+                found = data_in(name, value, known, ids)
+                known |= found.seen
+                yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
 
 
 def is_container(value: Any) -> bool:

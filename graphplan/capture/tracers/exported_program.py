@@ -11,9 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.assigned_state import WRITTEN, nothing_from_before, written_constants
-from graphplan.capture.attribute_snapshots import TORCHS
 from graphplan.capture.captured_graph import Capture, Prepare
-from graphplan.capture.model.attribute_data import Data, data_in
+from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (
@@ -196,15 +195,9 @@ def _refuse_written(
     """
     names = written_constants(program) & constants.keys()
     written = {_place_of(constants[name]) for name in names if not model_copy.weights.sharing(name)}
-    parts = list(model_copy.module.modules()) if written else []
-    ids, known = set(map(id, parts)), set[int]()
-    for part in parts:
-        for name, value in vars(part).items():
-            found = data_in(name, value, known, ids) if name not in TORCHS else Data()
-            known |= found.seen
-            for inner, tensor in found.tensors:
-                if _place_of(tensor) in written:
-                    raise NoGraphError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
+    for part, name, inner, tensor in plain_tensors(model_copy.module) if written else ():
+        if _place_of(tensor) in written:
+            raise NoGraphError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
