@@ -95,13 +95,11 @@ def capture(
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     as_in_eager = refusing_own_backward(model_copy.module) if keep_grad else nullcontext()
     with suspended(), autocast, as_in_eager, _untouched_attributes(model_copy.module):
-        if step:
-            found = _with_examples(model_copy, host, None, keep_grad, exporter=False)
-            return _completed(found, model_copy, keep_grad)
-        found = _with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes)
+        shapes, sizes = (None, False) if step else (dynamic_shapes, sizes)
+        found = _with_examples(model_copy, host, shapes, keep_grad, exporter=not step, sizes=sizes)
         found = _completed(found, model_copy, keep_grad)
-        if any(tensor.device.type == "meta" for tensor in call.tensors):
-            return found  # what they decide is not known
+        if step or any(tensor.device.type == "meta" for tensor in call.tensors):
+            return found  # what those of the meta device decide is not known
         return _sized_as(found, model_copy, host)
 
 
@@ -194,8 +192,8 @@ def _with_examples(
     dynamic_shapes: Any,
     keep_grad: bool,
     *,
-    exporter: bool = True,
-    sizes: bool = False,
+    exporter: bool,
+    sizes: bool,
 ) -> Capture:
     """``exporter``: whether that of transformers may trace it, which takes no labels."""
     failures: dict[str, Exception] = {}
