@@ -40,6 +40,11 @@ def file_of(cls: type) -> str:
     return getattr(module, "__file__", None) or ""
 
 
+def file_of_module(module: Any) -> str | None:
+    """The file of a module: built-in ones have none, and what blocks an import, or is no module, neither."""
+    return getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+
+
 def is_of_versions(file: str) -> bool:
     """Whether code is of torch, Python or graphplan: not of this process's user, nor of another package."""
     if file.startswith(("<frozen ", _TORCH, _GRAPHPLAN)):
@@ -83,7 +88,7 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if name in function.__globals__:
             value = function.__globals__[name]
             yield name, value
-            file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
+            file = file_of_module(value)
             if file and not is_of_versions(file):
                 known = vars(value)
                 yield from ((f"{name}.{one}", known[one]) for one in attributes if one in known)

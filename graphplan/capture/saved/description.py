@@ -33,6 +33,7 @@ from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.saved.code_objects import (
     code_parts,
     file_of,
+    file_of_module,
     function_of,
     globals_of,
     is_installed,
@@ -306,8 +307,7 @@ class Description:
             self.note("file", state_of(file))
             return
         for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
-            # built-in modules have no file, and what blocks an import is no module
-            other = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+            other = file_of_module(module)
             if other and (other == package or other.startswith(f"{package}/")):
                 self._replaced(module, _is_not_the_users)
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import types
 from collections.abc import Mapping
 
-from graphplan.capture.saved.code_objects import is_installed, is_of_versions
+from graphplan.capture.saved.code_objects import file_of_module, is_installed, is_of_versions
 
 
 def loaded_files() -> dict[str, tuple[str, str]]:
     """Of each module that is loaded: its file, and the state of that."""
     found = {}
     for name, module in sys.modules.copy().items():  # other threads import meanwhile
-        file = _file_of(module)
+        file = file_of_module(module)
         if file and not is_of_versions(file):
             found[name] = file, state_of(file)
     return found
@@ -33,15 +32,10 @@ def loaded_files() -> dict[str, tuple[str, str]]:
 def changed_file(files: Mapping[str, tuple[str, str]]) -> str | None:
     """The first of these that has changed, or that is not where this process has its module from."""
     for name, (file, state) in files.items():
-        here = _file_of(sys.modules.get(name))
+        here = file_of_module(sys.modules.get(name))
         if state_of(file) != state or (name != "__main__" and here not in (None, file)):
             return file
     return None
-
-
-def _file_of(module: types.ModuleType | None) -> str | None:
-    """Built-in modules have no file, and what blocks an import is no module."""
-    return getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
 
 
 def state_of(file: str) -> str:
