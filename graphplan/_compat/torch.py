@@ -33,8 +33,7 @@ SERVED_BY = "_compiled_call_impl"
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
     """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
-    found: list[str] = private(program, "_guards_code", "torch")
-    return found
+    return private(program, "_guards_code", "torch")
 
 
 def stages_go_backward() -> bool:
@@ -117,8 +116,7 @@ def global_hooks() -> list[dict[int, Any]]:
 
 def export_tracer() -> type:
     """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
-    found: type = private(proxy_tensor, "_ModuleStackTracer", "torch")
-    return found
+    return private(proxy_tensor, "_ModuleStackTracer", "torch")
 
 
 def list_weights_anew(module: torch.nn.RNNBase) -> None:
@@ -144,14 +142,12 @@ def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
 
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another."""
-    found: bool = private(tensor, "_is_view", "torch")()
-    return found
+    return private(tensor, "_is_view", "torch")()
 
 
 def accumulates(leaf: torch.autograd.graph.Node) -> bool:
     """Whether the backward pass under way adds to this leaf's gradient, or only finds those of others."""
-    found: bool = private(torch._C, "_will_engine_execute_node", "torch")(leaf)
-    return found
+    return private(torch._C, "_will_engine_execute_node", "torch")(leaf)
 
 
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -172,14 +168,12 @@ def function_of(node: torch.autograd.function.BackwardCFunction) -> Any:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """What tensors of one memory have in common, on the meta device too."""
-    known: int = tensor.untyped_storage()._cdata
-    return known
+    return tensor.untyped_storage()._cdata
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
-    found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch")(tensor)
-    return found
+    return private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch")(tensor)
 
 
 def in_transform() -> bool:
@@ -220,8 +214,7 @@ def read_functions() -> None:
 
 def symbolic_kernels() -> AbstractContextManager[Any]:
     """A block in which operations on fake tensors of symbolic sizes are computed as in ``torch.export``."""
-    context: AbstractContextManager[Any] = private(dispatch, "enable_python_dispatcher", "torch")()
-    return context
+    return private(dispatch, "enable_python_dispatcher", "torch")()
 
 
 def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
@@ -250,10 +243,7 @@ def rename_node(node: fx.Node, name: str) -> None:
 
 def unbacked_like_backed() -> AbstractContextManager[Any]:
     """A block in which a trace takes no size for 0 or 1 by its example."""
-    context: AbstractContextManager[Any] = private(symbolic_config, "patch", "torch")(
-        backed_size_oblivious=True
-    )
-    return context
+    return private(symbolic_config, "patch", "torch")(backed_size_oblivious=True)
 
 
 def parsed_move(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
@@ -274,20 +264,17 @@ def current_mode() -> Any:
 
 def without_current_mode() -> AbstractContextManager[Any]:
     """A block without :func:`current_mode`."""
-    context: AbstractContextManager[Any] = private(python_dispatch, "_pop_mode_temporarily", "torch")()
-    return context
+    return private(python_dispatch, "_pop_mode_temporarily", "torch")()
 
 
 def device_module() -> type:
     """A class of what torch asks of ``torch.NAME`` for a type of device that Python implements."""
-    found: type = private(backend_registration, "_DummyBackendModule", "torch")
-    return found
+    return private(backend_registration, "_DummyBackendModule", "torch")
 
 
 def own_device_name() -> str:
     """What this process calls the PrivateUse1 type of device; ``"privateuseone"`` if nobody has named it."""
-    found: str = private(torch._C, "_get_privateuse1_backend_name", "torch")()
-    return found
+    return private(torch._C, "_get_privateuse1_backend_name", "torch")()
 
 
 def name_own_device(name: str, module: Any) -> None:
@@ -338,8 +325,7 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return None
     backend = private(whole, "_get_backend", "torch")(torch.device("cpu"))
     timeout = private(private(backend, "options", "torch"), "_timeout", "torch")
-    made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout)
-    return made
+    return dist.new_group(sorted(ranks), timeout=timeout)
 
 
 def mark_backward_nodes(roots: Sequence[Any]) -> None:

@@ -20,8 +20,7 @@ def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
     slot = private(proxy_tensor, "get_proxy_slot", "torch")(tensor, tracer, None)
     if slot is None or private(slot, "constant", "torch") is not None:
         return None
-    node: fx.Node = slot.proxy.node
-    return node
+    return slot.proxy.node
 
 
 def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:

@@ -48,8 +48,7 @@ def _imported(path: str) -> Any:
 
 def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     """What a table of transformers (of attention, of masks) has in place of the entries of its class."""
-    found: MutableMapping[str, Callable[..., Any]] = private(table, "_local_mapping", "transformers")
-    return found
+    return private(table, "_local_mapping", "transformers")
 
 
 def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str]]:
@@ -94,8 +93,7 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
 
 def kept_dtypes(model: Any, dtype: Any) -> dict[str, Any]:
     """Patterns of names of weights -> the dtype that a model keeps them in, if it is loaded in ``dtype``."""
-    found: dict[str, Any] = private(model, "_get_dtype_plan", "transformers")(dtype)
-    return found
+    return private(model, "_get_dtype_plan", "transformers")(dtype)
 
 
 def mark_initialized(tensor: Any) -> None:
