@@ -171,6 +171,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def run_scan(*args: Any, **kwargs: Any) -> Any:
+    """What ``scan`` runs on real tensors, also under modes: its rounds, and the results that they fill."""
+    scans = importlib.import_module("torch._higher_order_ops.scan")  # the package has a function of this name
+    return private(scans, "generic_scan", "torch")(*args, **kwargs)
+
+
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
     return private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch")(tensor)

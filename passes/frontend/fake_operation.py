@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from graphplan._compat.torch import storage_of
+from graphplan._compat.torch import run_scan, storage_of
 from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
@@ -41,6 +42,10 @@ _ATTENTION = (
 
 _LENGTHS = (64, 128)
 """Tokens at which longer recurrences are run, each round of which takes and computes the same."""
+
+
+_ROUNDS = 3
+"""Rounds of a scan that are run: in the third, what the first two have returned is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,11 @@ class _Tracker(TorchDispatchMode):
                 twice = tuple(body(*once, *additional))
                 del first, second
                 return twice
+        if func is torch.ops.higher_order.map_impl:  # torch's own rounds, all of which run on fakes too
+            with self:
+                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args)
+        if func is torch.ops.higher_order.scan:
+            return self._scan(func, *args)
         if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
@@ -175,6 +185,19 @@ class _Tracker(TorchDispatchMode):
             storage = out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
             self.live.count([storage, torch.empty_like(storage)])  # the losses, before they are summed
         return storage.as_strided(out.shape, out.stride())
+
+    def _scan(self, operation: Any, combine: Any, init: Any, xs: Any, additional: Any) -> tuple[Any, ...]:
+        """A few rounds beside the whole results: all others take and compute the same."""
+        rows = operation(combine, init, xs, additional)[len(init) :]
+        self.live.count(row for row in rows if isinstance(row, torch.Tensor))
+        length, before = xs[0].shape[0], self.flops
+        few = min(length, _ROUNDS)
+        with self:
+            carried = run_scan(combine, init, [x[:few] for x in xs], additional_inputs=additional)[
+                : len(init)
+            ]
+        self.flops = before + (self.flops - before) * length // few
+        return (*carried, *rows)
 
     def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
         """One of many rounds; where they are very many, as much as two shorter texts tell of it."""

@@ -119,12 +119,21 @@ class SimulationMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run the branches of ``torch.cond`` and its like on the simulated tensors themselves."""
-        if not any(isinstance(leaf, SimulatedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        """Run the functions of ``torch.cond`` and its like on the simulated tensors themselves.
+
+        The kernels run without a mode, as torch asks of them.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not any(isinstance(leaf, SimulatedTensor) for leaf in leaves):
             return func(*args, **kwargs)
-        if func is torch.ops.higher_order.cond:
-            predicate, true_branch, false_branch, operands = args
+        args, kwargs = spec.unflatten([self._entered(leaf) if callable(leaf) else leaf for leaf in leaves])
+        return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+
+    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs under this mode."""
+
+        def run(*args: Any) -> Any:
             with self:
-                return (true_branch if bool(predicate) else false_branch)(*operands)
-        with self:
-            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+                return function(*args)
+
+        return run

@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -16,6 +17,8 @@ import pytest
 import torch
 from builders import bytes_of, largest_difference, run_placed
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
 from versions import needs
 
 import graphplan
@@ -351,6 +354,34 @@ def test_while_loops_are_measured() -> None:
         placed = graphplan.partition(model, machine.max_memory, (X,))
         machine.reset_peaks()
         assert largest_difference(placed(X), expected) < 1e-5
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def scanned(model: Two, x: torch.Tensor) -> Any:
+    def step(carried: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(model.b(carried + row)), carried * 2
+
+    return scan(step, x[0] * 0, x)
+
+
+def mapped(model: Two, x: torch.Tensor) -> Any:
+    return map_rows(lambda row: model.b(row).tanh() + 1, x)
+
+
+@pytest.mark.parametrize("rounds", [scanned, mapped])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_rounds_over_rows_are_measured(rounds: Callable[..., Any], rows: int) -> None:
+    class Rounds(Two):
+        def forward(self, x: torch.Tensor) -> Any:
+            return rounds(self, self.a(x))
+
+    model, x = Rounds(), torch.randn(rows, *X.shape[1:])
+    with torch.no_grad():
+        expected = model(x)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        machine.reset_peaks()
+        assert largest_difference(placed(x), expected) < 1e-5
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
