@@ -114,49 +114,49 @@ class Modulewise:
             CaptureError: no way of running works.
             Exception: what the model itself raises for this call, unchanged.
         """
-        if self.tree is None:
-            self.tree = _shared(plain)
-        _follow(self.tree, whole)
-        _refuse_autocast(self.tree)
+        tree = _shared(plain) if self.tree is None else self.tree
+        self.tree = None  # a call from a hook of this one has a tree of its own
+        _follow(tree, whole)
+        _refuse_autocast(tree)
         device = call.device or torch.device(CPU)
-        form.way = form.way or self._first_way(form, call, device, instead)
+        form.way = form.way or _first_way(tree, form, call, device, instead)
         running = HookedRun(form.way, device, instead)
-        result = run_hooked(self.tree, form.entry, running, call.args, call.kwargs)
-        exchanged = _exchanged(self.tree, whole)
+        result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
+        exchanged = _exchanged(tree, whole)
         if exchanged is not None:
-            self.tree = None
             raise CaptureError(
                 f"the call has put a module of another class at {exchanged!r}, which a placed model does "
                 "not: make such a call of the model before you place it"
             )
-        _take_back(self.tree, whole)
+        _take_back(tree, whole)
+        self.tree = tree
         return result
 
-    def _first_way(
-        self, form: CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
-    ) -> Way:
-        assert self.tree is not None
-        failures: list[Exception] = []
-        for way in _WAYS:
-            args, kwargs = copy.deepcopy((call.args, call.kwargs))
-            try:
-                with undone(self.tree), _without_hooks(self.tree):
-                    run_hooked(self.tree, form.entry, HookedRun(way, device, instead), args, kwargs)
-            except (RuntimeError, NotImplementedError, GraphplanError) as error:
-                failures.append(error)
-            else:
-                return way
-            if way is not _WAYS[-1]:  # the next needs the room of what its frames hold
-                failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
-                gc.collect()
-        if _is_the_models(failures):
-            raise failures[-1]
-        raise CaptureError(
-            "no capture takes this call, and its modules do not run\n  "
-            + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(_WAYS, failures, strict=True))
-            + "\nPartition the model with this call as the example: hooks then run it, with room for what "
-            "this call needs beside the weights"
-        )
+
+def _first_way(
+    tree: nn.Module, form: CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
+) -> Way:
+    failures: list[Exception] = []
+    for way in _WAYS:
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        try:
+            with undone(tree), _without_hooks(tree):
+                run_hooked(tree, form.entry, HookedRun(way, device, instead), args, kwargs)
+        except (RuntimeError, NotImplementedError, GraphplanError) as error:
+            failures.append(error)
+        else:
+            return way
+        if way is not _WAYS[-1]:  # the next needs the room of what its frames hold
+            failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
+            gc.collect()
+    if _is_the_models(failures):
+        raise failures[-1]
+    raise CaptureError(
+        "no capture takes this call, and its modules do not run\n  "
+        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(_WAYS, failures, strict=True))
+        + "\nPartition the model with this call as the example: hooks then run it, with room for what "
+        "this call needs beside the weights"
+    )
 
 
 def _is_the_models(failures: Sequence[Exception]) -> bool:

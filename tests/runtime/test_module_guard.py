@@ -166,6 +166,31 @@ def test_hooks_of_submodules_run(machine: Any) -> None:
     assert seen == ["ReLU"] * 2
 
 
+def test_a_hook_may_call_the_whole(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+
+    def calls(whole: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        seen: list[torch.Tensor] = []
+
+        def call_again(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+            if not seen:
+                seen.append(x)
+                seen.append(whole(x[:2]))
+            return 2 * result
+
+        hook = whole.act.register_forward_hook(call_again)
+        result = whole(x)
+        hook.remove()
+        return result, seen
+
+    with pytest.warns(GraphplanWarning, match="hooks"):
+        result, seen = calls(placed)
+    expected, wanted = calls(net)
+    assert torch.allclose(result, expected, atol=1e-5)
+    assert torch.allclose(seen[1], wanted[1], atol=1e-5)
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
 def test_hooks_before_placing_run_too(machine: Any) -> None:
     net, x = Net().eval(), torch.randn(3, 8)
     net.act.register_forward_hook(lambda module, args, result: 2 * result)
