@@ -22,7 +22,7 @@ from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import SIMULATED
 from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
-from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simulated, run_simulated
+from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simulated, is_whole, run_simulated
 
 aten = torch.ops.aten
 
@@ -84,15 +84,6 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_simulated(op, args, kwargs)
 
 
-def _is_whole(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
-    inference = torch.is_inference_mode_enabled() or any(
-        isinstance(value, torch.Tensor) and value.is_inference() for value in args
-    )
-    key = DispatchKey.CompositeImplicitAutograd
-    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
-
-
 class SimulationMode(TorchDispatchMode):
     """Catches what has no simulated argument yet: factories, and copies from the CPU."""
 
@@ -105,7 +96,7 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if _is_whole(func, args):
+        if is_whole(func, args):
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:

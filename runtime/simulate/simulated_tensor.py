@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DispatchKey
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.dlpack import from_dlpack
@@ -135,7 +136,18 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if is_whole(func, args):  # in a thread that has not the mode of the simulation
+            return func.decompose(*args, **(kwargs or {}))
         return run_simulated(func, args, kwargs or {})
+
+
+def is_whole(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
+    inference = torch.is_inference_mode_enabled() or any(
+        isinstance(value, torch.Tensor) and value.is_inference() for value in args
+    )
+    key = DispatchKey.CompositeImplicitAutograd
+    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
 
 
 def is_simulated(device: Any) -> bool:

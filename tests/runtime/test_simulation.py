@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def test_values_devices_and_bytes() -> None:
         assert machine.live_bytes(0) == machine.live_bytes(3) == 0
         machine.reset_peaks()
         assert machine.peak_bytes(0) == 0
+
+
+def test_inference_mode_in_another_thread() -> None:
+    """The mode of the simulation is that of the thread that has entered it."""
+
+    def send() -> torch.device:
+        with torch.inference_mode():
+            return y.to("sim:1").device
+
+    with simulate({0: "1MiB", 1: "1MiB"}), ThreadPoolExecutor(1) as pool:
+        y = torch.ones(3, device="sim:0")
+        assert pool.submit(send).result() == torch.device("sim:1")
 
 
 def test_devices_do_not_mix() -> None:
