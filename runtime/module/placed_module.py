@@ -49,6 +49,7 @@ _MOVED = (
     "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
     "give partition max_batch and max_length, or such a call in calls="
 )
+_EXPORTED = "torch.export does not take a placed model: export what graphplan.unplace returns of it"
 logger = logging.getLogger("graphplan")
 
 Record = Callable[[Program, Code], Code]
@@ -81,6 +82,8 @@ class PlacedModule(ShortNames, KeptInPlace):
         record: Record | None = None,
     ) -> Any:
         """Run an entry of the module on its own arguments."""
+        if torch.compiler.is_exporting():
+            raise PlanError(_EXPORTED)
         if self._graphplan.start is not None or _change(self) is not None:
             _place_now(self, entry, args, kwargs)
         state = self._graphplan

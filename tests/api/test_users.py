@@ -468,6 +468,20 @@ def test_compiled_models_are_unwrapped() -> None:
     assert isinstance(graphplan.partition(torch.compile(Two()), {"cpu": "1GiB"}, (X,)), Two)
 
 
+def test_a_placed_model_is_not_exported() -> None:
+    placed = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", graphplan.GraphplanWarning)
+        expected = placed(X)
+        with pytest.raises(graphplan.PlanError, match=r"graphplan\.unplace"):
+            torch.export.export(placed, (X,))
+        assert torch.equal(placed(X), expected)  # not captured again
+        assert (
+            largest_difference(torch.export.export(graphplan.unplace(placed), (X,)).module()(X), expected)
+            < 1e-5
+        )
+
+
 def test_torch_compile_leaves_placed_models_as_they_are() -> None:
     model, other = Two(), torch.randn(2, 3, 64)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
