@@ -138,7 +138,7 @@ class ResidentSearch:
         if not np.isfinite(seconds):
             return False
         key = devices.tobytes()
-        if climb and seconds < self.seconds * 1.02 and key not in self._climbed:
+        if climb and seconds < self.seconds * (1 + self.effort.params.negligible) and key not in self._climbed:
             with self.effort.share(self.effort.params.local_share) as part:
                 search = LocalSearch(arrays, devices, part, chosen)
                 search.climb()
@@ -230,7 +230,7 @@ class ResidentSearch:
             return 0
         params = self.effort.params
         most = min(widest(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
-        least = int(1.5 * width if width else params.first_width / params.width_growth)
+        least = int(width + 1 if width else params.first_width / params.width_growth)
         if most < least:
             return 0 if self.devices is not None else least
         return min(most, int(max(width, params.first_width) * params.width_growth))
@@ -249,7 +249,7 @@ class ResidentSearch:
             if self.devices is None:
                 self._repair([self._expand(completion)[0] for completion in found.completions])
             peaks = self.arrays.peaks(*self._expand(found.completions[0]))
-            margin += 1.05 * np.maximum(peaks - self.arrays.room, 0.0)
+            margin += np.maximum(peaks - self.arrays.room, 0.0)
         return exact
 
     def _judge(self, completions: tuple[Completion, ...]) -> bool:

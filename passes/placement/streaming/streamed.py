@@ -216,7 +216,7 @@ class StreamedSearch:
                 d = self.arrays.number[key]
                 if self.arrays.accelerates[d]:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
-                    lacking[d] = max(lacking.get(d, 0.0), freed) + 1.05 * over
+                    lacking[d] = max(lacking.get(d, 0.0), freed) + over
 
     def _spread(self, devices: Ints, device: int, nbytes: float, slot: float) -> list[int]:
         """Weights read on a device, at equal distances in its order, of so many bytes with two slots.
@@ -380,7 +380,7 @@ class StreamedSearch:
                     continue
                 tried.add(key)
                 found = _relaxed(best.frontier, best.stages, trial, effort)
-                if not found.possible or found.bound >= self.seconds * 0.998:
+                if not found.possible or found.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
                     continue
                 better = self._search(found, self.effort.params.first_width, effort)
                 if better is not None:
