@@ -247,6 +247,12 @@ def rename_node(node: fx.Node, name: str) -> None:
     private(node, "_rename", "torch")(name)
 
 
+def reserve_name(graph: fx.Graph, name: str) -> None:
+    """Let no further node of a graph have a name; those that have it keep it."""
+    if name.isidentifier():
+        private(graph, "_graph_namespace", "torch").create_name(name, None)
+
+
 def unbacked_like_backed() -> AbstractContextManager[Any]:
     """A block in which a trace takes no size for 0 or 1 by its example."""
     return private(symbolic_config, "patch", "torch")(backed_size_oblivious=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import flatten
 
@@ -121,3 +122,20 @@ def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     """A call of named arguments that needs no binding."""
     leaves, spec = flatten(((), dict(traced)))
     return BoundCall((), dict(traced), tuple(leaves), spec)
+
+
+def name_apart(graph: fx.Graph, weights: Collection[str], kept: Collection[str] = ()) -> dict[str, str]:
+    """Let nothing that is made, now or later, have the name of a weight, such as ``mean``.
+
+    Returns:
+        old name -> new name of what is renamed; nodes of the names in ``kept`` are not.
+    """
+    for name in weights:
+        reserve_name(graph, name)
+    renamed: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.name in weights and node.name not in kept:
+            old = node.name
+            rename_node(node, f"{old}_1")
+            renamed[old] = node.name
+    return renamed

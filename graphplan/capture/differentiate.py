@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes, storage_of
-from graphplan.capture.captured_graph import Capture, TrainingStep
+from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, TensorLeaf
@@ -174,6 +174,7 @@ class _Tracing:
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
         graph = traced.graph
+        name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for place, node in zip(placeholders, nodes, strict=False):
             place.meta.update({key: value for key, value in node.meta.items() if key != "val"})

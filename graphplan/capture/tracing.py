@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from graphplan._compat.torch import global_hooks, in_transform, read_functions, rename_node
+from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
-from graphplan.capture.captured_graph import Capture, bound_call
+from graphplan.capture.captured_graph import Capture, bound_call, name_apart
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
@@ -157,18 +157,8 @@ def _tell_of_history(found: Capture, model_copy: ModelCopy) -> None:
 
 
 def _named_apart(found: Capture) -> Capture:
-    """The capture, in which nothing that is made has the name of a weight, such as ``mean``."""
-    taken = {*found.weights.values(), *found.constants}
-    used = taken | {node.name for node in found.graph.nodes}
-    renamed: dict[str, str] = {}
-    for node in found.graph.nodes:
-        if node.name in taken and node.name not in found.weights:
-            old, number = node.name, 1
-            while f"{old}_{number}" in used:
-                number += 1
-            rename_node(node, f"{old}_{number}")
-            used.add(node.name)
-            renamed[old] = node.name
+    """The capture, in which nothing that is made has the name of a weight."""
+    renamed = name_apart(found.graph, {*found.weights.values(), *found.constants}, found.weights)
     inputs = tuple(renamed.get(name, name) for name in found.inputs)
     states = {renamed.get(name, name): leaf for name, leaf in found.states.items()}
     return replace(found, inputs=inputs, states=states) if renamed else found

@@ -1100,3 +1100,23 @@ def test_writes_in_blocks_without_gradients_are_writes(budget: int) -> None:
             assert torch.allclose(placed(x), model(x), atol=1e-5)
         assert gap(weights_of(placed), weights_of(model)) < 1e-5
         assert torch.allclose(placed.seen.cpu(), model.seen, atol=1e-3)
+
+
+class Named(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(4, 4), name
+        self.register_parameter(name, nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.relu(self.linear(x) * self.get_parameter(self.name))
+        return (scaled + self.get_parameter(self.name)).sum()
+
+
+@pytest.mark.parametrize(
+    "name", ["t", "t_1", "mul", "relu", "threshold_backward", "sum_2", "clone", "arg0_1"]
+)
+def test_a_parameter_may_have_the_name_of_an_operation_of_the_step(name: str) -> None:
+    # planning failed: "operation 't' outputs 't', which exists already"
+    model, x = Named(name), torch.randn(3, 4)
+    check_training(model, {"x": x}, {0: 1 << 20, "cpu": ROOMY})
