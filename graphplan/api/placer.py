@@ -207,7 +207,7 @@ class Placer:
         enter_stage("place weights")
         layout = compiler.layout()
         if self.in_place and owned:
-            bring_back(model, layout)
+            bring_back(model, layout, in_place)
             known = model_copy.weights.tensors  # what was there holds on to memory
             known.update(ModelWeights(model).tensors)
         made = place_model(

@@ -113,8 +113,16 @@ def place_model(
     return Placement(made, tuple(placing.pages), () if source is None else source.files)
 
 
-def bring_back(model: nn.Module, layout: Layout) -> None:
-    """Bring the weights of each accelerator that is to hold others into host memory: its own is free then."""
+def bring_back(
+    model: nn.Module, layout: Layout, become: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
+) -> None:
+    """Bring the weights of each accelerator that is to hold others into host memory: its own is free then.
+
+    Args:
+        model: whose weights they are.
+        layout: where they are to go.
+        become: how the model takes them, as in :func:`place_model`.
+    """
     weights = ModelWeights(model)
     here = {name: tensor.device for name, tensor in weights.tensors.items()}
     changed = {
@@ -128,7 +136,7 @@ def bring_back(model: nn.Module, layout: Layout) -> None:
     for name, tensor in named_tensors(model).items():
         home = here[weights.first[name]]
         memo[id(tensor)] = like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
-    refilled(model, memo)
+    become(model, memo)
 
 
 @dataclass(slots=True)

@@ -515,6 +515,28 @@ def test_parameters_that_something_holds_are_named_at_the_first_call(options: di
         assert gap({"": result.detach().cpu()}, {"": model(x).detach()}) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.*is captured again:graphplan.GraphplanWarning")
+@pytest.mark.parametrize("options", [{"grad": True}, {"train": True}], ids=str)
+def test_an_optimizer_trains_what_is_placed_again_beside_a_new_head(options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
+    found = []
+    with graphplan.simulate({0: ROOMY}):
+        for one in (model, graphplan.partition(model, {0: ROOMY, "cpu": ROOMY}, (x,), **options)):
+            torch.manual_seed(1)
+            optimizer = torch.optim.SGD(one.parameters(), 0.1)
+            one(x).sum().backward()
+            optimizer.step()
+            one[2] = nn.Linear(8, 4)
+            optimizer.add_param_group({"params": list(one[2].parameters())})
+            for _ in range(2):
+                optimizer.zero_grad()
+                one(x).square().sum().backward()
+                optimizer.step()
+            found.append({name: weight.detach().cpu() for name, weight in one.named_parameters()})
+    assert gap(*found) < 1e-5
+
+
 class Held(nn.Module):
     """Without a graph, and with a parameter in a list too."""
 
