@@ -1,7 +1,8 @@
 """What the code of transformers asks of a model beside calling it: for placed models, answers that hold.
 
 ``generate()`` reads the arguments of ``forward`` from its signature, and makes tensors on ``model.device``; a
-pipeline moves the model there. A placed model's ``device`` is where the tensors of its calls are, as planned.
+pipeline or a trainer moves the model there. A placed model's ``device`` is where the tensors of its calls are,
+as planned.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import device_of, methods_of
 
 
+_MOVED = {"PreTrainedModel", "PeftModel"}  # classes of models that code of their library moves
+
+
 def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
     """The attributes of the class of placed copies: made of a model's ``original`` and the class that runs
     them.
@@ -27,7 +31,7 @@ def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
         return placed.forward(self, *args, **kwargs)
 
     body: dict[str, Any] = {"forward": forward, **methods_of(original), **device_of(original)}
-    if not any(cls.__name__ == "PreTrainedModel" for cls in original.__mro__):
+    if _MOVED.isdisjoint(cls.__name__ for cls in original.__mro__):
         return body
     body["to"] = _to
     body |= {name: _to_device(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}

@@ -54,6 +54,21 @@ def test_prompts_that_are_disabled_for_a_time(before: bool) -> None:
     assert largest_difference(logits(graphplan.unplace(placed)), enabled) < 1e-5
 
 
+def test_an_adapted_model_is_moved_by_trainers() -> None:
+    model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    nbytes = sum(weight.nbytes for weight in model.parameters())
+    with graphplan.simulate({0: nbytes, 1: nbytes}) as machine:
+        budgets = {key: int(0.8 * size) for key, size in machine.max_memory.items()}
+        placed = graphplan.partition(model, budgets, kwargs={"input_ids": IDS}, balance=True)
+        devices = [weight.device for weight in placed.parameters()]
+        assert len(set(devices)) == 2
+        assert placed.to("cpu").to("sim:1").to("cpu") is placed
+        assert [weight.device for weight in placed.parameters()] == devices
+        assert largest_difference(logits(placed), logits(model)) < 1e-5
+        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
+            placed.to(torch.float16)
+
+
 def test_an_adapted_model_that_has_generated_is_not_captured_again() -> None:
     """PEFT's ``generate`` sets a method of the base model, and sets it back."""
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
