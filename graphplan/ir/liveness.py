@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
-from graphplan.errors import CaptureError, VerificationError
+from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
@@ -337,8 +337,9 @@ class LiveBytes(TorchDispatchMode):
         known: tensors that are there before.
         counts: whether a result is a tensor that is counted.
 
-    Raises:
-        CaptureError: in the block, ``torch.cond`` or another operator that takes functions.
+    Attributes:
+        live: what was counted.
+        within: the name of the operator that takes functions, as ``torch.cond``, while it runs.
     """
 
     supports_higher_order_operators = True
@@ -346,14 +347,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor], counts: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.live, self._counts = LiveStorages(filter(counts, known)), counts
+        self.within: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            raise CaptureError(
-                f"torch.{func.name()} runs in a graph alone, and the model has none: write it in plain Python"
-            )
+        self.within = func.name() if isinstance(func, HigherOrderOperator) else None
         out = func(*args, **(kwargs or {}))
+        self.within = None
         self.live.count(filter(self._counts, pytree.tree_leaves(out)))
         return out

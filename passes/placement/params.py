@@ -36,7 +36,8 @@ class SearchParams:
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
         negligible: share below which a weight is not told apart: of all weights, for the home of a shared
             one; of the largest beside it, for a copy of its own at each forward pass. Of what a bound
-            lacks, the least that is progress; of a budget, the least head-room that is worth a move.
+            lacks, the least that is progress; of a budget, the least head-room that is worth a move; beyond
+            the best seconds, how far a placement is climbed from.
         slot_sizes: sizes of prefetch buffers that are tried.
         slot_ratio: from one of these to the next smaller one, at least.
         coarse_least: operations up to which each is placed by itself where weights are streamed.

@@ -137,8 +137,8 @@ class ResidentSearch:
         seconds = arrays.seconds(devices, chosen)
         if not np.isfinite(seconds):
             return False
-        key = devices.tobytes()
-        if climb and seconds < self.seconds * (1 + self.effort.params.negligible) and key not in self._climbed:
+        key, near = devices.tobytes(), self.seconds * (1 + self.effort.params.negligible)
+        if climb and seconds < near and key not in self._climbed:
             with self.effort.share(self.effort.params.local_share) as part:
                 search = LocalSearch(arrays, devices, part, chosen)
                 search.climb()

@@ -12,6 +12,7 @@ from torch import nn
 
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
+from graphplan.errors import CaptureError
 from graphplan.ir.liveness import LiveBytes
 
 
@@ -41,16 +42,20 @@ def _has_storage(leaf: Any) -> bool:
 def profile_call(
     module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> CallProfile:
-    """Run a module, or what calls it, under ``torch.no_grad()`` and watch; what it raises passes through."""
+    """Run a module, or what calls it, under ``torch.no_grad()`` and watch; what it raises passes through.
+
+    Raises:
+        CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.
+    """
     profile = CallProfile()
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    watched = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(_starts, profile, name)))
+        handles.append(part.register_forward_pre_hook(partial(_starts, profile, watched, name)))
         handles.append(part.register_forward_hook(partial(_ends, profile, name)))
-    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
-        known = [*module.parameters(), *module.buffers(), *tensors]
-        with torch.no_grad(), LiveBytes(known, _has_storage) as watched:
+        with torch.no_grad(), watched:
             run(*args, **kwargs)
     finally:
         for handle in handles:
@@ -59,7 +64,12 @@ def profile_call(
     return profile
 
 
-def _starts(profile: CallProfile, name: str, _module: nn.Module, _args: Any) -> None:
+def _starts(profile: CallProfile, watched: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
+    if watched.within is not None:
+        raise CaptureError(
+            f"torch.{watched.within} calls {name!r}: in a model without a graph it may call no module. Write "
+            "it in plain Python"
+        )
     if name not in profile.order:
         profile.order.append(name)
 

@@ -1,8 +1,8 @@
 """What the code of transformers asks of a model beside calling it: for placed models, answers that hold.
 
 ``generate()`` reads the arguments of ``forward`` from its signature, and makes tensors on ``model.device``; a
-pipeline or a trainer moves the model there. A placed model's ``device`` is where the tensors of its calls are,
-as planned.
+pipeline or a trainer moves the model there. A placed model's ``device`` is where the tensors of its calls
+are, as planned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import nn
 from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import device_of, methods_of
-
 
 _MOVED = {"PreTrainedModel", "PeftModel"}  # classes of models that code of their library moves
 

@@ -15,6 +15,7 @@ from builders import bytes_of, largest_difference
 from language_models import build, inputs_of
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import graphplan
 from graphplan.runtime.fallback.module_profile import profile_call
@@ -644,9 +645,36 @@ class Branches(nn.Module):
         return x * 2 if x.sum() > 1e9 else x
 
 
-def test_control_flow_of_graphs_in_a_model_without_one_is_refused() -> None:
-    with pytest.raises(graphplan.CaptureError, match=r"torch\.cond runs in a graph alone"):
+def test_control_flow_of_modules_in_a_model_without_a_graph_is_refused() -> None:
+    with pytest.raises(graphplan.CaptureError, match=r"torch\.cond calls 'a'"):
         graphplan.partition(Branches(), {"cpu": "1GiB"}, (torch.ones(2, 8),))
+
+
+class Attends(nn.Module):
+    """No graph has its mask, which is made by ``torch.vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(lambda _b, _h, row, column: row >= column, None, None, 4, 4, x.device.type)
+        x = flex_attention(*[self.a(x).view(1, 2, -1, 16)] * 3, block_mask=mask).reshape(x.shape[0], 16)
+        return self.b(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:the trace has torch.vmap:graphplan.GraphplanWarning")
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_attention_that_no_graph_has(share: float | None) -> None:
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(8, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with graphplan.simulate({0: 1024}):
+            device = {} if share is None else {0: int(share * bytes_of(model))}
+            placed = graphplan.partition(model, {**device, "cpu": "1GiB"}, (x,))
+            assert largest_difference(placed(x), expected) < 1e-5
 
 
 def test_torch_compiles_after_a_trial_and_a_simulation() -> None:

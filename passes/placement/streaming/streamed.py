@@ -371,7 +371,7 @@ class StreamedSearch:
 
     def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""
-        tried, improved = set[tuple[float, ...]](), True
+        tried, improved, gap = set[tuple[float, ...]](), True, self.effort.params.sufficient_gap
         while improved and not effort.over:
             improved = False
             for trial in self._neighbours(best):
@@ -380,7 +380,7 @@ class StreamedSearch:
                     continue
                 tried.add(key)
                 found = _relaxed(best.frontier, best.stages, trial, effort)
-                if not found.possible or found.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
+                if not found.possible or found.bound >= self.seconds * (1 - gap):
                     continue
                 better = self._search(found, self.effort.params.first_width, effort)
                 if better is not None:
