@@ -130,7 +130,10 @@ def offloading(cache: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
-@pytest.mark.parametrize("make", [DynamicCache, lambda: StaticCache(llama().config, 16)])
+@pytest.mark.parametrize(
+    "make",
+    [DynamicCache, pytest.param(lambda: StaticCache(llama().config, 16), marks=pytest.mark.slow)],
+)
 def test_an_offloaded_cache_is_where_the_plan_has_it(make: Callable[[], Any]) -> None:
     # transformers asked for CUDA's stream of a layer on the CPU
     model = llama()

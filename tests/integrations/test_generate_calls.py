@@ -310,7 +310,13 @@ def test_whisper_on_two_accelerators(frames: int) -> None:
     assert torch.equal(found, model.generate(sound, **asked))
 
 
-@pytest.mark.parametrize("flags", [{}, {"output_hidden_states": True, "return_dict_in_generate": True}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+    ],
+)
 def test_calls_of_generate_take_a_route_as_they_are(flags: dict[str, bool]) -> None:
     """Nothing is computed of their arguments first, which would copy caches to the CPU and back."""
     model, inputs = build("llama"), inputs_of("llama", 1, 8)

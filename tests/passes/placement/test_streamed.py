@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from networks import t5
 from placements import CARD, HOST, equal_cards, stack
+from random_problems import MEDIUM, random_instance
 from second_set import second_set
 
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
@@ -240,7 +241,7 @@ def test_weights_that_several_calls_read_are_not_streamed_to_a_faster_card() -> 
 
 
 def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
-    problem = second_set(1126)["1126.08-random-8-cpu"]().problem
+    problem = random_instance(5038, MEDIUM).problem
     limits = Limits(effort=0.1)
     once = attempt(problem, limits, None)
     assert once is not None
