@@ -229,6 +229,13 @@ def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
     return bool(has_kernel(operation.name(), f"Autocast{kind.upper()}"))
 
 
+def is_exported() -> bool:
+    """Whether this thread is in a trace of ``torch.export``, which torch says of the process alone."""
+    kinds = private(torch._C, "_TorchDispatchModeKey", "torch")
+    fakes = private(torch._C, "_get_dispatch_mode", "torch")
+    return torch.compiler.is_exporting() and fakes(kinds.FAKE) is not None
+
+
 def hide_tracer() -> None:
     """Inside a trace of ``torch.export``: take down the flag at which compiled functions refuse to run.
 

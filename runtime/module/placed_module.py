@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphplan._compat.torch import never_compiled
+from graphplan._compat.torch import is_exported, never_compiled
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
@@ -82,7 +82,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         record: Record | None = None,
     ) -> Any:
         """Run an entry of the module on its own arguments."""
-        if torch.compiler.is_exporting():
+        if is_exported():
             raise PlanError(_EXPORTED)
         if self._graphplan.start is not None or _change(self) is not None:
             _place_now(self, entry, args, kwargs)

@@ -8,7 +8,9 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import MethodType
 from typing import Any, cast
 
@@ -480,6 +482,26 @@ def test_a_placed_model_is_not_exported() -> None:
             largest_difference(torch.export.export(graphplan.unplace(placed), (X,)).module()(X), expected)
             < 1e-5
         )
+
+
+def test_an_export_in_another_thread_lets_placed_models_run() -> None:
+    """Torch says of the process whether it exports."""
+    placed, runs, goes_on = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,)), Event(), Event()
+
+    class Waiting(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.set()
+            assert goes_on.wait(60)
+            return super().forward(x)
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        expected, exported = placed(X), pool.submit(torch.export.export, Waiting(), (X,))
+        try:
+            assert runs.wait(60)
+            assert torch.equal(placed(X), expected)
+        finally:
+            goes_on.set()
+        exported.result()
 
 
 def test_torch_compile_leaves_placed_models_as_they_are() -> None:
