@@ -127,6 +127,12 @@ def _same_shape(node: fx.Node) -> bool:
     return all(bool(statically_known_true(a == b)) for a, b in zip(before.shape, after.shape, strict=True))
 
 
+def _drops_nothing(node: fx.Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = named_arguments(node.target, node.args, node.kwargs)
+    return given["train"] is False or bool(given["p"] == 0)
+
+
 _DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)
 _Fold = tuple[tuple[Any, ...], Callable[[fx.Node], bool]]
 _FOLDS: list[_Fold] = [
@@ -136,6 +142,7 @@ _FOLDS: list[_Fold] = [
     ),
     ((aten.slice.Tensor,), _whole_slice),
     ((aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape),
+    ((aten.dropout.default,), _drops_nothing),  # of torch.dropout: a trace has no other that drops nothing
 ]
 
 

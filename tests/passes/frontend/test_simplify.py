@@ -30,6 +30,7 @@ class Noise(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.to(torch.float32).contiguous()[:, :].expand(2, 4).reshape(2, 4)
         y = nn.functional.dropout(y, 0.5, self.training)
+        y = torch.dropout(torch.dropout(y, 0.5, self.training), p=0.0, train=True)
         unused = y * 3  # noqa: F841  # what is tested
         return y.to(x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0])
 
