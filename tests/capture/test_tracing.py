@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from builders import largest_difference
-from torch import nn
+from torch import fx, nn
 
 import graphplan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.capture.tracers.exported_program import _write_numbers
 from graphplan.capture.tracing import capture
 
 
@@ -368,3 +369,14 @@ def test_a_graph_of_a_call_with_one_tensor_twice_serves_calls_with_two() -> None
     for query, key in ((x, x), (x, x + 1), (x, y), (y, y)):
         assert torch.allclose(placed(query, key), model(query, key), atol=1e-5)
     assert len(placed.plans) <= 2
+
+
+def test_settled_numbers_leave_users_in_order() -> None:
+    """A plan has results in the order of their users: it is to be the same in every process."""
+    graph = fx.Graph()
+    x, number = graph.placeholder("x"), graph.placeholder("number")
+    number.meta["val"] = 3
+    sums = [graph.call_function(torch.add, (x, number)) for _ in range(50)]
+    _write_numbers(graph)
+    assert list(x.users) == sums
+    assert all(node.args == (x, 3) for node in sums)

@@ -144,7 +144,8 @@ def _write_numbers(graph: fx.Graph) -> None:
     made = (node for node in graph.nodes if node.op in ("placeholder", "call_function"))
     values = {node: node.meta.get("val") for node in made}
     numbers = {node: value for node, value in values.items() if type(value) in (bool, int, float)}
-    for user in {user for node in numbers for user in node.users}:
+    # in order: what is written anew comes last among the users of its other arguments
+    for user in dict.fromkeys(user for node in numbers for user in node.users):
         arguments = fx.map_arg((user.args, user.kwargs), lambda node: numbers.get(node, node))
         user.args, user.kwargs = arguments
 
