@@ -74,10 +74,17 @@ class Untraced:
 
 @dataclass
 class Modulewise:
-    """The calls of one placed module with graphs that run module by module."""
+    """The calls of one placed module with graphs that run module by module.
+
+    Attributes:
+        forms: of the calls.
+        tree: of the modules that run them, while none does.
+        running: the tree of the call that runs, the innermost.
+    """
 
     forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
+    running: nn.Module | None = None
 
     def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
         """Run calls of this structure module by module from now on."""
@@ -114,22 +121,30 @@ class Modulewise:
             CaptureError: no way of running works.
             Exception: what the model itself raises for this call, unchanged.
         """
-        tree = _shared(plain) if self.tree is None else self.tree
-        self.tree = None  # a call from a hook of this one has a tree of its own
-        _follow(tree, whole)
-        _refuse_autocast(tree)
-        device = call.device or torch.device(CPU)
-        form.way = form.way or _first_way(tree, form, call, device, instead)
-        running = HookedRun(form.way, device, instead)
-        result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
-        exchanged = _exchanged(tree, whole)
+        tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
+        self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
+        try:
+            _follow(tree, whole)
+            if outer is not None:
+                _share_tensors(outer, tree)
+            _refuse_autocast(tree)
+            device = call.device or torch.device(CPU)
+            form.way = form.way or _first_way(tree, form, call, device, instead)
+            running = HookedRun(form.way, device, instead)
+            result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
+        finally:  # buffers that were made anew before an error stay, as in eager
+            self.running, exchanged = outer, _exchanged(tree, whole)
+            if exchanged is None:
+                self.tree = tree
+                if outer is None:
+                    _take_back(tree, whole)
+                else:
+                    _share_tensors(tree, outer)
         if exchanged is not None:
             raise CaptureError(
                 f"the call has put a module of another class at {exchanged!r}, which a placed model does "
                 "not: make such a call of the model before you place it"
             )
-        _take_back(tree, whole)
-        self.tree = tree
         return result
 
 
@@ -198,11 +213,16 @@ def _hook_tables(module: nn.Module) -> list[str]:
 def _follow(tree: nn.Module, whole: nn.Module) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
     write_modes(tree, read_modes(whole))
+    _share_tensors(whole, tree)
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
-        mine._parameters.update(part._parameters)
-        mine._buffers.update(part._buffers)
         for name in _hook_tables(part) if part is not whole else ():
             vars(mine)[name] = copy.copy(vars(part)[name])
+
+
+def _share_tensors(of: nn.Module, to: nn.Module) -> None:
+    for part, mine in zip(of.modules(), to.modules(), strict=True):
+        mine._parameters.update(part._parameters)
+        mine._buffers.update(part._buffers)
 
 
 def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:

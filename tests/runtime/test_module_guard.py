@@ -191,6 +191,63 @@ def test_a_hook_may_call_the_whole(machine: Any) -> None:
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
+class Assigning(nn.Module):
+    """It makes a buffer anew before and after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen / 2 + 1
+        y = self.act(self.a(x))
+        self.seen = self.seen + 1
+        return self.b(y) + self.seen
+
+
+def test_a_hook_that_calls_the_whole_finds_buffers_as_they_are(machine: Any) -> None:
+    net, x = Assigning().eval(), torch.randn(3, 8)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+
+    def calls(whole: nn.Module) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def call_again(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+            if len(found) < 2:
+                found.append(x)
+                found.append(whole(x[:2]))
+
+        hook = whole.get_submodule("act").register_forward_hook(call_again)
+        found += [whole(x), whole(x)]
+        hook.remove()
+        return [*found, whole(x), whole.get_buffer("seen").cpu()]
+
+    with torch.no_grad(), pytest.warns(GraphplanWarning, match="hooks"):
+        results = calls(placed)
+    with torch.no_grad():
+        wanted = calls(net)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, wanted, strict=True))
+
+
+def test_buffers_that_are_made_before_a_hook_raises_stay(machine: Any) -> None:
+    def stop(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        raise ValueError("enough")
+
+    net, x = Assigning().eval(), torch.randn(3, 8)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    with torch.no_grad():
+        hooks = [whole.get_submodule("act").register_forward_hook(stop) for whole in (placed, net)]
+        with pytest.warns(GraphplanWarning, match="hooks"), pytest.raises(ValueError, match="enough"):
+            placed(x)
+        with pytest.raises(ValueError, match="enough"):
+            net(x)
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(placed.get_buffer("seen").cpu(), net.get_buffer("seen"))
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
 def test_hooks_before_placing_run_too(machine: Any) -> None:
     net, x = Net().eval(), torch.randn(3, 8)
     net.act.register_forward_hook(lambda module, args, result: 2 * result)
