@@ -6,8 +6,8 @@ uses PrivateUse1 for something else cannot simulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import device_module, name_own_device, own_device_name
+from graphplan._compat.torch import (
+    current_mode,
+    device_module,
+    name_own_device,
+    own_device_name,
+    without_current_mode,
+)
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import SIMULATED
 from graphplan.errors import DeviceError
@@ -112,19 +118,28 @@ class SimulationMode(TorchDispatchMode):
     def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run the functions of ``torch.cond`` and its like on the simulated tensors themselves.
 
-        The kernels run without a mode, as torch asks of them.
+        The kernels run without any mode, as torch asks of them.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not any(isinstance(leaf, SimulatedTensor) for leaf in leaves):
             return func(*args, **kwargs)
-        args, kwargs = spec.unflatten([self._entered(leaf) if callable(leaf) else leaf for leaf in leaves])
-        return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+        with ExitStack() as without:
+            modes: list[Any] = [self]
+            while (outer := current_mode()) is not None:
+                modes.insert(0, outer)
+                without.enter_context(without_current_mode())
+            inside = [_under(modes, leaf) if callable(leaf) else leaf for leaf in leaves]
+            args, kwargs = spec.unflatten(inside)
+            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
 
-    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs under this mode."""
 
-        def run(*args: Any) -> Any:
-            with self:
-                return function(*args)
+def _under(modes: Sequence[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs under modes, the innermost last."""
 
-        return run
+    def run(*args: Any) -> Any:
+        with ExitStack() as within:
+            for mode in modes:
+                within.enter_context(mode)
+            return function(*args)
+
+    return run

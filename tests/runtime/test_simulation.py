@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import moves_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphplan
 from graphplan import simulate
@@ -46,6 +47,20 @@ def test_inference_mode_in_another_thread() -> None:
     with simulate({0: "1MiB", 1: "1MiB"}), ThreadPoolExecutor(1) as pool:
         y = torch.ones(3, device="sim:0")
         assert pool.submit(send).result() == torch.device("sim:1")
+
+
+def test_branches_under_a_mode_of_the_user() -> None:
+    class Looking(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Looking(), simulate({0: "1MiB"}):  # type: ignore[no-untyped-call]  # torch's
+        y = torch.ones(3, device="sim:0")
+        (found,) = torch.ops.higher_order.cond(y.sum() > 0, lambda t: (t + 1,), lambda t: (t - 1,), (y,))
+        assert found.device == y.device
+        assert found.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_devices_do_not_mix() -> None:
