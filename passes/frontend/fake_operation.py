@@ -45,7 +45,7 @@ _LENGTHS = (64, 128)
 
 
 _ROUNDS = 3
-"""Rounds of a scan that are run: in the third, what the first two have returned is alive."""
+"""Rounds of a scan or map that are run: in the third, what the first two have returned is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,8 @@ class _Tracker(TorchDispatchMode):
                 twice = tuple(body(*once, *additional))
                 del first, second
                 return twice
-        if func is torch.ops.higher_order.map_impl:  # torch's own rounds, all of which run on fakes too
-            with self:
-                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args)
+        if func is torch.ops.higher_order.map_impl:
+            return self._map(func, *args)
         if func is torch.ops.higher_order.scan:
             return self._scan(func, *args)
         if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
@@ -185,6 +184,23 @@ class _Tracker(TorchDispatchMode):
             storage = out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
             self.live.count([storage, torch.empty_like(storage)])  # the losses, before they are summed
         return storage.as_strided(out.shape, out.stride())
+
+    def _map(self, operation: Any, function: Any, xs: Any, additional: Any) -> Any:
+        """The last rounds, for which the rows of all others are kept; then all rows are copied together."""
+        results = operation(function, xs, additional)
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        row = sum(round_up(tensor[0].nbytes) for tensor in tensors)
+        length, before = xs[0].shape[0], self.flops
+        few = min(length, _ROUNDS)
+        rows = xs[0].new_empty((length - few) * row, dtype=torch.uint8)
+        self.live.count([rows])
+        with self:
+            operation.py_kernels[DispatchKey.CompositeExplicitAutograd](
+                function, [x[:few] for x in xs], additional
+            )
+        self.flops = before + (self.flops - before) * length // few
+        self.live.count([*tensors, rows.new_empty(few * row)])
+        return results
 
     def _scan(self, operation: Any, combine: Any, init: Any, xs: Any, additional: Any) -> tuple[Any, ...]:
         """A few rounds beside the whole results: all others take and compute the same."""

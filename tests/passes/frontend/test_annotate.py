@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan import Graph, simulate
@@ -14,9 +16,11 @@ from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.frontend import fake_operation
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.fake_operation import Effect, run_fake
 from graphplan.passes.frontend.simplify import simplify
-from graphplan.passes.frontend.tensor_meta import TensorMeta
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.schedule.transfers import build_schedule
 
@@ -332,3 +336,26 @@ def test_and_and_or_of_numbers_write_to_nothing() -> None:
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (PAIR[0], 5))
     for number in (5, 6, 12):
         assert torch.allclose(placed(PAIR[0], number), model(PAIR[0], number))
+
+
+def test_a_map_over_many_rows_is_measured_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def body(row: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(row)
+        wide = row @ weight
+        return wide.sin().sum(), row + 1
+
+    def measured() -> Effect:
+        del calls[:]
+        rows, weight = (describe(torch.empty(size, device="meta")) for size in ((50, 2, 30), (30, 40_000)))
+        leaves, spec = pytree.tree_flatten(((body, [rows], [weight]), {}), is_leaf=is_tensor_meta)
+        operation = torch.ops.higher_order.map_impl
+        return run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
+
+    found = measured()
+    assert len(calls) < 10
+    monkeypatch.setattr(fake_operation, "_ROUNDS", 50)
+    assert measured() == found
+    assert len(calls) > 50
+    assert found.workspace[""] >= 2 * 4 * 2 * 40_000  # of a row, and its sines
