@@ -165,9 +165,12 @@ class _Tracker(TorchDispatchMode):
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
             return False  # it asks whether its window is too small
-        out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
-            return out
+            return func(*args, **(kwargs or {}))
+        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            with self:  # in a branch or a round, operations arrive whole
+                return func.decompose(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         self.flops += _flops(func, args, kwargs or {}, out)
         if func is aten.view.default:
             return out.as_strided(out.shape, _viewed_strides(args[0], args[1]))

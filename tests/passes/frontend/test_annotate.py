@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -95,6 +96,21 @@ def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
     operation = graph.operations["scaled_dot_product_attention"]
     assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+def test_branches_and_rounds_have_the_work_of_their_operations() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: y * 2, (x,))
+            rounds: torch.Tensor = map_rows(lambda row: self.a(row), x)
+            return rounds
+
+    graph = graph_of(Both(), torch.ones(8, 16))
+    assert graph.operations["cond"].flops == 2 * 8 * 16 * 16 == graph.operations["map_impl"].flops
 
 
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
