@@ -1,4 +1,8 @@
-"""Fused recurrent cells on the CPU: torch takes them on every accelerator, and has none for the CPU."""
+"""Fused recurrent cells on the CPU: torch takes them on every accelerator, and has none for the CPU.
+
+A forward pass leaves its gates: torch's differentiable backward passes of cells, which run on every device,
+start from them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,11 @@ def _lstm_cell(
     input_bias: torch.Tensor | None = None,
     hidden_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``aten::_thnn_fused_lstm_cell``: the new hidden state, the new cell, the activated gates."""
+    """``aten::_thnn_fused_lstm_cell``: the new hidden state, the new cell, the gates."""
     gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
     enter, forget, candidate, leave = gates.chunk(4, 1)
-    activated = torch.cat([enter.sigmoid(), forget.sigmoid(), candidate.tanh(), leave.sigmoid()], 1)
-    enter, forget, candidate, leave = activated.chunk(4, 1)
-    new_cell = forget * cell + enter * candidate
-    return leave * new_cell.tanh(), new_cell, activated
+    new_cell = forget.sigmoid() * cell + enter.sigmoid() * candidate.tanh()
+    return leave.sigmoid() * new_cell.tanh(), new_cell, gates
 
 
 def _lstm_cell_backward(
@@ -31,23 +33,14 @@ def _lstm_cell_backward(
     of_cell: torch.Tensor | None,
     cell: torch.Tensor,
     new_cell: torch.Tensor,
-    activated: torch.Tensor,
+    gates: torch.Tensor,
     has_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``aten::_thnn_fused_lstm_cell_backward_impl``: the gradients of the gates, the cell and the bias."""
-    enter, forget, candidate, leave = activated.chunk(4, 1)
-    shown = new_cell.tanh()
-    of_hidden = torch.zeros_like(cell) if of_hidden is None else of_hidden
-    through = of_hidden * leave * (1 - shown**2)
-    through = through if of_cell is None else through + of_cell
-    gates = (
-        through * candidate * _slope(enter),
-        through * cell * _slope(forget),
-        through * enter * (1 - candidate**2),
-        of_hidden * shown * _slope(leave),
+    of_gates, _, of_cell, *_ = aten._thnn_differentiable_lstm_cell_backward(
+        of_hidden, of_cell, gates, torch.zeros_like(gates), None, None, cell, new_cell
     )
-    of_gates = torch.cat(gates, 1)
-    return of_gates, through * forget, of_gates.sum(0) if has_bias else None
+    return of_gates, of_cell, of_gates.sum(0) if has_bias else None
 
 
 def _gru_cell(
@@ -60,29 +53,22 @@ def _gru_cell(
     """``aten::_thnn_fused_gru_cell``: the new hidden state, and what its gradient needs."""
     reset_in, update_in, new_in = _biased(input_gates, input_bias).chunk(3, 1)
     reset_hidden, update_hidden, new_hidden = _biased(hidden_gates, hidden_bias).chunk(3, 1)
-    reset, update = (reset_in + reset_hidden).sigmoid(), (update_in + update_hidden).sigmoid()
-    new = (new_in + reset * new_hidden).tanh()
-    result = new + update * (hidden - new)
-    return result, torch.cat([reset, update, new, hidden, new_hidden], 1)
+    reset, update = reset_in + reset_hidden, update_in + update_hidden
+    new = (new_in + reset.sigmoid() * new_hidden).tanh()
+    return new + update.sigmoid() * (hidden - new), torch.cat([reset, update, new_in, hidden, new_hidden], 1)
 
 
 def _gru_cell_backward(
     of_hidden: torch.Tensor, workspace: torch.Tensor, has_bias: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """``aten::_thnn_fused_gru_cell_backward``: the gradients of both gates, the state and both biases."""
-    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
-    of_new = of_hidden * (1 - update) * (1 - new**2)
-    of_reset = of_new * new_hidden * _slope(reset)
-    of_update = of_hidden * (hidden - new) * _slope(update)
-    of_input = torch.cat([of_reset, of_update, of_new], 1)
-    of_gates = torch.cat([of_reset, of_update, of_new * reset], 1)
+    reset, update, new_in, hidden, new_hidden = workspace.chunk(5, 1)
+    given, zeros = torch.cat([reset, update, new_in], 1), torch.zeros_like(reset)
+    of_input, of_gates, of_state, *_ = aten._thnn_differentiable_gru_cell_backward(
+        of_hidden, given, torch.cat([zeros, zeros, new_hidden], 1), hidden, None, None
+    )
     biases = (of_input.sum(0), of_gates.sum(0)) if has_bias else (None, None)
-    return of_input, of_gates, of_hidden * update, *biases
-
-
-def _slope(activated: torch.Tensor) -> torch.Tensor:
-    """Of the sigmoid, where it gave this."""
-    return activated * (1 - activated)
+    return of_input, of_gates, of_state, *biases
 
 
 def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
