@@ -77,7 +77,7 @@ def measure_memory(
     Raises:
         VerificationError: a step reads a value that is not on its device.
     """
-    return _Sweep(graph, topology, schedule).run(with_profile)
+    return _Sweep(graph, topology, schedule).memory(with_profile)
 
 
 def saved_bytes(graph: Graph, topology: Topology, schedule: Schedule) -> dict[DeviceKey, int]:
@@ -104,18 +104,12 @@ class _Sweep:
         self.home: dict[str, DeviceKey] = {}
         specs = self.specs
         self.allocated = cache(lambda device, nbytes: specs[device].allocated(nbytes))
-
-    def run(self, with_profile: bool) -> Memory:
-        resident = self._place_weights()
-        caller = self._place_inputs()
+        self.resident = self._place_weights()
+        self.caller = self._place_inputs()
         self._follow()
-        return self._sweep(resident, caller, with_profile)
 
     def saved(self) -> dict[DeviceKey, int]:
         """What is made in the forward pass, and read after it."""
-        self._place_weights()
-        self._place_inputs()
-        self._follow()
         operations, host = self.graph.operations, self.schedule.host
         forward = [
             index
@@ -237,8 +231,8 @@ class _Sweep:
             if value.stays:
                 self._use(end, (value.name, self.home[value.name]))
 
-    def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
-        steps, host = self.schedule.steps, self.schedule.host
+    def memory(self, with_profile: bool) -> Memory:
+        steps, host, resident, caller = self.schedule.steps, self.schedule.host, self.resident, self.caller
         number_of = {key: number for number, key in enumerate(self.specs)}
         count, width = len(number_of), len(steps) + 2
         owner = np.array([number_of[key] for key in self.device[1:]], dtype=np.int64)  # without what lasts
