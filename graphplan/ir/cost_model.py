@@ -7,7 +7,7 @@ known what a type of operation reaches of both figures, and its own overhead, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 
 from graphplan.devices.topology import DeviceSpec, Topology
 from graphplan.ir.graph_elements import Operation
@@ -16,17 +16,8 @@ from graphplan.ir.schedule import Load, Move
 
 def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
     """Estimated seconds of one operation; infinite where the device does not compute."""
-    return all_seconds((operation,), device)[0]
-
-
-def all_seconds(operations: Iterable[Operation], device: DeviceSpec) -> list[float]:
-    """Estimated seconds of each operation, in order."""
     if not device.computes:
-        return [float("inf") for _ in operations]
-    return [_seconds(operation, device) for operation in operations]
-
-
-def _seconds(operation: Operation, device: DeviceSpec) -> float:
+        return math.inf
     if operation.host_only or not (operation.flops or operation.bytes_accessed):
         return 0.0
     arithmetic, memory = operation.flops / device.flops, operation.bytes_accessed / device.bandwidth

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.ir import cost_model
 from graphplan.ir.cluster.flight import Flight
-from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.stage_dp import Floats, StageCosts
@@ -246,4 +246,5 @@ def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
     """(operations,) seconds of each operation on the fastest of these devices."""
     operations = graph.operations.values()
     speeds = {repr(Speed.of(spec)): spec for spec in devices}
-    return np.asarray(np.min([all_seconds(operations, spec) for spec in speeds.values()], axis=0))
+    each = [[cost_model.operation_seconds(one, spec) for one in operations] for spec in speeds.values()]
+    return np.asarray(np.min(each, axis=0))

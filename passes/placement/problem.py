@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Topology
-from graphplan.ir.cost_model import all_seconds
+from graphplan.ir.cost_model import operation_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 
@@ -58,8 +58,7 @@ class Problem:
         """The same of each operation, in the graph's order."""
         known = self._clocks.get(spec.key)
         if known is None or (known[0] is not spec and known[0] != spec):
-            operations = self.graph.operations
-            found = dict(zip(operations, all_seconds(operations.values(), spec), strict=True))
+            found = {name: operation_seconds(one, spec) for name, one in self.graph.operations.items()}
             for name, allowed in self.allowed.items():
                 if spec.key not in allowed and name in found:
                     found[name] = math.inf
