@@ -194,10 +194,6 @@ class Topology:
 
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
         """The link from one device to another: what every copy costs is counted by this link."""
-        return self._given_link(source, destination)
-
-    def _given_link(self, source: DeviceKey, destination: DeviceKey) -> Link:
-        """The same without what its devices' properties change."""
         found = self.links.get((source, destination)) or self.links.get((destination, source))
         return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
 
@@ -255,7 +251,7 @@ class Topology:
         """The same devices with the link between two ``factor`` times as fast, in both directions."""
         faster = {}
         for ends in ((one, other), (other, one)):
-            link = self._given_link(*ends)
+            link = self.link(*ends)
             faster[ends] = replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor)
         return replace(self, links={**self.links, **faster})
 
