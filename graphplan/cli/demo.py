@@ -9,11 +9,10 @@ accelerators, they are simulated.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,18 +69,19 @@ def run_demo() -> DemoResult:
         expected = embed(model, inputs)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = int(size * _SHARE)
-    with _two_accelerators(budget) as peaks:
+    own = accelerator_type() is not None and torch.accelerator.device_count() >= 2
+    with nullcontext() if own else simulate({0: budget, 1: budget}):
         budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
         placed = partition(model, budgets, kwargs=inputs)
         embedded = embed(placed, inputs)
         name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
         return DemoResult(
             placed.plan,
-            peaks is not None,
+            not own,
             SENTENCES,
             embedded @ embedded.T,
             float((embedded - expected).abs().max()),
-            {0: _peak(peaks, 0), 1: _peak(peaks, 1)},
+            placed.graphplan.profile(**inputs).peak_bytes,
             (name, str(tensor.device)),
         )
 
@@ -113,20 +113,3 @@ def embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     hidden = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-
-
-@contextmanager
-def _two_accelerators(budget: int) -> Iterator[Any]:
-    """This machine's own where it has two, else simulated ones, which are yielded."""
-    if accelerator_type() is not None and torch.accelerator.device_count() >= 2:
-        yield None
-        return
-    with simulate({0: budget, 1: budget}) as machine:
-        yield machine
-
-
-def _peak(machine: Any, index: int) -> int:
-    if machine is not None:
-        return int(machine.peak_bytes(index))
-    backend = getattr(torch, accelerator_type() or "cuda")
-    return int(backend.max_memory_allocated(index))
