@@ -160,7 +160,10 @@ class _Bench:
     def _link(self, source: DeviceSpec, destination: DeviceSpec) -> Link:
         nbytes = min(_part(source, _COPY), _part(destination, _COPY))
         both = [source, destination]
-        data, into = (_bytes_on(spec, nbytes, pinned=CPU in (s.type for s in both)) for spec in both)
+        data, into = (
+            torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device, pin_memory=spec.type == CPU)
+            for spec in both
+        )
         latency = self._time(lambda: into[:1].copy_(data[:1], non_blocking=True), both)
         seconds = self._time(lambda: into.copy_(data, non_blocking=True), both)
         return Link(nbytes / max(seconds - latency, 1e-9), latency, "measured")
@@ -194,9 +197,3 @@ def _drain(specs: Sequence[DeviceSpec]) -> None:
 
 def _part(spec: DeviceSpec, most: int) -> int:
     return max(1, min(most, spec.room // _SHARE // 2))
-
-
-def _bytes_on(spec: DeviceSpec, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    if spec.type != CPU:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device)
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)

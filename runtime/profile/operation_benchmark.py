@@ -79,14 +79,11 @@ def operation_cases(device: torch.device, dtype: torch.dtype, room: int = MOST_B
     yield _case("conv_transpose2d", partial(functional.conv_transpose2d, stride=2), image, make(96, 48, 2, 2))
     yield _case("conv1d", partial(functional.conv1d, padding=1), make(1, 384, 512), make(384, 384, 3))
     yield _case("batch_norm", functional.batch_norm, image, make(96), make(96))
-    for name, indexed in (("embedding", functional.embedding), ("index_select", _rows_of)):
+    rows_of = {"embedding": functional.embedding, "index_select": lambda i, table: table.index_select(0, i)}
+    for name, indexed in rows_of.items():
         index = torch.randint(0, 4096, (256,), device=device)
         gathered = _case(name, indexed, index, make(4096, 1024))
         yield Case(name, gathered.work, 0, 2 * 256 * 1024 * dtype.itemsize)
-
-
-def _rows_of(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return table.index_select(0, index)
 
 
 def _case(name: str, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Case:
