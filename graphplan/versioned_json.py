@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -74,10 +74,20 @@ class Format:
 def encode(value: Any) -> Any:
     """What ``json.dumps`` takes and :func:`decode` reads: a mapping as pairs, as its keys may be numbers."""
     if isinstance(value, Mapping):
-        return [list(item) for item in value.items()]
+        return [[encode(key), encode(one)] for key, one in value.items()]
     if isinstance(value, tuple):
         return list(map(encode, value))
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return encode_fields(value, fields_but(type(value))) if is_dataclass(value) else value
+
+
+def fields_but(kind: type, *left_out: str) -> tuple[str, ...]:
+    """The names of a dataclass's fields, but for these."""
+    return tuple(each.name for each in fields(kind) if each.name not in left_out)
+
+
+def encode_fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """These attributes, each as :func:`encode` writes it; :func:`decode_fields` reads them."""
+    return {name: encode(getattr(value, name)) for name in names}
 
 
 def decode_fields(kind: type, names: Iterable[str], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from graphplan.devices.datasheets import card_names, find_card
@@ -18,9 +18,9 @@ from graphplan.devices.device_keys import by_own_keys, own_key
 from graphplan.devices.max_memory import links_to_host, own_links
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
-from graphplan.versioned_json import Format, JsonFile, decode
+from graphplan.versioned_json import Format, JsonFile, decode_fields, encode, fields_but
 
-_FORMAT = Format("graphplan.measurements", 1, "measurements")
+_FORMAT = Format("graphplan.measurements", 2, "measurements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,7 @@ class Measurements(JsonFile):
 
     def to_json(self) -> str:
         """The figures as JSON text; :meth:`from_json` reads them back."""
-        data = {
-            **_FORMAT.head(),
-            "speeds": [[key, asdict(speed)] for key, speed in self.speeds.items()],
-            "links": [[a, b, asdict(link)] for (a, b), link in self.links.items()],
-            "notes": list(map(list, self.notes.items())),
-            "dtypes": list(map(list, self.dtypes.items())),
-        }
-        return json.dumps(data, indent=1)
+        return json.dumps({**_FORMAT.head(), **encode(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -108,12 +101,7 @@ class Measurements(JsonFile):
         """
         data = _FORMAT.parse(text)
         try:
-            return cls(
-                {key: decode(Speed, speed) for key, speed in data["speeds"]},
-                {(a, b): Link(**link) for a, b, link in data["links"]},
-                dict(map(tuple, data["notes"])),
-                dict(map(tuple, data["dtypes"])),
-            )
+            return cls(**decode_fields(cls, fields_but(cls), data))
         except (KeyError, TypeError, ValueError, GraphplanError) as error:
             raise PlanError(f"these measurements are damaged: {type(error).__name__}: {error}") from error
 

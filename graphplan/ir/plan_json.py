@@ -6,30 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.schedule import Assignment, Load, Move, PrefetchBuffer, Release, Run, Schedule, Step, Wait
-from graphplan.versioned_json import Format, decode, decode_fields, encode
+from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step, Wait
+from graphplan.versioned_json import Format, decode, decode_fields, encode, encode_fields, fields_but
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-_FORMAT = Format("graphplan.plan", 3, "plan")
-_FIELDS = (
-    "method",
-    "makespan",
-    "lower_bound",
-    "proof",
-    "constraints",
-    "call_weight",
-    "shared_prefetch_bytes",
-    "prefetch_limits",
-    "streaming",
-)
-"""Of a plan, those that are written as they are."""
-
-_PLACES = ("operations", "weights", "slots")  # of an assignment
+_FORMAT = Format("graphplan.plan", 4, "plan")
+_FIELDS = fields_but(PlanData, "graph", "schedule", "others")
 _STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Move, Load, Wait, Release)}
 
 
@@ -60,52 +46,23 @@ def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
 
 
 def _encode(plan: PlanData) -> dict[str, Any]:
-    topology = plan.topology
+    steps = [{"step": type(step).__name__.lower(), **encode(step)} for step in plan.schedule.steps]
     return {
         **_FORMAT.head(),
-        **{name: encode(getattr(plan, name)) for name in (*_FIELDS, "peak_bytes")},
-        "fixed_weights": dict(plan.fixed_weights),
-        "devices": encode(topology.devices),
-        "links": [[a, b, encode(link)] for (a, b), link in topology.links.items()],
-        "default_link": encode(topology.default_link),
-        **_encode_schedule(plan.schedule),
+        **encode_fields(plan, (*_FIELDS, "peak_bytes")),
+        "schedule": {**encode_fields(plan.schedule, fields_but(Schedule, "steps")), "steps": steps},
         "graph": plan.graph.to_dict(),
         "others": [_encode(other) for other in plan.others],
     }
 
 
 def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
-    links = {(decode(DeviceKey, a), decode(DeviceKey, b)): decode(Link, link) for a, b, link in data["links"]}
-    devices = decode(tuple[DeviceSpec, ...], data["devices"])
+    steps, parts = tuple(map(_decode_step, data["schedule"]["steps"])), fields_but(Schedule, "steps")
     return cls(
         graph=Graph.from_dict(data["graph"]),
-        topology=Topology(devices, links, decode(Link, data["default_link"])),
-        schedule=_decode_schedule(data),
+        schedule=Schedule(steps, **decode_fields(Schedule, parts, data["schedule"])),
         others=tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        **decode_fields(PlanData, (*_FIELDS, "fixed_weights"), data),
-    )
-
-
-def _encode_schedule(schedule: Schedule) -> dict[str, Any]:
-    """Lists, numbers and text that say all of a schedule."""
-    assignment = schedule.assignment
-    return {
-        "host": schedule.host,
-        "returns_to_host": schedule.returns_to_host,
-        **{name: encode(getattr(assignment, name)) for name in _PLACES},
-        "prefetch_buffers": encode(schedule.prefetch_buffers),
-        "steps": [{"step": type(step).__name__.lower(), **encode(step)} for step in schedule.steps],
-    }
-
-
-def _decode_schedule(data: Mapping[str, Any]) -> Schedule:
-    """The inverse; KeyError, TypeError or ValueError where it is damaged."""
-    return Schedule(
-        tuple(map(_decode_step, data["steps"])),
-        Assignment(**decode_fields(Assignment, _PLACES, data)),
-        decode(DeviceKey, data["host"]),
-        decode(bool, data["returns_to_host"]),
-        decode(tuple[PrefetchBuffer, ...], data["prefetch_buffers"]),
+        **decode_fields(PlanData, _FIELDS, data),
     )
 
 

@@ -210,7 +210,7 @@ def test_devices_that_are_not_here_are_not_measured() -> None:
         ("nonsense", "no JSON"),
         ("[]", "no measurements"),
         ('{"format": "graphplan.measurements", "version": 99}', "version 99"),
-        ('{"format": "graphplan.measurements", "version": 1}', "damaged"),
+        ('{"format": "graphplan.measurements", "version": 2}', "damaged"),
     ],
 )
 def test_json_that_holds_no_measurements(text: str, message: str) -> None:

@@ -58,7 +58,7 @@ def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
         ("{}", "no plan"),
         ('{"format": "graphplan.cluster_plan"}', r"no plan: .* graphplan\.ClusterPlan reads it"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
-        ('{"format": "graphplan.plan", "version": 3}', "damaged"),
+        ('{"format": "graphplan.plan", "version": 4}', "damaged"),
     ],
 )
 def test_json_that_is_no_plan(text: str, message: str) -> None:
@@ -68,7 +68,7 @@ def test_json_that_is_no_plan(text: str, message: str) -> None:
 
 def test_damage_is_found(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    data["devices"][0]["memory"] = 1
+    data["topology"]["devices"][0]["memory"] = 1
     with pytest.raises(graphplan.PlanError, match="device 2 needs"):
         Plan.from_json(json.dumps(data))
 
@@ -91,8 +91,8 @@ def damage(plan: Plan, **changes: Any) -> str:
         ({"graph__operations__0__inputs": 3}, "3 is no"),
         ({"makespan": float("nan")}, "nan is no float"),
         ({"graph__weights__0__nbytes": 1 << 70}, "is no int"),
-        ({"devices__0__colour": "red"}, "DeviceSpec has no 'colour'"),
-        ({"default_link": []}, "is no Link"),
+        ({"topology__devices__0__colour": "red"}, "DeviceSpec has no 'colour'"),
+        ({"topology__default_link": []}, "is no Link"),
     ],
 )
 def test_values_of_other_types_are_found(plan: Plan, changes: dict[str, Any], message: str) -> None:

@@ -21,19 +21,12 @@ from graphplan.ir.cluster.interleaved_order import TimedAction, play, rounds_div
 from graphplan.ir.cluster.machine_stage import AnyPlan, MachineStage, stage_seconds
 from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_json import read_plan, write_plan
-from graphplan.versioned_json import Format, decode_fields, encode
+from graphplan.versioned_json import Format, decode_fields, encode_fields, fields_but
 
 Objective = Literal["latency", "throughput"]
 
-_FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
-_FIGURES = (
-    *("machines", "network", "batch", "microbatches", "schedule", "objective"),
-    *("lower_bound", "proof"),
-)
-_OF_STAGES = (
-    *("machine", "start", "end", "receives", "sends", "buffer_bytes"),
-    *("kept_bytes", "beside_bytes"),
-)
+_FORMAT = Format("graphplan.cluster_plan", 2, "plan of several machines")
+_OF_STAGES = fields_but(MachineStage, "plan")
 
 
 @dataclass(frozen=True)
@@ -252,10 +245,9 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
-        figures = {name: encode(getattr(self, name)) for name in _FIGURES}
+        figures = encode_fields(self, fields_but(ClusterPlanData, "stages"))
         stages = [
-            {name: encode(getattr(stage, name)) for name in _OF_STAGES}
-            | {"plan": json.loads(write_plan(stage.plan))}
+            {**encode_fields(stage, _OF_STAGES), "plan": json.loads(write_plan(stage.plan))}
             for stage in self.stages
         ]
         return json.dumps({**_FORMAT.head(), **figures, "stages": stages}, indent=1)
@@ -270,7 +262,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         data = _FORMAT.parse(text)
         try:
             stages = tuple(_read_stage(kind, one) for one in data["stages"])
-            made = cls(stages, **decode_fields(cls, _FIGURES, data))
+            made = cls(stages, **decode_fields(cls, fields_but(ClusterPlanData, "stages"), data))
             made.verify()
         except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
@@ -286,5 +278,4 @@ def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
 
 def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
     plan = read_plan(kind, json.dumps(data["plan"]))
-    former: dict[str, Any] = {"kept_bytes": [], "beside_bytes": []}
-    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, {**former, **data}))
+    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, data))
