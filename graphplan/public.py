@@ -11,6 +11,7 @@ from graphplan.api.load import load
 from graphplan.api.partition import partition
 from graphplan.api.plan_options import PlanKeywords
 from graphplan.api.planning import plan
+from graphplan.devices.simulated_machine import SimulatedMachine, SimulatedTransfer
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import DeviceSpec, Efficiency, Link, Topology
 from graphplan.errors import (
@@ -42,7 +43,6 @@ from graphplan.runtime.distributed.cluster_profile import ClusterProfile
 from graphplan.runtime.module.placed_module import unplace
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.profile.device_benchmark import measure_devices
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine, SimulatedTransfer
 from graphplan.runtime.simulate.simulation import simulate
 
 __all__ = [

@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Protocol
 
 import torch
 from accelerate.utils import get_max_memory
 
-from graphplan.devices.topology import SIMULATED, DeviceKey, Link
-
-
-class Machine(Protocol):
-    """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
-
-    @property
-    def max_memory(self) -> dict[DeviceKey, int]:
-        """Key -> bytes."""
-
-    @property
-    def device_type(self) -> str:
-        """What integer keys mean."""
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that libraries take on each device beside the plan."""
-
-    @property
-    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
-        """What is known of the links."""
-
-    def has(self, index: int) -> bool:
-        """Whether the device of this index exists."""
-
-    def unmetered(self) -> AbstractContextManager[None]:
-        """A block in which allocations are not counted: planning is not running."""
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """A block in which operations are not intercepted."""
+from graphplan.devices.simulated_machine import SimulatedMachine
+from graphplan.devices.topology import SIMULATED, DeviceKey
 
 
 class _Current:
     """The machine of the surrounding block; threads that are started inside a block have its machine too."""
 
     def __init__(self) -> None:
-        self._here: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
-        self._open: list[Machine] = []
+        self._here: ContextVar[SimulatedMachine | None] = ContextVar("graphplan_machine", default=None)
+        self._open: list[SimulatedMachine] = []
 
-    def get(self) -> Machine | None:
+    def get(self) -> SimulatedMachine | None:
         """None where there is none."""
         here = self._here.get()
         return self._open[-1] if here is None and self._open else here
 
     @contextmanager
-    def being(self, machine: Machine) -> Iterator[None]:
+    def being(self, machine: SimulatedMachine) -> Iterator[None]:
         """A block of a machine."""
         token = self._here.set(machine)
         self._open.append(machine)

@@ -21,6 +21,7 @@ from torch import fx
 
 from graphplan._compat.torch import uncompiled
 from graphplan.devices.machine import current_machine
+from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
@@ -33,7 +34,6 @@ from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.profile.efficiency import Sample, efficiencies
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.whole_files import write_whole
 
 Kind = Literal["run", "move", "load", "wait"]
@@ -192,14 +192,14 @@ class Recorder(fx.Interpreter):
         self.measured = Measured(self._timeline(ended), self._peaks(machine), took)
         return results
 
-    def _begin(self, machine: object) -> None:
+    def _begin(self, machine: SimulatedMachine | None) -> None:
         """Measure marks, forget peaks, and set the clocks."""
         devices = self.plan.devices.items()
         timed = {key: device for key, device in devices if device.type != SIMULATED}
         self._set_clocks(timed)
         self.marking = {key: self._marking(device) for key, device in timed.items()}
         self._set_clocks(timed)
-        if isinstance(machine, SimulatedMachine):
+        if machine is not None:
             machine.reset_peaks()
 
     def _set_clocks(self, devices: Mapping[DeviceKey, torch.device]) -> None:
@@ -302,11 +302,11 @@ class Recorder(fx.Interpreter):
                 events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
         return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))
 
-    def _peaks(self, machine: object) -> dict[DeviceKey, int]:
+    def _peaks(self, machine: SimulatedMachine | None) -> dict[DeviceKey, int]:
         found: dict[DeviceKey, int] = {}
         for key, device in self.plan.devices.items():
             if device.type == "cuda":
                 found[key] = torch.cuda.max_memory_allocated(device)
-            elif isinstance(machine, SimulatedMachine) and device.type == machine.device_type:
+            elif machine is not None and device.type == machine.device_type:
                 found[key] = machine.peak_bytes(device.index or 0)
         return found

@@ -27,7 +27,6 @@ from graphplan._compat.torch import (
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import SIMULATED
 from graphplan.errors import DeviceError
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simulated, is_whole, run_simulated
 
 aten = torch.ops.aten
@@ -54,7 +53,7 @@ class _Backend(device_module()):  # type: ignore[misc]  # a class that torch kee
 
     def device_count(self) -> int:
         machine = current_machine.get()
-        return 1 + max(machine.capacities, default=-1) if isinstance(machine, SimulatedMachine) else 0
+        return 1 + max(machine.capacities, default=-1) if machine is not None else 0
 
     def is_available(self) -> bool:
         return self.device_count() > 0

@@ -14,12 +14,21 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.dlpack import from_dlpack
 
 from graphplan._compat.torch import storage_of
+from graphplan.devices.machine import current_machine
+from graphplan.devices.simulated_machine import SimulatedMachine, SimulatedTransfer
 from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
 from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
-from graphplan.runtime.simulate.simulated_machine import SimulatedTransfer, active_machine
 
 aten = torch.ops.aten
+
+
+def _machine() -> SimulatedMachine:
+    """That of the surrounding ``simulate`` block."""
+    machine = current_machine.get()
+    if machine is None:
+        raise DeviceError(f"{SIMULATED} devices exist only inside graphplan.simulate()")
+    return machine
 
 
 class _Allocation:
@@ -28,7 +37,7 @@ class _Allocation:
     def __init__(
         self, device: int, storage: torch.UntypedStorage, part_of: _Allocation | None = None
     ) -> None:
-        machine = active_machine()
+        machine = _machine()
         free = machine.paused or part_of is not None
         self.nbytes = 0 if free else round_up(storage.nbytes())
         machine.take(device, self.nbytes)
@@ -166,9 +175,9 @@ def _key(device: torch.device) -> DeviceKey:
 def _resolve(wanted: Any) -> torch.device:
     device: torch.device = torch.device(wanted)
     if device.type == SIMULATED and device.index is None:
-        device = torch.device(SIMULATED, min(active_machine().capacities))
+        device = torch.device(SIMULATED, min(_machine().capacities))
     if device.type == SIMULATED:
-        active_machine().require(device.index)
+        _machine().require(device.index)
     return device
 
 
@@ -190,7 +199,7 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         inner["device"] = torch.device("cpu")
         inner.pop("pin_memory", None)
     if device is not None and func in _PRODUCTS:
-        active_machine().multiply(device.index)
+        _machine().multiply(device.index)
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
@@ -238,11 +247,11 @@ def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | Non
 def _log(source: torch.device, destination: torch.device, tensor: torch.Tensor) -> None:
     if source != destination:
         nbytes = tensor.numel() * tensor.element_size()
-        active_machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
+        _machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
 
 
 def _watch(read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-    watch = active_machine().watch
+    watch = _machine().watch
     if watch is not None:
         watch(read, written)
 

@@ -15,10 +15,10 @@ import torch
 
 from graphplan.devices.machine import current_machine
 from graphplan.devices.max_memory import MaxMemory, Size, own_links, read_max_memory, read_size
+from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError
 from graphplan.runtime.simulate.simulated_backend import SimulationMode, register_backend
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
 
 @contextmanager

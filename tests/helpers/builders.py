@@ -11,7 +11,7 @@ import torch
 import graphplan
 from graphplan import Graph, Operation, Value, Weight
 from graphplan.capture.structure import leaves_of
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+from graphplan.devices.simulated_machine import SimulatedMachine
 
 KIB = 1024
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.structure import leaves_of
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+from graphplan.devices.simulated_machine import SimulatedMachine
 
 ROOMY = 1 << 32
 

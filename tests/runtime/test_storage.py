@@ -18,9 +18,9 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import graphplan
+from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.arena import Arena
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
 WIDTH = 60  # nothing is a multiple of an allocator's 512 bytes
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -23,9 +23,9 @@ from races import DelayedQueues
 from torch import nn
 
 import graphplan
+from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.runtime.module.module_state import CallTurns
 from graphplan.runtime.simulate.simulated_backend import SimulationMode
-from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 WIDTH, DEPTH = 32, 6

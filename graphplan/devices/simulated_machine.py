@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from graphplan._compat.torch import current_mode, run_after_backward, without_current_mode
-from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError
 from graphplan.message_text import readable_bytes
@@ -146,11 +145,3 @@ def _fail(error: SimulatedOutOfMemoryError) -> None:
 
     if not run_after_backward(fail):
         fail()
-
-
-def active_machine() -> SimulatedMachine:
-    """The machine of the surrounding ``simulate`` block."""
-    machine = current_machine.get()
-    if not isinstance(machine, SimulatedMachine):
-        raise DeviceError(f"{SIMULATED} devices exist only inside graphplan.simulate()")
-    return machine
