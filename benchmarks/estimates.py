@@ -15,14 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 from models import llama_of
-from report import in_turn, parser_of, table, write
+from report import finished, in_turn, parser_of, table, write
 from torch import nn
 
 import graphplan
@@ -44,13 +44,6 @@ def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     yield "MobileNetV2", hf.MobileNetV2Model(hf.MobileNetV2Config()), {"pixel_values": image}
     tiny = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))
     yield "100 x Linear(16)", tiny, {"input": torch.randn(1, 16)}
-
-
-def finished(call: Callable[[], Any], device: torch.device) -> None:
-    """Call, and wait until the device has done all of it."""
-    call()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @torch.no_grad()

@@ -12,20 +12,17 @@ PyTorch's allocator counts, planning and warm-up included.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
 import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from models import llama_of
-from report import parser_of, table, write
+from report import finished, in_turn, parser_of, table, write
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -71,20 +68,10 @@ def llama(layers: int) -> nn.Module:
         return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval().cpu()
 
 
-def bytes_of(model: nn.Module) -> int:
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-
-
 def quickest(call: Callable[[], Any], rounds: int) -> float:
-    """Seconds, the first call not counted."""
-    found = []
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize(0)
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(0)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+    """Seconds."""
+    ended = partial(finished, call, torch.device("cuda:0"))
+    return min(in_turn({"": ended}, rounds, time.perf_counter)[""])
 
 
 class Bench:
@@ -94,7 +81,7 @@ class Bench:
         self.asked = asked
         self.model = llama(asked.layers)
         self.ids = torch.randint(0, 128256, (1, asked.prompt), device="cuda:0")
-        self.size = bytes_of(self.model)
+        self.size = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
         self.expected: torch.Tensor | None = None
 
     def measured(self, form: str, share: float, make: Callable[[], Any]) -> Row:

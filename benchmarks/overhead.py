@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import copy
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from accelerate import cpu_offload, dispatch_model
 from models import llama_of
-from report import in_turn, parser_of, table, write
+from report import finished, in_turn, parser_of, table, write
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import LlamaForCausalLM
@@ -94,15 +93,7 @@ def forms(workload: Workload, key: str | int) -> dict[str, Callable[[], Any]]:
         ),
         "accelerate cpu_offload": cpu_offload(copy.deepcopy(model), execution_device=device),
     }
-    calls = {name: workload.call_of(each) for name, each in models.items()}
-    return calls if key == "cpu" else {name: partial(finished, call) for name, call in calls.items()}
-
-
-def finished(call: Callable[[], Any]) -> Any:
-    """Its result, once the GPU has it."""
-    result = call()
-    torch.cuda.synchronize()
-    return result
+    return {name: partial(finished, workload.call_of(each), device) for name, each in models.items()}
 
 
 def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:

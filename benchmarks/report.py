@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from graphplan.report.text import table_lines
 
+T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 _WARM = 2  # rounds that are not counted
 
@@ -72,6 +73,14 @@ def in_turn(
     finally:
         gc.enable()
     return {name: taken[_WARM:] for name, taken in found.items()}
+
+
+def finished(call: Callable[[], T], device: torch.device) -> T:
+    """What a call returns, once the device has done all of it."""
+    result = call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return result
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
