@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,25 +69,17 @@ class _Backend(device_module()):  # type: ignore[misc]  # a class that torch kee
         return nullcontext()
 
 
-_library: list[torch.library.Library] = []
-
-
-def register_backend() -> None:
-    """Make the devices known to torch, once per process."""
-    if _library:
-        return
+@cache
+def register_backend() -> torch.library.Library:
+    """Make the devices known to torch, once per process, as long as there is the library."""
     taken = own_device_name()
     if taken not in ("privateuseone", SIMULATED):
         raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
     name_own_device(SIMULATED, _Backend())
     library = torch.library.Library("aten", "IMPL")
     for op in _REACHED:
-        library.impl(op, _kernel(op), "PrivateUse1")
-    _library.append(library)
-
-
-def _kernel(op: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run_simulated(op, args, kwargs)
+        library.impl(op, lambda *args, op=op, **kwargs: run_simulated(op, args, kwargs), "PrivateUse1")
+    return library
 
 
 class SimulationMode(TorchDispatchMode):
