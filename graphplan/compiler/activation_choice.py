@@ -250,6 +250,6 @@ def member_with(member: Member, savings: Savings) -> Member:
     """The same call, with less saved."""
     capture = copied(member.annotator.capture)
     segments = segments_of(capture)
-    recompute(capture, savings.again, segments)
-    offload(capture, savings.offloaded, segments)
+    recompute(capture, (one for one in segments if one.path in savings.again))
+    offload(capture, (one for one in segments if one.path in savings.offloaded))
     return replace(member, annotator=member.annotator.of(capture))

@@ -14,7 +14,7 @@ Views of what is kept are taken anew in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -27,21 +27,13 @@ from graphplan.passes.training.weight_views import VIEWS, view_anew
 _SMALLEST = 1 << 10  # bytes of a value that is worth two copies
 
 
-def offload(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleSegment]) -> None:
-    """Keep what some segments save in CPU memory, in place.
-
-    Args:
-        capture: of a training step.
-        paths: of the segments.
-        segments: of the capture.
-    """
-    wanted = set(paths)
+def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
+    """Keep what these segments of a training step save in CPU memory, in place."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for segment in segments:
-        if segment.path in wanted:
-            _views_anew(segment, order)
-            for node in offloadable(segment):
-                _keep(capture.graph, node, order)
+        _views_anew(segment, order)
+        for node in offloadable(segment):
+            _keep(capture.graph, node, order)
     capture.graph.lint()
 
 

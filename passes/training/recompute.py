@@ -24,20 +24,12 @@ from graphplan.passes.training.segments import ModuleSegment, saved_nodes
 from graphplan.passes.training.weight_views import make_again
 
 
-def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleSegment]) -> None:
-    """Compute some segments again, in place.
-
-    Args:
-        capture: of a training step.
-        paths: of the segments to compute again.
-        segments: of the capture.
-    """
-    wanted = set(paths)
+def recompute(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
+    """Compute these segments of a training step again, in place."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for segment in segments:
-        if segment.path in wanted:
-            saved, again = repeated(segment)
-            make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
+        saved, again = repeated(segment)
+        make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
     capture.graph.lint()
 
 
