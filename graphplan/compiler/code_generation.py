@@ -47,8 +47,8 @@ def lower_planned(
     graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
     backward, tangents = None, () if captured.step is None else captured.step.tangents
     if captured.step is not None:
-        parts = split_step(code, tangents, len(captured.outputs))
-        code, backward = parts.forward, _backward_of(captured, graph, parts.backward)
+        code, gradients = split_step(code, tangents, len(captured.outputs))
+        backward = _backward_of(captured, graph, gradients)
     inputs = [name for name in graph.inputs if name not in tangents]
     placed = constants.place(captured.constants, topology)
     return Program(
@@ -90,16 +90,14 @@ def _generate(
 ) -> tuple[torch.fx.Graph, Mapping[str, nn.Module]]:
     """The code, and the modules that it calls, by attribute."""
     graph, schedule = planned.plan.graph, planned.plan.schedule
-    lowered = lower(planned.capture, graph, schedule, topology)
-    quicken(lowered.graph)
-    verify_lowered(lowered, graph, schedule, topology)
-    attributes = dict[str, nn.Module](lowered.branches)
+    code, branches = lower(planned.capture, graph, schedule, topology)
+    quicken(code)
+    verify_lowered(code, graph, schedule, topology)
     if options.compile is None:
-        return lowered.graph, attributes
-    staged = cut_stages(lowered.graph, schedule.assignment.operations, attributes)
-    for name, stage in staged.stages.items():
-        attributes[name] = cast(nn.Module, torch.compile(stage, **options.compile))
-    return staged.graph, attributes
+        return code, branches
+    code, stages = cut_stages(code, schedule.assignment.operations, branches)
+    compiled = {name: torch.compile(stage, **options.compile) for name, stage in stages.items()}
+    return code, {**branches, **cast(dict[str, nn.Module], compiled)}
 
 
 def _states_of(captured: Capture, graph: Graph) -> list[str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
@@ -38,21 +37,10 @@ from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait, back
 from graphplan.passes.frontend.simplify import drop_checks
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """A lowered call.
-
-    Attributes:
-        graph: takes the call's tensors in order, returns a flat tuple.
-        branches: attribute name -> graph of a control-flow operation (``torch.cond``).
-    """
-
-    graph: fx.Graph
-    branches: dict[str, fx.GraphModule]
-
-
-def lower(capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> Lowered:
-    """The fx graph that carries out ``schedule``."""
+def lower(
+    capture: Capture, graph: Graph, schedule: Schedule, topology: Topology
+) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
+    """The fx graph that carries out ``schedule``, and those of ``torch.cond`` and its like, by attribute."""
     return _Lowering(capture, graph, schedule, topology).run()
 
 
@@ -80,7 +68,7 @@ class _Lowering:
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
         self.owned = _owned_gradients(graph) if graph.trains else frozenset[str]()
 
-    def run(self) -> Lowered:
+    def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         self._placeholders()
         backward = backward_start(self.graph, self.schedule.steps)
         forward: set[fx.Node] = set()
@@ -99,7 +87,7 @@ class _Lowering:
         for node in self.out.nodes if forward else ():
             node.meta["backward"] = node not in forward
         self.out.lint()
-        return Lowered(self.out, self.branches)
+        return self.out, self.branches
 
     def _placeholders(self) -> None:
         for name in self.graph.inputs:

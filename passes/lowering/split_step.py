@@ -18,7 +18,6 @@ it empties, and the gradients by the results. Before and after::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -26,26 +25,17 @@ from torch import fx
 from graphplan.ir.lowered_ops import take_saved
 
 
-@dataclass(frozen=True, slots=True)
-class SplitStep:
-    """The two graphs.
-
-    Attributes:
-        forward: from the inputs to a pair: results, saved values.
-        backward: from the saved values and the tangents to the gradients of inputs.
-    """
-
-    forward: fx.Graph
-    backward: fx.Graph
-
-
-def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> SplitStep:
+def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[fx.Graph, fx.Graph]:
     """The forward and the backward graph of a lowered training step.
 
     Args:
         graph: whose nodes of the backward pass have ``backward`` in their ``meta``.
         tangents: names of the placeholders of the backward pass.
         results: how many of its outputs are the forward pass's; gradients of inputs follow.
+
+    Returns:
+        a graph from the inputs to a pair, results and saved values; and one from the saved values and the
+        tangents to the gradients of inputs.
     """
     later = [n for n in graph.nodes if n.meta.get("backward") and n.op not in ("get_attr", "output")]
     outputs = graph.output_node().args[0]
@@ -66,7 +56,7 @@ def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> SplitS
         if here and node.op != "output" and node.name not in tangents:
             env[node] = forward.node_copy(node, env.__getitem__)
     forward.output((fx.map_arg(given, env.__getitem__), tuple(env[node] for node in saved)))
-    return SplitStep(forward, _backward(graph, later, saved, tangents, of_inputs))
+    return forward, _backward(graph, later, saved, tangents, of_inputs)
 
 
 def _read_before(attribute: fx.Node, after: set[fx.Node], given: Sequence[object]) -> bool:

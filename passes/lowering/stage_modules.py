@@ -15,28 +15,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 
 from torch import fx, nn
 
 from graphplan.devices.topology import DeviceKey
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A graph that calls stages.
+def cut_stages(
+    graph: fx.Graph, devices: Mapping[str, DeviceKey], branches: Container[str]
+) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
+    """The graph with a call in place of each stage, and the stages by the attributes that it calls.
 
-    Attributes:
-        graph: as lowered, with a call in place of each stage.
-        stages: attribute name -> a stage: from the tensors that it reads to a tuple of those read later.
-    """
-
-    graph: fx.Graph
-    stages: dict[str, fx.GraphModule]
-
-
-def cut_stages(graph: fx.Graph, devices: Mapping[str, DeviceKey], branches: Container[str]) -> Staged:
-    """The graph with its stages apart.
+    A stage goes from the tensors that it reads to a tuple of those that are read later.
 
     Args:
         graph: lowered.
@@ -54,7 +44,7 @@ class _Cutting:
         self.stages: dict[str, fx.GraphModule] = {}
         self.group: list[fx.Node] = []
 
-    def run(self) -> Staged:
+    def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         for node in self.source.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._copy(node)  # reads nothing, so it may come before the stage under way
@@ -67,7 +57,7 @@ class _Cutting:
                 else:
                     self._copy(node)
         self.out.lint()
-        return Staged(self.out, self.stages)
+        return self.out, self.stages
 
     def _copy(self, node: fx.Node) -> None:
         self.env[node] = self.out.node_copy(node, self.env.__getitem__)

@@ -19,20 +19,20 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.lowered_ops import constant_attribute, part_attribute
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step
 from graphplan.message_text import lines_around
-from graphplan.passes.lowering.emit import Lowered, host_device
+from graphplan.passes.lowering.emit import host_device
 
 
-def verify_lowered(lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+def verify_lowered(code: fx.Graph, graph: Graph, schedule: Schedule, topology: Topology) -> None:
     """Raise VerificationError unless each operation's tensors are on its device, where it was placed.
 
     Also: each value is moved at most once to each device, and as often as the schedule says.
     """
-    _Proof(lowered, graph, schedule, topology).run()
+    _Proof(code, graph, schedule, topology).run()
 
 
 class _Proof:
-    def __init__(self, lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
-        self.lowered, self.graph, self.schedule = lowered, graph, schedule
+    def __init__(self, code: fx.Graph, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+        self.code, self.graph, self.schedule = code, graph, schedule
         devices = {spec.key: spec.torch_device for spec in topology.devices}
         self.host = host_device(schedule, topology)
         devices.setdefault(schedule.host, self.host)
@@ -49,7 +49,7 @@ class _Proof:
         self.streamed: list[Step] = []
 
     def run(self) -> None:
-        nodes = list(self.lowered.graph.nodes)
+        nodes = list(self.code.nodes)
         for index, node in enumerate(nodes):
             problem = self._visit(node)
             if problem:

@@ -39,9 +39,9 @@ def lowered(on_cpu: set[str], kind: str = "cuda") -> list[str]:
     topology = equal_cards(1, HOST, kind=kind)
     places = {name: CPU if name in on_cpu else CARD.key for name in graph.operations}
     schedule = build_schedule(graph, topology, Assignment(places, {}), CPU)
-    made = lower(found, graph, schedule, topology)
+    made, _ = lower(found, graph, schedule, topology)
     verify_lowered(made, graph, schedule, topology)
-    return [line_of(node) for node in made.graph.nodes if node.op.startswith("call")]
+    return [line_of(node) for node in made.nodes if node.op.startswith("call")]
 
 
 def line_of(node: fx.Node) -> str:

@@ -37,12 +37,11 @@ def chain_over(*devices: Any, branches: tuple[int, ...] = ()) -> fx.Graph:
 
 def outline(*devices: Any, branches: tuple[int, ...] = ()) -> list[str]:
     graph = chain_over(*devices, branches=branches)
-    staged = cut_stages(graph, {f"op{i}": device for i, device in enumerate(devices)}, {"branch"})
+    staged, stages = cut_stages(graph, {f"op{i}": device for i, device in enumerate(devices)}, {"branch"})
     sizes = {
-        name: sum(node.op == "call_function" for node in stage.graph.nodes)
-        for name, stage in staged.stages.items()
+        name: sum(node.op == "call_function" for node in stage.graph.nodes) for name, stage in stages.items()
     }
-    calls = [n for n in staged.graph.nodes if n.op.startswith("call") and n.target is not operator.getitem]
+    calls = [n for n in staged.nodes if n.op.startswith("call") and n.target is not operator.getitem]
     return [
         f"{node.target}: {sizes[str(node.target)]}"
         if node.op == "call_module"
