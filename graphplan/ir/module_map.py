@@ -55,26 +55,17 @@ class _Named:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleMap:
-    """A device map, and how it differs from the placement that it is made of.
-
-    Attributes:
-        entries: module or tensor -> device.
-        gathered: modules whose tensors the placement has on several devices, and the map on one.
-        nbytes: device -> bytes of the weights that the map puts there.
-    """
-
-    entries: dict[str, DeviceKey]
-    gathered: list[str]
-    nbytes: Counter[DeviceKey]
-
-
-def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) -> ModuleMap:
+def module_map(
+    weights: Sequence[Weight], placement: Mapping[str, DeviceKey]
+) -> tuple[dict[str, DeviceKey], list[str], Counter[DeviceKey]]:
     """A map of modules that is as near to a placement of weights as hooks can carry out.
 
     A module's own tensors go where most of their bytes are; so does a small module with all that is in it,
     where it has tensors of its own beside submodules that are elsewhere.
+
+    Returns:
+        module or tensor -> device; the modules whose tensors the placement has on several devices, and the
+        map on one; device -> bytes of the weights that the map puts there.
     """
     gathered, nbytes = list[str](), Counter[DeviceKey]()
     parts: Counter[str] = Counter()
@@ -97,7 +88,7 @@ def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) ->
     unsaved = {name for weight in weights if not weight.persistent for name in weight.names}
     merged = merged_map({one.name: settled[one.name] for one in named})
     entries = {name: key for name, key in merged.items() if name not in unsaved}
-    return ModuleMap(entries, gathered, nbytes)
+    return entries, gathered, nbytes
 
 
 def _settled(

@@ -185,15 +185,15 @@ class PlanData:
         of its bytes are, so that the map may differ from :attr:`placement`. A warning says so where weights
         pass a budget by it; with activations a budget may be passed without.
         """
-        found = module_map(list(self.graph.weights.values()), self.placement)
+        entries, gathered, nbytes = module_map(list(self.graph.weights.values()), self.placement)
         for spec in self.topology.devices:
-            if found.gathered and found.nbytes[spec.key] > spec.room:
+            if gathered and nbytes[spec.key] > spec.room:
                 warn(
                     "device_map() keeps modules whole, whose parameters the plan has on several devices: "
-                    f"weights on {spec.key!r} take {size_text(found.nbytes[spec.key])}, and it has "
-                    f"{size_text(spec.room)}. Plan with together={found.gathered}"
+                    f"weights on {spec.key!r} take {size_text(nbytes[spec.key])}, and it has "
+                    f"{size_text(spec.room)}. Plan with together={gathered}"
                 )
-        return found.entries
+        return entries
 
     # -- what moves -------------------------------------------------------------------------------
 
