@@ -82,7 +82,7 @@ class Task:
         names = frozenset(self.weights.tensors)
         left = names if mapped else frozenset[str]()
         layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=left)
-        return place_model(self.model, self.weights, layout, source=source).module
+        return place_model(self.model, self.weights, layout, source=source)[0]
 
 
 def copied_by_safetensors(task: Task) -> dict[str, torch.Tensor]:

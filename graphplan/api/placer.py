@@ -210,7 +210,7 @@ class Placer:
             bring_back(model, layout, in_place)
             known = model_copy.weights.tensors  # what was there holds on to memory
             known.update(ModelWeights(model).tensors)
-        made = place_model(
+        made, memory = place_model(
             model,
             model_copy.weights,
             layout,
@@ -232,10 +232,10 @@ class Placer:
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,
         )
-        attach(made.module, state, (*made.pages, *made.files))
+        attach(made, state, memory)
         if self.warm:
             warm_activations(program.plan for program in programs)
-        return made.module
+        return made
 
     def find_room(
         self, known: Compiler, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes

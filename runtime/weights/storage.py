@@ -22,10 +22,9 @@ from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
 from graphplan.message_text import readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import Arena, is_plain, moved
-from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.host_pages import HostPages, Pages
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 from graphplan.warnings import warn
 
@@ -51,21 +50,6 @@ class Layout:
     mapped: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A placed module, and the host memory of its weights that it does not share with the caller's.
-
-    Attributes:
-        module: the copy, or the model.
-        pages: mappings that a checkpoint was read into.
-        files: those that weights are read from at each call.
-    """
-
-    module: nn.Module
-    pages: tuple[HostPages, ...] = ()
-    files: tuple[MappedFile, ...] = ()
-
-
 def place_model(
     model: nn.Module,
     weights: ModelWeights,
@@ -75,7 +59,7 @@ def place_model(
     *,
     owned: bool = False,
     become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run,
-) -> Placement:
+) -> tuple[nn.Module, list[Pages]]:
     """A copy of ``model`` whose weights are on their devices.
 
     Parameters that live on the CPU share their memory with the caller's; buffers do not, since calls
@@ -90,6 +74,10 @@ def place_model(
         owned: whether ``model`` gives its weights away, so that what is in place is not copied.
         become: from the model and its placed tensors, by the identity of each, to what is returned: a copy,
             or the model itself as :func:`refilled` or :func:`taken_over`.
+
+    Returns:
+        that, and the host memory of its weights that it does not share with the caller's: what a checkpoint
+        was read into, and the files that weights are read from at each call.
 
     Raises:
         InputError: a weight is on the meta device, so there is nothing to place.
@@ -109,8 +97,8 @@ def place_model(
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
     made = become(model, memo)
     trace_patched(made)
-    made = of_class(made, placed_class(type(model)))
-    return Placement(made, tuple(placing.pages), () if source is None else source.files)
+    files = () if source is None else source.files
+    return of_class(made, placed_class(type(model))), [*placing.pages, *files]
 
 
 def bring_back(

@@ -50,7 +50,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def on_the_cpu(folder: Path, **options: Any) -> nn.Module:
     model, source = open_pretrained(folder, **options)
     layout = Layout(dict.fromkeys(source.weights.tensors, torch.device("cpu")))
-    return place_model(model, source.weights, layout, source=source).module
+    return place_model(model, source.weights, layout, source=source)[0]
 
 
 def assert_same_tensors(ours: nn.Module, theirs: nn.Module) -> None:

@@ -155,7 +155,7 @@ class _ByModules:
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
         """A placed copy, with weights from a checkpoint if there is one."""
         layout = Layout(self.devices)
-        made = place_model(model, ModelWeights(model), layout, placed_class, source).module
+        made, _ = place_model(model, ModelWeights(model), layout, placed_class, source)
         join_memory(model, made)
         signature = inspect.signature(model.forward)
         own = self.keep_grad, self.return_outputs
