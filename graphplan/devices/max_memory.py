@@ -19,7 +19,7 @@ from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import Card, find_card
 from graphplan.devices.device_keys import by_own_keys, device_named, own_key
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import BudgetError, DeviceError
 from graphplan.message_text import readable_bytes
 
@@ -218,18 +218,13 @@ def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
 
 
 def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> DeviceSpec:
-    (flops, bandwidth), taken = _ACCELERATOR, 0
-    origin: Origin = "default"
-    kind = device.partition(":")[0]
-    machine = current_machine.get()
-    if machine is not None and kind == machine.device_type:
-        taken = machine.workspace
-    if (card := _card(device)) is not None:
-        flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
-    if (index := _index_here(device)) is not None:
-        taken = taken_beside(index, memory, threads)
-    overhead = _ACCELERATOR_OVERHEAD
-    return DeviceSpec(key, device, memory, flops, bandwidth, overhead, taken=taken, origin=origin)
+    machine, card, index = current_machine.get(), _card(device), _index_here(device)
+    spec = DeviceSpec(key, device, memory, *_ACCELERATOR, _ACCELERATOR_OVERHEAD)
+    if machine is not None and spec.type == machine.device_type:
+        spec = replace(spec, taken=machine.workspace)
+    if card is not None:
+        spec = replace(spec, flops=card.flops, bandwidth=card.bandwidth, origin="datasheet")
+    return spec if index is None else replace(spec, taken=taken_beside(index, memory, threads))
 
 
 def _reject_twins(specs: Sequence[DeviceSpec]) -> None:

@@ -37,14 +37,12 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
     Returns:
         the plan of the example, and of each other structure of calls that there is room for.
     """
-    settled = compiler.homes is not None
+    alone = compiler.homes is not None or compiler.given is not None
     first = compiler.plan(call, entry)
     compiler.commit(first)
     options = compiler.options
-    alone = settled or compiler.given is not None
-    if entry or alone or options.grad or options.training is not None:
-        return [first]
-    if not options.size_limits.given:
+    trains = options.grad or options.training is not None
+    if entry or alone or trains or not options.size_limits.given:
         return [first]
     rehearsed = [_where_the_caller_is(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))
