@@ -69,7 +69,6 @@ def llama(layers: int) -> nn.Module:
 
 
 def quickest(call: Callable[[], Any], rounds: int) -> float:
-    """Seconds."""
     ended = partial(finished, call, torch.device("cuda:0"))
     return min(in_turn({"": ended}, rounds, time.perf_counter)[""])
 

@@ -164,7 +164,6 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
 
 
 def as_data(result: Result) -> dict[str, Any]:
-    """For JSON."""
     graph = result.instance.graph
     return {
         "instance": result.instance.name,

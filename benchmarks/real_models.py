@@ -129,7 +129,6 @@ class Measured:
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    """Column names."""
     names = ["model", "weights GB", "activations GB", "offloaded GB", "buffers GB", "within", "ms", "gap"]
     others = [(f"{other.name}: offloaded GB", "ms", "first over MB") for other in rows[0].others]
     return [*names, "planning s", *itertools.chain.from_iterable(others)]
@@ -157,7 +156,6 @@ def _other_cells(row: Row, other: Baseline) -> list[str]:
 
 
 def as_data(row: Row) -> dict[str, Any]:
-    """For JSON."""
     others = [{**asdict(other), "excess": None, "feasible": other.feasible} for other in row.others]
     return {**asdict(row), "beaten_by": row.beaten_by(), "others": others}
 

@@ -84,7 +84,6 @@ def finished(call: Callable[[], T], device: torch.device) -> T:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as text."""
     return "\n".join(table_lines(header, [list(map(str, row)) for row in rows]))
 
 

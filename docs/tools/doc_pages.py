@@ -107,7 +107,6 @@ def _drawn(plan: Plan) -> str:
 
 
 def write(into: Path, texts: Mapping[str, str]) -> None:
-    """Write files by their names."""
     for name, text in texts.items():
         (into / name).write_text(text.rstrip() + "\n", encoding="utf-8")
 

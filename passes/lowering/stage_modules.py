@@ -77,7 +77,6 @@ class _Cutting:
         return self._device(node) == self._device(self.group[0])
 
     def _close(self) -> None:
-        """End the stage under way."""
         group, self.group = self.group, []
         if sum("operation" in node.meta for node in group) < 2:
             for node in group:

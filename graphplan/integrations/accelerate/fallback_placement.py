@@ -165,8 +165,6 @@ class _ByModules:
 
 @dataclass(frozen=True, slots=True)
 class _Fallback:
-    """Tries ways of splitting."""
-
     model: nn.Module
     model_copy: ModelCopy
     asked: EntryCall
