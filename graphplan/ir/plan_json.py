@@ -21,7 +21,7 @@ _STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, M
 
 def write_plan(plan: PlanData) -> str:
     """A plan as text."""
-    return json.dumps(_encode(plan), indent=1)
+    return json.dumps(encode_plan(plan), indent=1)
 
 
 def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
@@ -30,12 +30,20 @@ def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
     Raises:
         PlanError: the text is no plan, one of an unknown version, or one that does not add up.
     """
-    return _from_data(cls, _FORMAT.parse(text))
+    return decode_plan(cls, _FORMAT.parse(text))
 
 
-def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
+def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
+    """The plan, of a class, that :func:`encode_plan` made data of; PlanError as :func:`read_plan`."""
     try:
-        made = _decode(cls, data)
+        data, apart = _FORMAT.checked(data), fields_but(Schedule, "steps")
+        steps = tuple(map(_decode_step, data["schedule"]["steps"]))
+        made = cls(
+            graph=Graph.from_dict(data["graph"]),
+            schedule=Schedule(steps, **decode_fields(Schedule, apart, data["schedule"])),
+            others=tuple(decode_plan(cls, other) for other in data["others"]),
+            **decode_fields(PlanData, _FIELDS, data),
+        )
         made.verify()
         peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
     except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
@@ -45,25 +53,16 @@ def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     return made
 
 
-def _encode(plan: PlanData) -> dict[str, Any]:
+def encode_plan(plan: PlanData) -> dict[str, Any]:
+    """A plan as data for JSON."""
     steps = [{"step": type(step).__name__.lower(), **encode(step)} for step in plan.schedule.steps]
     return {
         **_FORMAT.head(),
         **encode_fields(plan, (*_FIELDS, "peak_bytes")),
         "schedule": {**encode_fields(plan.schedule, fields_but(Schedule, "steps")), "steps": steps},
         "graph": plan.graph.to_dict(),
-        "others": [_encode(other) for other in plan.others],
+        "others": list(map(encode_plan, plan.others)),
     }
-
-
-def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
-    steps, parts = tuple(map(_decode_step, data["schedule"]["steps"])), fields_but(Schedule, "steps")
-    return cls(
-        graph=Graph.from_dict(data["graph"]),
-        schedule=Schedule(steps, **decode_fields(Schedule, parts, data["schedule"])),
-        others=tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        **decode_fields(PlanData, _FIELDS, data),
-    )
 
 
 def _decode_step(data: Mapping[str, Any]) -> Step:

@@ -9,7 +9,6 @@ played, action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, Literal, Self
@@ -20,7 +19,7 @@ from graphplan.ir.cluster.flight import Flight, PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import TimedAction, play, rounds_divide
 from graphplan.ir.cluster.machine_stage import AnyPlan, MachineStage, stage_seconds
 from graphplan.ir.liveness import saved_bytes
-from graphplan.ir.plan_json import read_plan, write_plan
+from graphplan.ir.plan_json import decode_plan, encode_plan
 from graphplan.versioned_json import Format, decode_fields, encode_fields, fields_but
 
 Objective = Literal["latency", "throughput"]
@@ -247,8 +246,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         """The plan as JSON text; :meth:`from_json` reads it back."""
         figures = encode_fields(self, fields_but(ClusterPlanData, "stages"))
         stages = [
-            {**encode_fields(stage, _OF_STAGES), "plan": json.loads(write_plan(stage.plan))}
-            for stage in self.stages
+            {**encode_fields(stage, _OF_STAGES), "plan": encode_plan(stage.plan)} for stage in self.stages
         ]
         return json.dumps({**_FORMAT.head(), **figures, "stages": stages}, indent=1)
 
@@ -261,7 +259,9 @@ class ClusterPlanData(Generic[AnyPlan]):
         """
         data = _FORMAT.parse(text)
         try:
-            stages = tuple(_read_stage(kind, one) for one in data["stages"])
+            plans = [decode_plan(kind, one["plan"]) for one in data["stages"]]
+            parts = [decode_fields(MachineStage, _OF_STAGES, one) for one in data["stages"]]
+            stages = tuple(MachineStage(plan=plan, **own) for plan, own in zip(plans, parts, strict=True))
             made = cls(stages, **decode_fields(cls, fields_but(ClusterPlanData, "stages"), data))
             made.verify()
         except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
@@ -274,8 +274,3 @@ def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
     own = stage.buffer_bytes if spec.device == CPU else 0
     own += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
     return spec.memory - spec.withheld + own
-
-
-def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
-    plan = read_plan(kind, json.dumps(data["plan"]))
-    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, data))
