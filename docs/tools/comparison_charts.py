@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,40 +101,33 @@ def _bar(axis: _Axis, ratio: float, top: float, title: str) -> list[str]:
     ]
 
 
-def _ratios(results: Sequence[Mapping[str, Any]]) -> Iterator[float]:
-    """Of all marks."""
-    for row in results:
-        for run in (run for run in row["runs"] if run["limit"] is None):
-            for name in ("accelerate", "sequential fill"):
-                seconds = map_of(row, name)["seconds"]
-                if seconds is not None:
-                    yield seconds / run["seconds"]
-
-
 def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
     """A row for each benchmark graph, with a mark for accelerate's map and one for sequential fill."""
     bottom = _TOP + _ROW * len(results)
-    axis = _Axis.over(_LABELS + 90, _WIDTH - 40, _ratios(results))
     legend = (("accelerate", _FASTER), ("sequential fill", _OTHER))
+    marks = [
+        (number, name, colour, other, other["seconds"] / run["seconds"])
+        for number, row in enumerate(results)
+        for run in (run for run in row["runs"] if run["limit"] is None)
+        for name, colour in legend
+        if (other := map_of(row, name))["seconds"] is not None
+    ]
+    axis = _Axis.over(_LABELS + 90, _WIDTH - 40, (ratio for *_, ratio in marks))
     parts = axis.grid(bottom)
     for number, (name, colour) in enumerate(legend):
         parts.append(f'<circle cx="{6 + 130 * number}" cy="10" r="5" style="fill:{colour}"/>')
         parts.append(_text(16 + 130 * number, 14, name))
     for number, row in enumerate(results):
-        middle = _TOP + _ROW * number + _ROW / 2
-        run = next((run for run in row["runs"] if run["limit"] is None), None)
-        parts.append(_text(0, middle + 5, f"{row['instance']}, {row['operations']} operations"))
-        for name, colour in legend if run else ():
-            other = map_of(row, name)
-            if other["seconds"] is None:
-                continue
-            ratio = other["seconds"] / run["seconds"]
-            told = f"{row['instance']}: {name} {ratio:.3f}" + (", over budget" if other["over"] else "")
-            paint = f"fill:{'none' if other['over'] else colour};stroke:{colour};stroke-width:2"
-            parts.append(
-                f'<circle cx="{axis.x(ratio):.1f}" cy="{middle:.1f}" r="5" style="{paint}">'
-                f"<title>{html.escape(told)}</title></circle>"
-            )
+        shown = f"{row['instance']}, {row['operations']} operations"
+        parts.append(_text(0, _TOP + _ROW * number + _ROW / 2 + 5, shown))
+    for number, name, colour, other, ratio in marks:
+        note = ", over budget" if other["over"] else ""
+        told = f"{results[number]['instance']}: {name} {ratio:.3f}{note}"
+        paint = f"fill:{'none' if other['over'] else colour};stroke:{colour};stroke-width:2"
+        parts.append(
+            f'<circle cx="{axis.x(ratio):.1f}" cy="{_TOP + _ROW * number + _ROW / 2:.1f}" r="5" '
+            f'style="{paint}"><title>{html.escape(told)}</title></circle>'
+        )
     return _svg(parts, bottom + 8, "Estimated times of other placements over graphplan's, by graph")
 
 
