@@ -31,13 +31,18 @@ def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
 
     body: dict[str, Any] = {"forward": forward, **methods_of(original), **device_of(original)}
     if _MOVED.isdisjoint(cls.__name__ for cls in original.__mro__):
-        return body
+        return {**body, "hf_device_map": property(_device_map)}
     body["to"] = _to
     body |= {name: _to_device(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
     if hasattr(original, "_valid_auto_compile_criteria"):
         # generate compiles models on accelerators by itself: a placed model's code is generated already
         body["_valid_auto_compile_criteria"] = lambda *_args, **_kwargs: False
     return body
+
+
+def _device_map(self: nn.Module) -> dict[str, str]:
+    """Where the weights are, by the name by which accelerate and the ``Trainer`` know not to move a model."""
+    return {name: str(weight.device) for name, weight in self.named_parameters()}
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:

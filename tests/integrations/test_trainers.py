@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -66,6 +67,35 @@ def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
             placed = graphplan.partition(llama(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
             assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
             assert machine.peak_bytes(0) <= budgets[0]
+
+
+class Plain(nn.Module):
+    """A model of no library, whose base class has no ``to`` that leaves weights where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(60, 32)
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 60))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(self.embedding(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_trainers_do_not_move_a_plain_module(tmp_path: Path) -> None:
+    inputs = batch_of(rows(2))
+    expected = losses(Plain(), tmp_path)
+    with short_search():
+        size = needed(Plain(), inputs, optimizer=ADAMW)
+        with graphplan.simulate({0: int(0.7 * size)}) as machine:
+            budgets = {**machine.max_memory, "cpu": ROOMY}
+            placed = graphplan.partition(Plain(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+            devices = [weight.device for weight in placed.parameters()]
+            assert len(set(devices)) == 2
+            assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
+            assert accelerate.Accelerator(cpu=True).prepare(placed) is placed
+            assert [weight.device for weight in placed.parameters()] == devices
 
 
 def test_an_adapter_trains_on_a_base_that_is_streamed() -> None:
