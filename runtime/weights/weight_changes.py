@@ -44,9 +44,8 @@ def require_in_place(
         if moved or made.dtype != dtype:
             raise PlanError(
                 f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would "
-                f"be {made.dtype} on {made.device}. Leave the move out (accelerate's prepare takes "
-                "device_placement=[False]), or convert and partition again what graphplan.unplace(model) "
-                "gives back: the plain model on the CPU"
+                f"be {made.dtype} on {made.device}. Leave the move out, or convert and partition again "
+                "what graphplan.unplace(model) gives back: the plain model on the CPU"
             )
 
 
