@@ -80,9 +80,9 @@ def encode(value: Any) -> Any:
     return encode_fields(value, fields_but(type(value))) if is_dataclass(value) else value
 
 
-def fields_but(kind: type, *left_out: str) -> tuple[str, ...]:
+def fields_but(kind: type, *others: str) -> tuple[str, ...]:
     """The names of a dataclass's fields, but for these."""
-    return tuple(each.name for each in fields(kind) if each.name not in left_out)
+    return tuple(each.name for each in fields(kind) if each.name not in others)
 
 
 def encode_fields(value: Any, names: Iterable[str]) -> dict[str, Any]:

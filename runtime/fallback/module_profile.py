@@ -49,25 +49,25 @@ def profile_call(
     """
     profile = CallProfile()
     tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    watched = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
+    counted = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(_starts, profile, watched, name)))
+        handles.append(part.register_forward_pre_hook(partial(_starts, profile, counted, name)))
         handles.append(part.register_forward_hook(partial(_ends, profile, name)))
     try:
-        with torch.no_grad(), watched:
+        with torch.no_grad(), counted:
             run(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    profile.peak = watched.live.peak + sum(round_up(tensor.nbytes) for tensor in tensors)
+    profile.peak = counted.live.peak + sum(round_up(tensor.nbytes) for tensor in tensors)
     return profile
 
 
-def _starts(profile: CallProfile, watched: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
-    if watched.within is not None:
+def _starts(profile: CallProfile, counted: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
+    if counted.within is not None:
         raise CaptureError(
-            f"torch.{watched.within} calls {name!r}: in a model without a graph it may call no module. Write "
+            f"torch.{counted.within} calls {name!r}: in a model without a graph it may call no module. Write "
             "it in plain Python"
         )
     if name not in profile.order:
