@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dispatch import python as dispatch
+from torch._export.passes import _node_metadata_hook as node_metadata_hook
 from torch.export import _trace as export_trace
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import _config as symbolic_config
@@ -26,6 +27,9 @@ from graphplan.errors import GraphplanError
 
 _ABSENT = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
+"""What ``torch.export`` writes for the module of a node that no module has called."""
 
 SERVED_BY = "_compiled_call_impl"
 """The attribute of a module that runs in place of its call; a trace runs the module's own code."""
@@ -112,6 +116,13 @@ def global_hooks() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return [private(nn_module, f"_global_{kind}_hooks", "torch") for kind in kinds]
+
+
+def paths_of(tracer: Any, module: Any) -> Sequence[str]:
+    """The paths at which the model of a trace has a module, or what stands for one that is shared."""
+    own = private(tracer, "proxy_modules", "torch").get(module, module)
+    found: Sequence[str] = private(tracer, "module_id_cache", "torch").get(id(own), ())
+    return found
 
 
 def export_tracer() -> type:

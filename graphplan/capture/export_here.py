@@ -22,7 +22,7 @@ from torch import nn
 
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
-from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader
+from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader, paths_of
 from graphplan.capture.assigned_state import AssignedState, restored_buffers
 from graphplan.capture.assigned_writes import place_writes
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
@@ -139,6 +139,7 @@ def exporting(
             Patch.of(*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
+            Patch.of(tracer, "path_of_module", _path_in_model),
             Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
@@ -147,6 +148,16 @@ def exporting(
         ),
     ):
         yield
+
+
+def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
+    """``path_of_module``, with the model's own path where code reaches a module through a slice of a list."""
+
+    def path_of_module(tracer: Any, module: Any) -> str:
+        path, known = own(tracer, module), paths_of(tracer, module)
+        return path if path in known or not known else known[0]
+
+    return path_of_module
 
 
 _READING = ("initial_seed", "get_rng_state")

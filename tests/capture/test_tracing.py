@@ -16,6 +16,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.tracers.exported_program import _write_numbers
 from graphplan.capture.tracing import capture
+from graphplan.passes.frontend.fx_nodes import module_path
 
 
 class Owner(nn.Module):
@@ -369,6 +370,25 @@ def test_a_graph_of_a_call_with_one_tensor_twice_serves_calls_with_two() -> None
     for query, key in ((x, x), (x, x + 1), (x, y), (y, y)):
         assert torch.allclose(placed(query, key), model(query, key), atol=1e-5)
     assert len(placed.plans) <= 2
+
+
+def test_modules_in_slices_of_a_list_have_their_own_paths() -> None:
+    """torch names those of a model that has a module twice by the slice: ``layers.slice(1, None, None).0``."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.last = self.layers[2]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return self.last(x).relu()
+
+    _, found = captured(Sliced(), torch.ones(2, 4))
+    paths = [module_path(node) for node in found.graph.nodes if node.op == "call_function"]
+    assert paths == ["layers.1", "layers.2", "last", ""]
 
 
 def test_settled_numbers_leave_users_in_order() -> None:

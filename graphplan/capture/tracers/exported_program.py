@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import NO_MODULE
 from graphplan.capture.assigned_state import WRITTEN, nothing_from_before, written_constants
 from graphplan.capture.captured_graph import Capture, Prepare
 from graphplan.capture.model.attribute_data import plain_tensors
@@ -151,11 +152,13 @@ def _write_numbers(graph: fx.Graph) -> None:
 
 
 def _name_modules(graph: fx.Graph, path: str) -> None:
-    """Give the modules of a submodule that was traced alone their paths in the whole model."""
-    for node in graph.nodes if path else ():
-        stack = node.meta.get("nn_module_stack") or {}
-        named = {key: (f"{path}.{name}" if name else path, kind) for key, (name, kind) in stack.items()}
-        node.meta["nn_module_stack"] = named
+    """Give modules their paths in the whole model, of which ``path`` may be a part that was traced alone."""
+    for node in graph.nodes:
+        stack = dict(node.meta.get("nn_module_stack") or {})
+        stack.pop(NO_MODULE, None)
+        if path:
+            stack = {key: (f"{path}.{name}" if name else path, kind) for key, (name, kind) in stack.items()}
+        node.meta["nn_module_stack"] = stack
 
 
 def _read_inputs(
