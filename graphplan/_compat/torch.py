@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -295,6 +296,31 @@ def current_mode() -> Any:
 def without_current_mode() -> AbstractContextManager[Any]:
     """A block without :func:`current_mode`."""
     return private(python_dispatch, "_pop_mode_temporarily", "torch")()
+
+
+_stances: list[Any] = []  # of the blocks that are open, in the order in which they began
+_stances_change = threading.Lock()
+
+
+@contextmanager
+def compiling(stance: Literal["default", "force_eager"]) -> Iterator[None]:
+    """A block with a stance of ``torch.compile``, which has one for all threads: blocks may overlap.
+
+    Under a mode, ``"force_eager"`` is right: a function that is met there is never compiled, then or later.
+    """
+    with _stances_change:
+        own = torch.compiler.set_stance(stance)
+        _stances.append(own)
+    try:
+        yield
+    finally:
+        with _stances_change:
+            place = _stances.index(own)
+            if later := _stances[place + 1 :]:
+                later[0].prev = private(own, "prev", "torch")
+            else:
+                own.__exit__(None, None, None)
+            del _stances[place]
 
 
 def device_module() -> type:

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import storage_of
+from graphplan._compat.torch import compiling, storage_of
 from graphplan.capture.assigned_state import restored_buffers
 from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
@@ -79,7 +79,7 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     memories = [tensor.data for tensor in tensors]
     written = _BeforeWrites(tensors)
     try:
-        with compiling_nothing(), written:
+        with compiling("force_eager"), written:
             yield
     finally:
         for tensor, data in zip(tensors, memories, strict=True):
@@ -88,15 +88,6 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for tensor, before in written.kept:
                 tensor.copy_(before)
-
-
-def compiling_nothing() -> AbstractContextManager[None]:
-    """A block in which what ``torch.compile`` has made runs as it is.
-
-    For blocks under a mode: ``torch.compile`` compiles no function that it meets there, then or later.
-    """
-    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return eager
 
 
 class _BeforeWrites(TorchDispatchMode):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphplan._compat.torch import current_mode, run_after_backward, without_current_mode
+from graphplan._compat.torch import compiling, current_mode, run_after_backward, without_current_mode
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError
 from graphplan.message_text import readable_bytes
@@ -108,7 +108,7 @@ class SimulatedMachine:
         if not getattr(current_mode(), "simulates", False):
             yield
             return
-        with without_current_mode(), torch.compiler.set_stance("default"):
+        with without_current_mode(), compiling("default"):
             yield
 
     def take(self, index: int, nbytes: int) -> None:

@@ -20,10 +20,10 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import is_view, list_weights_anew
+from graphplan._compat.torch import compiling, is_view, list_weights_anew
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
-from graphplan.capture.eager_run import compiling_nothing, untouched
+from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -208,7 +208,7 @@ def run_hooked(
 
 @contextmanager
 def _on_one_device(device: torch.device) -> Iterator[None]:
-    with compiling_nothing(), _OnOneDevice(device):
+    with compiling("force_eager"), _OnOneDevice(device):
         yield
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from graphplan._compat.torch import compiling
 from graphplan.devices.machine import current_machine
 from graphplan.devices.max_memory import MaxMemory, Size, own_links, read_max_memory, read_size
 from graphplan.devices.simulated_machine import SimulatedMachine
@@ -60,8 +61,6 @@ def simulate(
     register_backend()
     # the autograd engine would otherwise ask C++ for a queue per device
     single = torch.autograd.set_multithreading_enabled(False)
-    # what torch.compile meets under a mode, it never compiles again
-    eager = torch.compiler.set_stance("force_eager")
     mode = SimulationMode()  # type: ignore[no-untyped-call]  # torch's
-    with current_machine.being(machine), single, eager, mode:
+    with current_machine.being(machine), single, compiling("force_eager"), mode:
         yield machine

@@ -21,6 +21,7 @@ from torch.fx.experimental import sym_node
 from torch.utils import _pytree as pytree
 
 import graphplan
+from graphplan.capture.eager_run import unwritten
 
 LIMIT = 60  # seconds until a thread that should have ended counts as stuck
 ROOMY = {0: "8MiB", "cpu": "64MiB"}
@@ -283,3 +284,31 @@ def test_classes_of_others_are_registered_with_torch_during_a_capture_alone() ->
     assert torch.equal(result.right["again"].left, pair.right)
     assert registered() == before
     assert dict(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE) == names
+
+
+def test_torch_compiles_after_trials_of_two_threads_that_overlap() -> None:
+    entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+    compiled: list[fx.GraphModule] = []
+
+    def counting(graph: fx.GraphModule, _inputs: object) -> fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    def first() -> None:
+        with unwritten(Held()):
+            entered.set()
+            assert second_entered.wait(LIMIT)
+        first_left.set()
+
+    def second() -> int:
+        assert entered.wait(LIMIT)
+        with unwritten(Held()):
+            second_entered.set()
+            assert first_left.wait(LIMIT)
+            torch.compile(torch.sin, backend=counting)(torch.ones(2))
+        return len(compiled)
+
+    outcomes = [in_thread(first), in_thread(second)]
+    assert [outcome.get() for outcome in outcomes] == [None, 0]
+    torch.compile(torch.cos, backend=counting)(torch.ones(2))
+    assert len(compiled) == 1
