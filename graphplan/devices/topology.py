@@ -93,6 +93,14 @@ class DeviceSpec:
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict, hash=False)
     origin: Origin = field(default="default", compare=False)
 
+    def __post_init__(self) -> None:
+        speeds = is_figure(self.flops) and is_figure(self.bandwidth)
+        if self.computes and not (speeds and is_figure(self.overhead, may_be_zero=True)):
+            raise DeviceError(
+                f"DeviceSpec({self.key!r}, flops={self.flops!r}, bandwidth={self.bandwidth!r}, "
+                f"overhead={self.overhead!r}): write positive numbers"
+            )
+
     @property
     def withheld(self) -> int:
         """Bytes of the budget that a plan may not use."""

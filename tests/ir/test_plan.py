@@ -93,6 +93,8 @@ def damage(plan: Plan, **changes: Any) -> str:
         ({"graph__weights__0__nbytes": 1 << 70}, "is no int"),
         ({"topology__devices__0__colour": "red"}, "DeviceSpec has no 'colour'"),
         ({"topology__default_link": []}, "is no Link"),
+        ({"topology__devices__0__bandwidth": 0}, "bandwidth=0, .* positive numbers"),
+        ({"topology__devices__1__overhead": -1.0}, "overhead=-1.0.: write positive numbers"),
     ],
 )
 def test_values_of_other_types_are_found(plan: Plan, changes: dict[str, Any], message: str) -> None:
