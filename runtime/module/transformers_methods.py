@@ -41,8 +41,11 @@ def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
 
 
 def _device_map(self: nn.Module) -> dict[str, str]:
-    """Where the weights are, by the name by which accelerate and the ``Trainer`` know not to move a model."""
-    return {name: str(weight.device) for name, weight in self.named_parameters()}
+    """Where the weights are, by the name by which accelerate and the ``Trainer`` know not to move a model.
+
+    Accelerate moves one whose map has fewer than two entries.
+    """
+    return {"": "cpu", **{name: str(weight.device) for name, weight in self.named_parameters()}}
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:

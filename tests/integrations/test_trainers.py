@@ -98,6 +98,12 @@ def test_trainers_do_not_move_a_plain_module(tmp_path: Path) -> None:
             assert [weight.device for weight in placed.parameters()] == devices
 
 
+def test_accelerate_does_not_move_a_module_of_one_parameter() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(nn.Linear(4, 4, bias=False), machine.max_memory, (torch.ones(2, 4),))
+        assert accelerate.Accelerator(cpu=True).prepare(placed) is placed
+
+
 def test_an_adapter_trains_on_a_base_that_is_streamed() -> None:
     peft: Any = pytest.importorskip("peft")
 
