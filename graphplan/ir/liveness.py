@@ -347,7 +347,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.within = func.name() if isinstance(func, HigherOrderOperator) else None
-        out = func(*args, **(kwargs or {}))
-        self.within = None
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.within = None
         self.live.count(filter(self._counts, pytree.tree_leaves(out)))
         return out

@@ -650,6 +650,28 @@ def test_control_flow_of_modules_in_a_model_without_a_graph_is_refused() -> None
         graphplan.partition(Branches(), {"cpu": "1GiB"}, (torch.ones(2, 8),))
 
 
+class Tries(nn.Module):
+    """A branch that cannot be taken, and what is done instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = torch.cond(x.sum() > 0, lambda x: x @ x, torch.cos, (x,))
+        except RuntimeError:
+            x = self.a(x)
+        return x * 2 if x.sum() > 1e9 else x
+
+
+def test_a_model_without_a_graph_may_call_modules_after_control_flow_has_failed() -> None:
+    model, x = Tries(), torch.ones(2, 8)
+    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model instead"):
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
+    assert torch.equal(placed(x), model(x))
+
+
 class Attends(nn.Module):
     """No graph has its mask, which is made by ``torch.vmap``."""
 
