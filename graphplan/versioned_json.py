@@ -153,6 +153,8 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is Mapping and isinstance(data, dict | list):
         pairs = data.items() if isinstance(data, dict) else data
         return {decode(inner[0], key): decode(inner[1], value) for key, value in pairs}
+    if origin is tuple and ... not in inner and isinstance(data, list | tuple):
+        return tuple(decode(one, item) for one, item in zip(inner, data, strict=True))
     if origin in _SEQUENCES and isinstance(data, list | tuple):
         return (frozenset if origin is frozenset else tuple)(decode(inner[0], item) for item in data)
     if not _is_one(kind, data):

@@ -119,6 +119,8 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
     again.verify()
     assert f"per microbatch, at {NEAR.bandwidth / 1e9:.3g} GB/s and " in plan.summary()
     data = json.loads(plan.to_json())
+    with pytest.raises(graphplan.PlanError, match="0 microbatches do not divide a batch"):
+        ClusterPlan.from_json(json.dumps({**data, "microbatches": 0}))
     data["stages"][0]["end"] += 1
     with pytest.raises(graphplan.PlanError, match="damaged"):
         ClusterPlan.from_json(json.dumps(data))

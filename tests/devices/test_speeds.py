@@ -225,6 +225,14 @@ def test_damaged_figures_are_found() -> None:
         Measurements.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("ends", [[0], [0, "cpu", "cpu"], []])
+def test_links_of_other_than_two_devices_are_found(ends: list[object]) -> None:
+    data = json.loads(Measurements(links={(0, "cpu"): Link(1e9)}).to_json())
+    data["links"][0][0] = ends
+    with pytest.raises(graphplan.PlanError, match="damaged"):
+        Measurements.from_json(json.dumps(data))
+
+
 def test_waiting_for_the_processor_is_not_measured_where_one_thread_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -172,7 +172,7 @@ class ClusterPlanData(Generic[AnyPlan]):
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
         self._verify_machines()
-        if self.batch % self.microbatches:
+        if self.microbatches < 1 or self.batch % self.microbatches:
             raise VerificationError(f"{self.microbatches} microbatches do not divide a batch of {self.batch}")
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             if before.sends != after.receives or before.end != after.start:
