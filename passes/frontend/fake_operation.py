@@ -146,8 +146,14 @@ class _Tracker(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.higher_order.cond:
             _, true_branch, false_branch, operands = args
-            with self:
-                return [branch(*operands) for branch in (false_branch, true_branch)][1]
+            before = most = self.flops
+            for branch in (false_branch, true_branch):  # one of which runs
+                self.flops = before
+                with self:
+                    results = branch(*operands)
+                most = max(most, self.flops)
+            self.flops = most
+            return results
         if func is torch.ops.higher_order.while_loop:
             condition, body, carried, additional = args
             with self:  # the values of one round are alive while the next round's are made

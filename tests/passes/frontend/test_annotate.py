@@ -105,7 +105,7 @@ def test_branches_and_rounds_have_the_work_of_their_operations() -> None:
             self.a = nn.Linear(16, 16, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: y * 2, (x,))
+            x = torch.cond(x.sum() > 0, lambda y: self.a(y), lambda y: self.a(y) * 2, (x,))
             rounds: torch.Tensor = map_rows(lambda row: self.a(row), x)
             return rounds
 
