@@ -155,7 +155,8 @@ def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
 
     def path_of_module(tracer: Any, module: Any) -> str:
         path, known = own(tracer, module), paths_of(tracer, module)
-        return path if path in known or not known else known[0]
+        inside = [name.partition(".")[2] for name in known]  # the tracer's root is around the model
+        return path if not known or path in (*known, *inside) else known[0]
 
     return path_of_module
 
