@@ -68,7 +68,7 @@ def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
 
 
 def never_compiled(function: _Function) -> _Function:
-    """As ``torch.compiler.disable``, which imports all of dynamo, and takes its time at each call."""
+    """Of calls of placed models: ``torch.compiler.disable`` imports all of dynamo, and takes its time."""
     frames = private(private(torch._C, "_dynamo", "torch"), "eval_frame", "torch")
     skip = private(private(frames, "_FrameAction", "torch"), "SKIP", "torch")
     strategy = private(frames, "_FrameExecStrategy", "torch")(skip, skip)

@@ -151,7 +151,7 @@ def exporting(
 
 
 def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
-    """``path_of_module``, with the model's own path where code reaches a module through a slice of a list."""
+    """``path_of_module``, with a path of the model: torch's own may be ``layers.slice(1, None, None).0``."""
 
     def path_of_module(tracer: Any, module: Any) -> str:
         path, known = own(tracer, module), paths_of(tracer, module)

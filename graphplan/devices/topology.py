@@ -80,6 +80,9 @@ class DeviceSpec:
             what is not free.
         efficiency: type of operation (``"conv2d"``) -> what it reaches, where that is known.
         origin: where the speeds come from.
+
+    Raises:
+        DeviceError: a speed of a device that computes is not positive.
     """
 
     key: DeviceKey
