@@ -18,7 +18,7 @@ class Flow:
     """One copy between devices.
 
     Attributes:
-        kind: ``"activation"``, ``"weight"``, ``"input"``, ``"output"`` or ``"writeback"``.
+        kind: ``"activation"``, ``"weight"``, ``"input"``, ``"output"``, ``"writeback"`` or ``"gradient"``.
         names: the value, or the weights that are copied in one go.
         source: where from.
         destination: where to.
@@ -26,7 +26,7 @@ class Flow:
         start: estimated seconds since the call began.
         end: estimated seconds since the call began.
         maker: the operation that made the value; None for inputs and weights.
-        reader: the first operation there that reads it; None for outputs.
+        reader: the first operation there that reads it; None where none does, as for outputs.
     """
 
     kind: str

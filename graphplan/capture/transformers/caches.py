@@ -41,13 +41,19 @@ COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_token
 """Attributes that count tokens: a trace must not take their values for constants."""
 
 _TOKEN_AXIS = {(name, 4): 2 for name in ("keys", "values", "_quantized_keys", "_quantized_values")}
-"""(attribute, its number of dimensions) -> the axis along which it grows with the tokens."""
+"""(name, number of dimensions) of a tensor -> the axis along which it grows with the tokens.
+
+The name is that of the attribute, also in a list or tuple; in a dict it is the key.
+"""
 
 _ROOM_FOR_ALL = "max_cache_len"
 """An object with this attribute has its full size from the start: nothing in it grows."""
 
 _OWN_ENDING = "Cache"
-"""How a class ends that a model's own file defines, and that is no subclass of transformers' ``Cache``."""
+"""How a cache's class ends that is no subclass of transformers' ``Cache``.
+
+It is known if a class of the model's modules that derives from one of transformers is in the same file.
+"""
 
 _CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 
