@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphplan.api.eager_check import require_equal
+from graphplan.capture.assigned_state import KeptStateError
 from graphplan.capture.eager_run import saved_bytes
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
@@ -40,6 +41,7 @@ from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.fallback.module_by_module import Untraced
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
@@ -127,7 +129,7 @@ class Placer:
             return self._untraced(model, model_copy, call, failed, entry)
         if self.homes is not None:  # its modules run this call where their weights are
             compiler.settle()
-            return self.attached(model, compiler, [])
+            return self.attached(model, compiler, [], without=failed)
         return self._hooked(model, model_copy, calls, failed)
 
     def _untraced(
@@ -195,10 +197,12 @@ class Placer:
         compiler: Compiler,
         planned: Sequence[Planned],
         in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
+        without: NoGraphError | None = None,
     ) -> nn.Module:
         """A placed copy of ``model``, or itself, with the programs of what was planned and committed.
 
-        ``in_place`` is how the model itself takes the placed tensors, where it does.
+        ``in_place`` is how the model itself takes the placed tensors, where it does; ``without`` is why a
+        call has no program.
         """
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
@@ -228,6 +232,7 @@ class Placer:
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
+            untraced=Untraced(str(without), None) if isinstance(without, KeptStateError) else None,
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,

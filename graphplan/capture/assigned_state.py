@@ -36,6 +36,10 @@ _ABSENT = object()
 WRITTEN = "written to in place"
 
 
+class KeptStateError(NoGraphError):
+    """A call leaves in attributes what the next goes by: the model itself is to run, and no copy of it."""
+
+
 def restored_buffers(module: nn.Module) -> AbstractContextManager[None]:
     """A block after which the modules of a tree have the buffers that they had."""
     return restored(part._buffers for part in module.modules())
@@ -175,11 +179,11 @@ class AssignedState:
                 _put(one, value)
 
     def refuse_other(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
-        """Raise NoGraphError where the next call, ``again``, is another by what this one has left."""
+        """Raise KeptStateError where the next call, ``again``, is another by what this one has left."""
         for key, one in self._made.items():
             once = one.before is not None and one.after is None
             if once or key in again._made or key in again._written:
-                raise NoGraphError(
+                raise KeptStateError(
                     f"{one.label}.{one.name} is {_said(one.before)} and is assigned {_said(one.after)}: in a "
                     "graph, a buffer keeps its shape and type"
                 )
@@ -190,14 +194,14 @@ class AssignedState:
             )
             if not kept:  # as it is where a tensor is converted once
                 label = f"{one.label}.{one.name}"
-                raise NoGraphError(nothing_from_before(label, one.name, "read and then assigned"))
+                raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
         written = [program.constants[name] for name in written_constants(program)]
         for one in self._changes:
             if _any_of(_tensors(snapshot(one.owner.get(one.name))), written):
-                raise NoGraphError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
+                raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
         if plain and not self._is_repeated(program):
-            raise NoGraphError(
+            raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
                 "graph does not. If only the first differs, call the model before you place it"
             )

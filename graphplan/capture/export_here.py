@@ -23,7 +23,7 @@ from torch import nn
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader, paths_of
-from graphplan.capture.assigned_state import AssignedState, restored_buffers
+from graphplan.capture.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.assigned_writes import place_writes
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.autocast import AUTOCAST
@@ -62,7 +62,8 @@ def export(
 
     Raises:
         CaptureError: it does.
-        NoGraphError: the model reads what its last call has left, or gradients flow through that.
+        KeptStateError: the model reads what its last call has left.
+        NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
     given, before = (keep_grad, module, args, kwargs), attributes_of(module)
@@ -111,7 +112,7 @@ def _export_again(
     try:
         return _export(keep_grad, module, args, kwargs, dynamic_shapes)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        raise NoGraphError(
+        raise KeptStateError(
             f"after its first call {type(module).__name__} has attributes with which it cannot be traced: "
             f"{first_line(error)}"
         ) from error

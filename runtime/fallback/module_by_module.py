@@ -31,11 +31,9 @@ from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.short_names import original_class
 
-_WAYS = (
-    Way("where their weights are", returns=False),
-    Way("where their weights are, results copied back"),
-    Way("on the device of the call", gathered=True),
-)
+STAYS = Way("where their weights are", returns=False)
+RETURNS = Way("where their weights are, results copied back")
+_WAYS = (STAYS, RETURNS, Way("on the device of the call", gathered=True))
 
 
 @dataclass
@@ -48,19 +46,19 @@ class CallForm:
     way: Way | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Untraced:
     """How calls of a model run that has no graph at all.
 
     Attributes:
         reason: why it has none.
-        main: where modules compute whose weights are on the CPU.
-        returns: whether a module's results go to where its caller computes.
+        main: where modules on the CPU compute; None: on the CPU.
+        way: of running; None until the first call.
     """
 
     reason: str
-    main: torch.device
-    returns: bool
+    main: torch.device | None
+    way: Way | None = None
 
     def __str__(self) -> str:
         return f"hooks run the model: {self.reason}"
@@ -68,8 +66,9 @@ class Untraced:
     def run(self, plain: nn.Module, entry: str, call: BoundCall) -> Any:
         """Run a call, of any structure, of the model as its own class."""
         _refuse_autocast(plain)
-        running = HookedRun(_WAYS[self.returns], call.device or torch.device(CPU), self.main)
-        return run_hooked(plain, entry, running, call.args, call.kwargs)
+        device = call.device or torch.device(CPU)
+        self.way = self.way or _first_way(plain, entry, call, device, self.main)
+        return run_hooked(plain, entry, HookedRun(self.way, device, self.main), call.args, call.kwargs)
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Modulewise:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
             device = call.device or torch.device(CPU)
-            form.way = form.way or _first_way(tree, form, call, device, instead)
+            form.way = form.way or _first_way(tree, form.entry, call, device, instead)
             running = HookedRun(form.way, device, instead)
             result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
         finally:  # buffers that were made anew before an error stay, as in eager
@@ -149,14 +148,14 @@ class Modulewise:
 
 
 def _first_way(
-    tree: nn.Module, form: CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
+    tree: nn.Module, entry: str, call: BoundCall, device: torch.device, instead: torch.device | None
 ) -> Way:
     failures: list[Exception] = []
     for way in _WAYS:
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
         try:
             with undone(tree), _without_hooks(tree):
-                run_hooked(tree, form.entry, HookedRun(way, device, instead), args, kwargs)
+                run_hooked(tree, entry, HookedRun(way, device, instead), args, kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             failures.append(error)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.assigned_state import KeptStateError
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call
@@ -198,8 +199,8 @@ def _by_reach(state: ModuleState) -> Iterator[int]:
 
 
 @outside_inference_mode
-def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
-    """A call of a new structure."""
+def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
+    """A call of a new structure; None where the model is to run without graphs from now on."""
     assert state.compile is not None
     try:
         state.programs.append(state.compile(call, modes, entry, state.move is None))
@@ -210,6 +211,9 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
         ):  # without a graph, nothing has gradients
             raise
         state.refused(error)
+        if isinstance(error, KeptStateError):
+            state.start = state.restart
+            return None
         return ServedByModules(entry, call, state.modulewise.note(entry, call, modes))
     share_prefetch_buffers(state.programs)
     if len(state.programs) == _MANY:

@@ -571,6 +571,43 @@ def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
 
 
+class Cached(nn.Module):
+    """Goes by what its last calls have left, where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.kept = nn.Linear(8, 8), nn.Linear(8, 8), None
+
+    def forget(self) -> None:
+        self.kept = None
+
+    def forward(self, x: torch.Tensor, keep: bool = False) -> torch.Tensor:
+        h = self.first(x)
+        if keep:
+            h = self.kept = h if self.kept is None else torch.cat([self.kept, h])
+        return self.second(h)
+
+
+@torch.no_grad()
+def test_what_a_later_call_leaves_in_attributes_is_the_models() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Cached())
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "4KiB", 1: "4KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+        for part in (placed[1], eager[1]):  # warnings are errors
+            part.forget()
+        with pytest.warns(graphplan.GraphplanWarning, match="kept is read and then assigned.*\n.*all inputs"):
+            placed[1](X, keep=True)
+        eager[1](X, keep=True)
+        for forget in (False, True, False):
+            for part in (placed[1], eager[1]) if forget else ():
+                part.forget()
+            assert torch.allclose(placed[1](X, keep=True), eager[1](X, keep=True), atol=1e-5)
+            assert torch.allclose(placed[1].kept.cpu(), eager[1].kept, atol=1e-5)
+            assert torch.allclose(placed(X), eager(X), atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_check_is_no_call() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Running())

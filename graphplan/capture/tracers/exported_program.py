@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import NO_MODULE
-from graphplan.capture.assigned_state import WRITTEN, nothing_from_before, written_constants
+from graphplan.capture.assigned_state import WRITTEN, KeptStateError, nothing_from_before, written_constants
 from graphplan.capture.captured_graph import Capture, Prepare
 from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
@@ -193,7 +193,7 @@ def _read_inputs(
 def _refuse_written(
     program: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor], model_copy: ModelCopy
 ) -> None:
-    """Raise NoGraphError where the graph writes to a tensor that lies in an attribute: it has a copy.
+    """Raise KeptStateError where the graph writes to a tensor that lies in an attribute: it has a copy.
 
     One that shares memory with a weight is refused later, for that.
     """
@@ -201,7 +201,7 @@ def _refuse_written(
     written = {_place_of(constants[name]) for name in names if not model_copy.weights.sharing(name)}
     for part, name, inner, tensor in plain_tensors(model_copy.module) if written else ():
         if _place_of(tensor) in written:
-            raise NoGraphError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
+            raise KeptStateError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
 
 
 def _place_of(tensor: torch.Tensor) -> Any:

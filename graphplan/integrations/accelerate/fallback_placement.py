@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
+from graphplan.capture.assigned_state import KeptStateError
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
@@ -42,7 +43,7 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_run import undone
-from graphplan.runtime.fallback.module_by_module import Untraced
+from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -89,8 +90,9 @@ def later_refused(error: NoGraphError) -> None:
     """
     if isinstance(error.__cause__, ConstraintViolationError):
         raise error
+    which = "all inputs from now on" if isinstance(error, KeptStateError) else "such inputs"
     warn(
-        f"{error}\nThe placed model runs such inputs module by module, where the weights reside: "
+        f"{error}\nThe placed model runs {which} module by module, where the weights reside: "
         "activations are not planned, and must fit beside the weights. strict=True makes this an error"
     )
 
@@ -191,7 +193,8 @@ class _Fallback:
         """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
-        untraced = Untraced(reason, self.topology[split.main].torch_device, split.home)
+        way = RETURNS if split.home else STAYS
+        untraced = Untraced(reason, self.topology[split.main].torch_device, way)
         options, plan = self.options, self._plan(split, profile)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
