@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +145,7 @@ def exporting(
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
+            Patch.of(torch._C, "_InferenceMode", _without_gradients),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
         ),
     ):
@@ -180,6 +181,21 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return of_random
+
+
+def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
+    """What enters inference mode: in the model's code without gradients alone.
+
+    A trace has weights, which are no tensors of that mode. Torch makes stand-ins for inputs in it that are.
+    """
+
+    def enter(mode: bool) -> Any:
+        caller = sys._getframe(3)  # of the block, which calls the patch, which calls this
+        if caller.f_globals["__name__"] == "torch._subclasses.meta_utils":
+            return own(mode)
+        return torch.no_grad() if mode else nullcontext()
+
+    return enter
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -62,9 +62,24 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
 
-    When called it raises :class:`RunAsItIs` where the method calls the module, or sets attributes.
+    When called it raises :class:`RunAsItIs` where the method calls the module, or again and again a submodule
+    that has all its parameters, as the loops of wrappers do, or sets attributes.
     """
     method, running = getattr(module, name), list[str]()
+    own = set(module.parameters())
+    inner = [part for part in list(module.modules())[1:] if own and set(part.parameters()) == own]
+
+    def once(forward: Callable[..., Any]) -> Callable[..., Any]:
+        called: list[bool] = []
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if called:
+                raise RunAsItIs(f"{name!r} calls the same model again: give its calls of the model")
+            called.append(True)
+            return forward(*args, **kwargs)
+
+        return run
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +88,10 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
         running.append(name)
         before = attributes_of(module)
         try:
-            result = method(*args, **kwargs)
+            with ExitStack() as stack:
+                for part in inner:
+                    stack.enter_context(with_forward(part, once(part.forward)))
+                result = method(*args, **kwargs)
         finally:
             running.clear()
             changed = put_back(before)

@@ -454,3 +454,46 @@ def test_a_method_that_the_class_replaces_takes_its_own_arguments(monkeypatch: p
     monkeypatch.setattr(Autoencoder, "encode", lambda self, x, by: self.quant(x * by))
     with pytest.warns(GraphplanWarning, match="captured again"), torch.no_grad():
         assert largest_difference(placed.encode(x, x * 2), model.encode(x, x * 2)) < 1e-6
+
+
+class Wrapper(nn.Module):
+    """Generates by calls of what it is around, as the wrappers of many libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = stack()
+        self.register_buffer("bias", torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x) + self.bias
+        return found
+
+    @torch.inference_mode()
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x) * torch.full((32,), 2.0).unsqueeze(0)
+        return found
+
+    def generate(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            x = torch.cat([x, self.net(x)[-1:]])
+        return x
+
+
+@torch.no_grad()
+def test_the_loop_of_a_wrapper_runs_as_it_is() -> None:
+    model, x = Wrapper().eval(), torch.randn(4, 32)
+    with graphplan.simulate({0: "20KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        assert torch.allclose(placed.generate(x, 3), model.generate(x, 3), atol=1e-5)
+        for plan in placed.plans:  # none has several steps
+            assert sum(one.target == "linear" for one in plan.graph.operations.values()) <= 3
+
+
+def test_a_method_in_inference_mode_has_a_graph() -> None:
+    model, x = Wrapper().eval(), torch.randn(4, 32)
+    for options in ({}, {"grad": True}):
+        with graphplan.simulate({0: "20KiB"}) as machine:
+            placed = graphplan.partition(model, machine.max_memory, (x,), strict=True, **options)
+            found = placed.step(x)
+            assert torch.allclose(found.cpu(), model.step(x), atol=1e-5)
+            assert not found.requires_grad
