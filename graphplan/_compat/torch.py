@@ -113,6 +113,13 @@ def assignment_hook() -> tuple[Any, str]:
     return export_trace, name
 
 
+def inference_switch() -> tuple[Any, str]:
+    """What ``torch.inference_mode`` enters: code of torch and of models alike."""
+    name = "_InferenceMode"
+    private(torch._C, name, "torch")
+    return torch._C, name
+
+
 def global_hooks() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")

@@ -22,7 +22,13 @@ from torch import nn
 
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
-from graphplan._compat.torch import assignment_hook, export_tracer, mask_reader, paths_of
+from graphplan._compat.torch import (
+    assignment_hook,
+    export_tracer,
+    inference_switch,
+    mask_reader,
+    paths_of,
+)
 from graphplan.capture.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.assigned_writes import place_writes
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
@@ -145,7 +151,7 @@ def exporting(
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
-            Patch.of(torch._C, "_InferenceMode", _without_gradients),
+            Patch.of(*inference_switch(), _without_gradients),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
         ),
     ):
@@ -190,8 +196,8 @@ def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
     """
 
     def enter(mode: bool) -> Any:
-        caller = sys._getframe(3)  # of the block, which calls the patch, which calls this
-        if caller.f_globals["__name__"] == "torch._subclasses.meta_utils":
+        asks = sys._getframe(3).f_globals["__name__"]  # beyond the block and the patch, which calls this
+        if asks == "torch._subclasses.meta_utils":
             return own(mode)
         return torch.no_grad() if mode else nullcontext()
 
