@@ -50,6 +50,32 @@ def test_what_is_split_is_no_larger_than_the_whole(skewed: bool) -> None:
         assert 64 * 512 * 4 < machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
+class Kept(nn.Module):
+    """Only the rows that its input marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 256)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[keep]).sin()
+
+
+def test_what_a_mask_among_the_inputs_keeps_is_no_larger_than_the_mask() -> None:
+    model, few = Kept().eval(), torch.arange(64) < 4
+    with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, machine.max_memory, (torch.randn(64, 16), few))
+        for rows in (64, 96):
+            x, keep = torch.randn(rows, 16), torch.ones(rows, dtype=torch.bool)
+            gc.collect()
+            machine.reset_peaks()
+            with torch.no_grad():
+                assert largest_difference(placed(x, keep), model(x, keep)) < 1e-6
+            assert 64 * 256 * 4 < machine.peak_bytes(0) <= placed.plans[-1].peak_bytes[0]
+
+
 class Drawn(nn.Module):
     """Draws as many rows as its input says."""
 

@@ -2,10 +2,11 @@
 
 Those of inputs are as large as a graph is to serve. Those that the data decides (how many tokens an expert
 is given, how large an image is that a tensor of sizes tells of) are bounded where something is split by
-them, and otherwise as in the example call, where they come of its inputs alone::
+them or chosen by a mask, and otherwise as in the example call, where they come of its inputs alone::
 
     split(x, [u0, u1])           u0 <= len(x), u1 <= len(x), u0 + u1 == len(x)
-    u2 = item(grid[0])           u2 == 4, as in the example
+    index(x, mask): [u2]         u2 <= len(mask)
+    u3 = item(grid[0])           u3 == 4, as in the example
 """
 
 from __future__ import annotations
@@ -99,11 +100,9 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
     tensor's own, and their sum is that size: of the tokens of all experts, none has more than there are.
     """
     found = dict(sizes)
-    for node in graph.nodes:
-        chosen = [symbol for symbol in symbols_of(node) if symbol not in found]
-        if node.target in _CHOICES and chosen:
-            most = _most_chosen([source.meta.get("val") for source in node.all_input_nodes], found)
-            found |= {} if most is None else dict.fromkeys(chosen, most)
+    for node, chosen in _choices(graph):
+        most = _most_chosen([source.meta.get("val") for source in node.all_input_nodes], found)
+        found |= {} if most is None else dict.fromkeys(chosen, most)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
         whole = node.args[0].meta.get("val")
         sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
@@ -116,6 +115,16 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
             found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
             found[sum(parts)] = total
     return found
+
+
+def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
+    """Each node that chooses of a tensor, with the symbols that it decides: no node before it has them."""
+    before: set[Any] = set()
+    for node in graph.nodes:
+        new = [symbol for symbol in symbols_of(node) if symbol not in before]
+        before.update(new)
+        if node.target in _CHOICES and new:
+            yield node, new
 
 
 def _most_chosen(vals: Sequence[Any], sizes: Mapping[Any, int]) -> int | None:
@@ -162,7 +171,9 @@ def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequenc
     for node in (node for node in deciding if node in known):
         sizes = _symbols(node.meta["val"], getattr(known[node], "shape", known[node]))
         found |= {symbol: int(size) for symbol, size in sizes if _is_open(symbol)}
-    if any(node in known for node in deciding if node in varying):
+    bounded = {symbol for _, chosen in _choices(graph) for symbol in chosen}
+    open_ = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
+    if any(node in known for node in open_ if node in varying):
         warn(
             "sizes that only the data decides count in the plan as in the example call: calls in which they "
             "are larger may pass its peaks"
