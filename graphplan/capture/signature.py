@@ -61,13 +61,16 @@ class BoundCall:
         return BoundCall(args, kwargs, leaves, self.spec)
 
     def on_cpu(self) -> BoundCall:
-        """The same with tensors on the CPU, no two of them one object; those of the meta device as zeros."""
+        """The same with tensors on the CPU, no two of them one object; those of the meta device as zeros.
+
+        None was made in inference mode: autograd saves no such tensor.
+        """
         known = dict[int, torch.Tensor]()
 
         def own(leaf: Any) -> Any:
             found = leaf_on_cpu(leaf)
             if isinstance(found, torch.Tensor):
-                if id(found) in known:  # the next call may have two, where code asks for that
+                if id(found) in known or found.is_inference():  # the next call may have two for one
                     found = found.detach().clone().requires_grad_(found.requires_grad)
                 known[id(found)] = found
             return found
