@@ -172,7 +172,7 @@ def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture
         tensor = found.constants.get(name, model_copy.weights.tensors.get(name))
         if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:
             values[node] = tensor.detach().cpu()
-    sizes = sizes_of_example(found.graph, values, found.inputs)
+    sizes = sizes_of_example(found.graph, values, found.inputs, model_copy.warn_once)
     return replace(found, sizes={**found.sizes, **sizes})
 
 

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from graphplan.capture.model.shared_attributes import PATCHED
+from graphplan.capture.model.shared_attributes import PATCHED, stands_for
 
 # weak, since the class of a parametrized module holds the module
 _made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
@@ -67,6 +67,7 @@ def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
     for name, value in attributes.items():
         is_method = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
         plain.__dict__[name] = _plain_method(value, module, plain) if is_method else value
+    stands_for(plain, module)
     return plain
 
 

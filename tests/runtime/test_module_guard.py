@@ -306,3 +306,33 @@ def test_unplace_gives_the_plain_model_back(machine: Any) -> None:
     assert torch.equal(plain.head.weight.grad, torch.full_like(plain.head.weight, 2))
     assert torch.allclose(plain(x), net(x))
     assert torch.allclose(plain.half()(x.half()).float(), net(x), atol=1e-2)
+
+
+class Card:
+    """Of its model: what a library keeps about it."""
+
+    model: nn.Module
+
+
+class Carded(Net):
+    """Has an object that refers to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.card = Card()
+        self.card.model = self
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("later", [False, True])
+def test_an_object_of_the_model_refers_to_what_is_placed_again(machine: Any, later: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Carded().eval(), torch.randn(2, 8)
+    placed = graphplan.partition(net, machine.max_memory, () if later else (x,))
+    for net.k in (2.0, 3.0):
+        placed.k = net.k
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+        assert placed.card.model is placed
+    plain = graphplan.unplace(placed)
+    assert plain.card.model is plain
+    assert torch.allclose(plain(x), net(x), atol=1e-5)

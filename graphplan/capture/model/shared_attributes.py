@@ -7,8 +7,10 @@ which refuses to be used: a trace would do once, at its time, what each call is 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +29,13 @@ _TRACED = (
     "It has tensors of a trace in it, which a hook that knows the model itself has put there: empty it, "
     "remove that hook before you place the model, and register one with the placed model"
 )
+
+_placed: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+
+
+def stands_for(plain: nn.Module, placed: nn.Module) -> None:
+    """Have what refers to ``placed`` refer, in a copy of ``plain``, to that copy."""
+    _placed[plain] = weakref.ref(placed)
 
 
 def trace_patched(module: nn.Module) -> None:
@@ -65,18 +74,32 @@ def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module,
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
     try:
-        return _deepcopy(model, memo), {}
+        return _deepcopy(model, model, memo), {}
     except Exception as error:  # what objects do when they are copied is theirs
         found = _uncopied(model, memo)
         if not found:
             raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
     stand_ins = {id(value): instead(name, value) for name, value in found.items()}
-    return _deepcopy(model, {**memo, **stand_ins}), found
+    return _deepcopy(model, model, {**memo, **stand_ins}), found
 
 
-def _deepcopy(value: Any, memo: Mapping[int, Any]) -> Any:
+def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
+    """A copy of a model, or of what is in it."""
     with _WithoutHistory():
-        return copy.deepcopy(value, dict(memo))
+        return copy.deepcopy(value, _Memo(model, memo))
+
+
+class _Memo(dict[Any, Any]):
+    """That of a copy, by which a model is found also where its placed one is asked for."""
+
+    def __init__(self, model: nn.Module, known: Mapping[int, Any]) -> None:
+        super().__init__(known)
+        placed = _placed[model]() if model in _placed else None
+        self._own = {} if placed is None else {id(placed): id(model)}
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        return super().get(self._own.get(key, key), default)
 
 
 class _WithoutHistory(TorchFunctionMode):
@@ -98,7 +121,7 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
         for name, value in vars(part).items():
             where = f"{path}.{name}" if path else name
             try:
-                _deepcopy(value, known)
+                _deepcopy(value, model, known)
             except Exception as error:  # as above
                 leaves = leaves_of(value)
                 if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves):

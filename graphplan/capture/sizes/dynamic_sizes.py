@@ -12,7 +12,7 @@ them or chosen by a mask, and otherwise as in the example call, where they come 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
-from graphplan.warnings import warn
 
 UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 _MOST = 1 << 24  # elements: what decides sizes is computed from little
@@ -148,11 +147,13 @@ def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
     return finite_bound(size.node.shape_env.bound_sympy(size.node.expr.xreplace(sizes)).upper)
 
 
-def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str]) -> dict[Any, int]:
+def sizes_of_example(
+    graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str], warn: Callable[[str], None]
+) -> dict[Any, int]:
     """Sizes that the data decides, as they are in the example call.
 
     ``values`` has the placeholders that are known: inputs, constants, buffers. Those of ``inputs`` are other
-    values in other calls.
+    values in other calls: then it calls ``warn``.
     """
     deciding = [node for node in graph.nodes if symbols_of(node)]
     wanted = _with_ancestors(deciding)

@@ -41,7 +41,6 @@ from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.caches import caches_in, is_cache, with_caches
 from graphplan.errors import CaptureError, InputError, NoGraphError
-from graphplan.warnings import warn
 
 _SQUEEZES = (
     torch.ops.aten.squeeze.default,
@@ -241,7 +240,7 @@ def _export(
             "and a graph does not"
         )
     if any(changed):
-        warn(
+        model_copy.warn_once(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
         )
