@@ -89,6 +89,7 @@ def run_fake(
         fakes = [stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
+        mode.cache_enabled = bool(arguments)  # torch's forgets that a window is a part of a longer one
         with _Tracker(arguments, target) as tracker:
             out = target(*args, **kwargs)
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]

@@ -329,6 +329,7 @@ LARGER = {
     "binary_cross_entropy": (functional.binary_cross_entropy, PAIR),
     "fold": (lambda x: functional.fold(x, (16, 16), 3), (torch.randn(2, 36, 196),)),
     "istft": (lambda x, window: torch.istft(x, 32, 8, window=window, length=512), (SPECTRUM, WINDOW)),
+    "window": (lambda x: x * torch.hann_window(128, device=x.device), (torch.randn(128),)),
 }
 
 
@@ -343,7 +344,9 @@ def test_memory_that_is_larger_than_a_result_is_planned(name: str) -> None:
         assert machine.peak_bytes(0) <= planned
         assert function(*inputs).untyped_storage().nbytes() < planned
     with graphplan.simulate({0: planned}) as machine:
-        graphplan.partition(Computes(function), machine.max_memory, inputs)(*inputs)
+        placed = graphplan.partition(Computes(function), machine.max_memory, inputs)
+        placed(*inputs)
+        assert placed.plan.peak_bytes[0] == planned
 
 
 @torch.no_grad()
