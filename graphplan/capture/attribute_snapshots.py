@@ -101,7 +101,7 @@ def _keys_and_items(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if isinstance(value, dict):
         return tuple(value), tuple(value.values())
     items = sorted(value, key=id) if isinstance(value, set | frozenset) else value
-    return (), tuple(items)
+    return (), tuple(iter(items))  # a class may have no length
 
 
 def _is_key(one: Any, other: Any) -> bool:

@@ -198,7 +198,7 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
     """The ``forward`` of placed submodules, which is their call; torch's own layers keep theirs."""
-    if original.forward.__module__.partition(".")[0] == "torch":
+    if (original.forward.__module__ or "").partition(".")[0] == "torch":
         return {}
 
     @functools.wraps(original.forward)

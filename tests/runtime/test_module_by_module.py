@@ -431,3 +431,23 @@ def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
         assert len(made.plans) == graphs
         del made
         gc.collect()
+
+
+class Around(Early):
+    """Takes no names in its call; one of its blocks is of a class that torch.fx makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = torch.fx.symbolic_trace(nn.Linear(16, 16))
+
+    def __call__(self, *inputs: Any) -> Any:
+        return super().__call__(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_class_with_a_call_of_its_own_has_no_graph() -> None:
+    model = Around().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X, STOP))
+        assert placed.plan.method == "hooks"
+        assert largest_difference(placed(X, STOP), model(X, STOP)) < 1e-5

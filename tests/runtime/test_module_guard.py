@@ -336,3 +336,17 @@ def test_an_object_of_the_model_refers_to_what_is_placed_again(machine: Any, lat
     plain = graphplan.unplace(placed)
     assert plain.card.model is plain
     assert torch.allclose(plain(x), net(x), atol=1e-5)
+
+
+class Pairs(tuple[int, ...]):
+    """Items of a class that has no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_sequence_without_a_length_is_an_attribute(machine: Any) -> None:
+    net, x = Net().eval(), torch.randn(2, 8)
+    net.steps = Pairs((1, 2))  # type: ignore[assignment]  # for the loop
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    assert torch.allclose(placed(x), net(x), atol=1e-5)

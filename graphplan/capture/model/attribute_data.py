@@ -130,7 +130,7 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"{name}({key}=)", value.keywords, key) for key in value.keywords)
         value = value.args
     if isinstance(value, _SEQUENCES):
-        yield from ((f"{name}[{index}]", value, index) for index in range(len(value)))
+        yield from ((f"{name}[{index}]", value, index) for index, _ in enumerate(value))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", value, key) for key in value)
     else:

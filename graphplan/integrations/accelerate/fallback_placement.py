@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,7 +202,7 @@ class _Fallback:
             made = start.place(self.model, self.source)
             args, kwargs = copy.deepcopy(self._arguments)
             with undone(made):
-                method_of(made, self.asked.entry)(*args, **kwargs)
+                self._run(made)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             if is_same(error, raised):
                 raise
@@ -213,6 +214,11 @@ class _Fallback:
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the call; a run may change what it is given, caches say."""
         return self.asked.call.args, self.asked.call.kwargs
+
+    def _run(self, module: nn.Module) -> Callable[..., Any]:
+        """What is asked for of a module, without what its class has around its call."""
+        entry = self.asked.entry
+        return method_of(module, entry) if entry else partial(nn.Module.__call__, module)
 
     def _profile(self) -> tuple[CallProfile, Exception | None]:
         """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
@@ -227,7 +233,7 @@ class _Fallback:
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copy.deepcopy(self._arguments))
             with untouched(module):
-                return profile_call(module, method_of(module, self.asked.entry), args, kwargs), None
+                return profile_call(module, self._run(module), args, kwargs), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
