@@ -366,15 +366,29 @@ def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
 def _place_streamed(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
-    """Segments, beams over configurations of buffers, the smallest moves, and the bounds."""
+    """Accelerators in turn; segments, beams over configurations of buffers; the smallest moves; bounds."""
     effort = _effort(candidate, limits, streaming=True)
+    turns = _in_turns(candidate, effort)
     search = StreamedSearch(candidate, effort)
-    if not _begin(search, near) or search.best is None:
+    begun = _begin(search, near) if turns is None else search.begin(near)
+    if turns is None and not begun:
         return None
     if limits.proves:
-        _prove(search, search.seconds)
+        _prove(search, min(search.seconds, np.inf if turns is None else turns.seconds))
     if not search.proven:
         search.improve()
+    if turns is not None:  # no earlier: beams go by the best that they find themselves
+        search.offer(turns)
+    assert search.best is not None
     if not search.proven:
         search.best = climb_streamed(search.arrays, search.best, effort)
     return certify(search.best, _named(search.bound, candidate, problem))
+
+
+def _in_turns(candidate: Problem, effort: Effort) -> Evaluation | None:
+    if candidate.fixed_weights.keys() >= set(candidate.graph.streamable):
+        return None  # operations follow the weights that an earlier plan has placed
+    with effort.share(effort.params.turns_share) as part:
+        search = StreamedSearch(candidate, part)
+        search.take_turns()
+    return search.best

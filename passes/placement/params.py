@@ -30,6 +30,7 @@ class SearchParams:
         completions: labels of a finished search that are judged exactly.
         retries: times that a search is repeated with larger margins, where exact peaks pass a budget.
         local_share: of the work that is left, for one run of the local search.
+        turns_share: of all work, for accelerators that compute in turn.
         exchange_effort: times the work of a search, for exchanges of runs after its label searches.
         restarts: climbs in a row that are no better, after which the local search with streaming ends, where
             the effort is the default one; in proportion where it is more.
@@ -66,6 +67,7 @@ class SearchParams:
     completions: int = 20
     retries: int = 3
     local_share: float = 0.5
+    turns_share: float = 0.25
     exchange_effort: float = 0.4
     restarts: int = 15
     sufficient_gap: float = 1e-3
@@ -81,7 +83,7 @@ class SearchParams:
     least_visits: int = 3_500_000
     most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
-    streaming_effort: float = 3.0
+    streaming_effort: float = 4.0
     call_effort: float = 0.3
     large_gap: float = 0.5
     more_work: float = 4.0

@@ -29,7 +29,7 @@ def coarsen(arrays: Arrays) -> Problem:
 def _cuts(arrays: Arrays) -> list[int]:
     """Positions in order, without the ends."""
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
-    nbytes, longest = _bytes_read(arrays), arrays.params.coarse_longest
+    nbytes, longest = bytes_read(arrays), arrays.params.coarse_longest
     least = arrays.params.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
     heavy = np.flatnonzero(nbytes > least).tolist()
     found = {0, count}
@@ -57,7 +57,7 @@ def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | No
     return int(positions[crossing[positions].argmin()]) if len(positions) else None
 
 
-def _bytes_read(arrays: Arrays) -> Floats:
+def bytes_read(arrays: Arrays) -> Floats:
     """(operations,) bytes of weights."""
     mine = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
     found = np.bincount(arrays.reader[mine], arrays.nbytes[arrays.item[mine]], arrays.count)

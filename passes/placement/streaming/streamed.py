@@ -28,7 +28,11 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.streaming.coarsen import coarsen
+from graphplan.passes.placement.streaming.round_robin import in_turns
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
+
+_ROUNDS = (16, 32, 8, 64, 4)
+"""How often accelerators have their turn; what is best for a model shows only when it is tried."""
 
 
 @dataclass
@@ -101,6 +105,19 @@ class StreamedSearch:
         return True
 
     # -- a first placement ---------------------------------------------------------------------------
+
+    def take_turns(self) -> None:
+        """Accelerators in turn, with smaller and smaller slots, until these do not pay."""
+        able = np.flatnonzero(self.arrays.accelerates).tolist()
+        for size in self._slot_sizes:
+            before = self.seconds
+            for rounds in _ROUNDS if len(able) > 1 else (1,):
+                if self.effort.over:
+                    return
+                devices = self.coarse.expand(in_turns(self.coarse, rounds))
+                self._stream_excess(dict.fromkeys(able, 0.0), devices, size)
+            if self.best is not None and self.seconds == before:
+                return
 
     def begin(self, near: Assignment | None = None) -> bool:
         """Segments with streamed excess, everything on one device, the nearest repaired; whether one fits.
