@@ -39,6 +39,7 @@ _ROOMY = 1 << 20  # GiB of the card on which a model is measured
 # a card for each share of the weights
 CASES: dict[str, tuple[tuple[Speed, float], ...]] = {
     "1x0.7": ((A, 0.7),),
+    "2x0.35": ((A, 0.35),) * 2,
     "2x0.55": ((A, 0.55),) * 2,
     "4x0.275": ((A, 0.275),) * 4,
     "mixed": ((A, 0.6), (B, 0.3), (C, 0.25)),
