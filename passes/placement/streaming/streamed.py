@@ -107,9 +107,19 @@ class StreamedSearch:
     # -- a first placement ---------------------------------------------------------------------------
 
     def take_turns(self) -> None:
-        """Accelerators in turn, with smaller and smaller slots, until these do not pay."""
-        able = np.flatnonzero(self.arrays.accelerates).tolist()
-        for size in self._slot_sizes:
+        """Accelerators in turn, with smaller and smaller slots, until these do not pay.
+
+        Slots that too few weights fill come last: those of a head, say, which is larger than all others.
+        """
+        arrays, ratio = self.arrays, self.effort.params.slot_ratio
+        able = np.flatnonzero(arrays.accelerates).tolist()
+        lacking = arrays.weight_bytes.sum() - arrays.room[able].sum()
+
+        def is_filled_by_few(size: float) -> bool:
+            fill = (arrays.weight_bytes <= size) & (arrays.weight_bytes * ratio > size)
+            return bool(arrays.weight_bytes[fill].sum() < lacking)
+
+        for size in sorted(self._slot_sizes, key=is_filled_by_few):
             before = self.seconds
             for rounds in _ROUNDS if len(able) > 1 else (1,):
                 if self.effort.over:
