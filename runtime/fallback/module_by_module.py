@@ -29,6 +29,7 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, PlanError
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
+from graphplan.runtime.fallback.replaced_tensors import tensors_in
 from graphplan.runtime.fallback.short_names import original_class
 
 STAYS = Way("where their weights are", returns=False)
@@ -66,7 +67,7 @@ class Untraced:
     def run(self, plain: nn.Module, entry: str, call: BoundCall) -> Any:
         """Run a call, of any structure, of the model as its own class."""
         _refuse_autocast(plain)
-        device = call.device or torch.device(CPU)
+        device = device_of_inputs(call)
         self.way = self.way or _first_way(plain, entry, call, device, self.main)
         return run_hooked(plain, entry, HookedRun(self.way, device, self.main), call.args, call.kwargs)
 
@@ -127,7 +128,7 @@ class Modulewise:
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
-            device = call.device or torch.device(CPU)
+            device = device_of_inputs(call)
             form.way = form.way or _first_way(tree, form.entry, call, device, instead)
             running = HookedRun(form.way, device, instead)
             result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
@@ -177,6 +178,12 @@ def _is_the_models(failures: Sequence[Exception]) -> bool:
     """Whether every way of running raised the same, and not for want of memory: then eager raises it too."""
     ours = isinstance(failures[-1], GraphplanError | torch.OutOfMemoryError)
     return not ours and all(is_same(error, failures[-1]) for error in failures)
+
+
+def device_of_inputs(call: BoundCall) -> torch.device:
+    """Where the first tensor of a call is, also one in an object."""
+    inside = () if call.device is not None else tensors_in(call.leaves)
+    return next((tensor.device for tensor in inside), call.device or torch.device(CPU))
 
 
 def _refuse_autocast(tree: nn.Module) -> None:

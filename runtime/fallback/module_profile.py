@@ -14,6 +14,7 @@ from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
 from graphplan.errors import CaptureError
 from graphplan.ir.liveness import LiveBytes
+from graphplan.runtime.fallback.replaced_tensors import tensors_in
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ def profile_call(
         CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.
     """
     profile = CallProfile()
-    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(leaves_of((args, kwargs)))
     counted = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
     for name, part in module.named_modules():

@@ -1,7 +1,8 @@
 """Arguments and results of modules with other tensors in them, such as copies on another device.
 
 What is one object stays one, whether it is met in several places or in several values. Containers that can
-change are looked into whatever their class is::
+change, and objects, are looked into whatever their class is. Others may refer to an object, so that no copy
+takes its place::
 
     arrived = Replacement(to_device_1, in_place=True)
     arrived.within(inputs)       {"h": on the CPU}  ->  the same dict, with a copy on device 1
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import operator
 from collections import UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import isroutine
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from graphplan.capture.transformers.caches import is_cache
 
 _TENSORS = (torch.Tensor, PackedSequence)
 
+_CLOSED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
@@ -39,6 +44,7 @@ class Replacement:
     Attributes:
         replace: from a tensor, or a packed sequence, to what takes its place.
         in_place: whether a container that can change has others itself, or a copy of it where it changes.
+            Objects that are no containers have others themselves.
         known: by its id, each tensor and container that was met, and what takes its place.
     """
 
@@ -59,7 +65,8 @@ class Replacement:
         if _can_change(value):
             self._note(value, value)  # before its parts, which it may be among
             changes = self._changes(value)
-            own = value if self.in_place or not changes else _copied(value)
+            stays = self.in_place or not changes or not _is_container(value)
+            own = value if stays else _copied(value)
             return self._note(value, _changed(own, changes))
         node = node_of_class(type(value))
         if node is None:
@@ -96,11 +103,18 @@ class Replacement:
 
 
 def _can_change(value: Any) -> bool:
-    return isinstance(value, list | dict | deque) or _has_attributes(value)
+    return _is_container(value) or _has_attributes(value)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | deque | UserDict) or dataclasses.is_dataclass(type(value))
 
 
 def _has_attributes(value: Any) -> bool:
-    return isinstance(value, UserDict) or dataclasses.is_dataclass(type(value))
+    if isinstance(value, UserDict) or dataclasses.is_dataclass(type(value)):
+        return True
+    closed = isinstance(value, _CLOSED) or isroutine(value) or node_of_class(type(value)) is not None
+    return not closed and hasattr(value, "__dict__")
 
 
 def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
@@ -115,13 +129,16 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
             if type(part) not in _PLAIN
         ]
     if _has_attributes(container):
-        is_data = dataclasses.is_dataclass(container)  # one with slots has no __dict__
-        fields = [one.name for one in dataclasses.fields(container)] if is_data else []
-        names = dict.fromkeys((*fields, *getattr(container, "__dict__", ())))
-        there = [name for name in names if hasattr(container, name)]
-        put = object.__setattr__  # also into frozen ones
-        found += [(put, name, getattr(container, name)) for name in there]
+        table = getattr(container, "__dict__", {})  # a dataclass with slots has none
+        slots = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
+        found += [(_put_attribute, name, part) for name, part in table.items()]
+        names = [one.name for one in slots if one.name not in table and hasattr(container, one.name)]
+        found += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
     return found
+
+
+def _put_attribute(container: Any, name: str, value: Any) -> None:
+    vars(container)[name] = value  # whatever its class makes of an assignment
 
 
 def _copied(container: Any) -> Any:
@@ -140,3 +157,10 @@ def _changed(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:
 def sent(value: Any, device: torch.device) -> Any:
     """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU."""
     return Replacement(lambda tensor: tensor.to(device)).within(value)
+
+
+def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among leaves, and in objects among these."""
+    met = Replacement(lambda tensor: tensor)
+    met.within(list(leaves))
+    return [value for value, _ in met.known.values() if isinstance(value, torch.Tensor)]

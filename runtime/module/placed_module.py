@@ -27,6 +27,7 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
+from graphplan.runtime.fallback.module_by_module import device_of_inputs
 from graphplan.runtime.fallback.replaced_tensors import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
@@ -258,7 +259,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     else:
         instead = _computes_instead(PlacedView(module).plan)
         result = state.modulewise.run(module, unplaced(module), served.form, call, instead)
-    return sent(result, call.device or torch.device("cpu")) if state.return_outputs else result
+    return sent(result, device_of_inputs(call)) if state.return_outputs else result
 
 
 def _as_original(module: PlacedModule) -> nn.Module:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +98,16 @@ class Named(UserDict[str, Any]):
         self.names = names
 
 
+class Bag:
+    """No dataclass: its tensors are in an object that it has, which refers back to it."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.store = SimpleNamespace(h=h, owner=self, bag=weakref.ref(self))
+
+    def __copy__(self) -> Bag:
+        raise AssertionError("an object with others that refer to it is not copied")
+
+
 class Keyed(dict[str, Any]):
     """Nothing that torch's pytrees look into."""
 
@@ -117,6 +129,14 @@ def sets_items(fc: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
     context["h"] = context["h"] + fc(x)
     context["all"] = (*context.get("all", ()), context["h"])
     return torch.relu(context["h"])
+
+
+def sets_attributes(fc: Any, x: torch.Tensor, bag: Any) -> torch.Tensor:
+    store = bag.store
+    store.h = store.h + fc(x)
+    store.all = [*getattr(store, "all", ()), store.h]
+    same = store.owner is bag and store.bag() is bag
+    return torch.relu(store.h) * (1.0 if same else 2.0)
 
 
 def appends(fc: Any, x: torch.Tensor, history: Any) -> torch.Tensor:
@@ -141,6 +161,43 @@ def appends(fc: Any, x: torch.Tensor, history: Any) -> torch.Tensor:
 )
 def test_what_a_module_puts_into_its_inputs_is_there(layer: Any, context: Any, budgets: Any) -> None:
     compare(each, layer, budgets, X, context)
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_tensors_in_objects_of_any_class_are_moved(budgets: Any) -> None:
+    model = Stack(each, sets_attributes).eval()
+    with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}), torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(copy.deepcopy(model), budgets, (X, Bag(torch.zeros(4, 16))))
+        for _ in range(2):
+            mine, theirs = Bag(torch.zeros(4, 16)), Bag(torch.zeros(4, 16))
+            (found, bag), (expected, _) = placed(X, mine), model(X, theirs)
+            assert bag is mine is bag.store.owner is bag.store.bag()
+            found_in, expected_in = [bag.store.h, *bag.store.all], [theirs.store.h, *theirs.store.all]
+            assert largest_difference([found, *found_in], [expected, *expected_in]) < 1e-5
+            assert {tensor.device.type for tensor in (found, *found_in)} == {"cpu"}
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+@pytest.mark.parametrize("kind", [Bag, lambda h: torch.distributions.Normal(h, h.abs() + 1)])
+def test_results_of_any_class_are_where_the_inputs_are(kind: Callable[..., Any], budgets: Any) -> None:
+    def outer(layers: Any, x: torch.Tensor) -> Any:
+        return [layer(x) for layer in layers]
+
+    def layer(fc: Any, x: torch.Tensor) -> Any:
+        return kind(fc(x))
+
+    model = Stack(outer, layer).eval()
+    with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}), torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(copy.deepcopy(model), budgets, (X,))
+        for mine, theirs in zip(placed(X), model(X), strict=True):
+            found, expected = (
+                [one.store.h] if kind is Bag else [one.loc, one.scale] for one in (mine, theirs)
+            )
+            assert largest_difference(found, expected) < 1e-5
+            assert {tensor.device.type for tensor in found} == {"cpu"}
+            assert kind is not Bag or mine.store.owner is mine.store.bag() is mine
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)
@@ -329,3 +386,17 @@ def test_a_class_that_is_flattened_to_a_new_dict_is_moved() -> None:
         assert {parameter.device.type for parameter in placed.parameters()} == {"sim"}
         found, expected = placed(X, Flattened(X)), model(X, Flattened(X))
         assert largest_difference([found[0]], [expected[0]]) < 1e-5
+
+
+def test_results_come_to_the_device_of_tensors_in_objects() -> None:
+    def outer(layers: Any, bag: Any) -> torch.Tensor:
+        return in_turn(layers, bag.store.h)
+
+    model = Stack(outer, lambda fc, x: fc(x)).eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, {0: "1MiB", "cpu": "1MiB"}, (Bag(X),))
+        machine.reset_peaks()
+        assert placed(Bag(X)).device.type == "cpu"
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+        assert placed(Bag(X.to("sim:1"))).device == torch.device("sim:1")
