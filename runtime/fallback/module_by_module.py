@@ -14,7 +14,7 @@ import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ class Modulewise:
         tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole)
+            _follow(tree, whole, form.modes)
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
@@ -216,9 +216,9 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
-def _follow(tree: nn.Module, whole: nn.Module) -> None:
+def _follow(tree: nn.Module, whole: nn.Module, modes: Modes) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
-    write_modes(tree, read_modes(whole))
+    write_modes(tree, replace(read_modes(whole), attributes=modes.attributes))
     _share_tensors(whole, tree)
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
         for name in _hook_tables(part) if part is not whole else ():
