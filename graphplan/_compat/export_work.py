@@ -2,6 +2,8 @@
 
 It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
 ``no_grad`` blocks are split off and put back, and what the cache of fake results notes is tried each time.
+Distributions check the values of their parameters, on which no trace can branch; ``torch.compile`` too leaves
+that out.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
@@ -26,6 +29,7 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
     the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
     assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead.
     """
+    private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
     amp = torch.amp.autocast_mode
@@ -62,7 +66,17 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
         (fx.GraphModule, "recompile", _when_called),
         (FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once),
         (mode, "__torch_function__", writing),
+        (Distribution, "__init__", _unchecked),
+        (Distribution, "_validate_sample", lambda _own: lambda _self, _value: None),
     ]
+
+
+def _unchecked(own: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, *sizes: Any, validate_args: bool | None = None, **named: Any) -> None:
+        del validate_args
+        own(self, *sizes[:2], validate_args=False, **named)  # a third would be it
+
+    return init
 
 
 def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:

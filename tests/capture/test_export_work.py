@@ -9,9 +9,11 @@ import torch
 from language_models import build
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Categorical, Normal
 from torch.export import _trace as export_trace
 from torch.nn.modules import module
 
+import graphplan
 from graphplan._compat import export_work
 from graphplan.capture import export_here
 from graphplan.capture.assigned_state import AssignedState
@@ -132,3 +134,28 @@ def test_an_export_leaves_no_hook_behind() -> None:
     with export_here.exporting(keep_grad=False, state=AssignedState()):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before
+
+
+def test_distributions_are_traced_without_their_checks() -> None:
+    # a trace cannot branch on values: policies and variational models ran module by module
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.prior = nn.Linear(8, 4), Normal(0.0, 1.0)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.body(x)
+            chosen, latent = Categorical(logits=y), Normal(y, y.exp(), validate_args=True)
+            best = y.argmax(-1)
+            return chosen.log_prob(best), chosen.entropy(), self.prior.log_prob(y), latent.rsample()
+
+    model, x = Policy().eval(), torch.randn(3, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        for given in (x, torch.randn(5, 8)):
+            torch.manual_seed(0)
+            found = placed(given)
+            torch.manual_seed(0)
+            assert all(map(torch.allclose, found, model(given)))
+    with pytest.raises(ValueError, match="Expected parameter logits"):
+        Categorical(logits=torch.full((2,), torch.nan))  # elsewhere they check
