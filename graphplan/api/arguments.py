@@ -99,9 +99,12 @@ def read_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
         raise InputError(f"graphplan places a torch.nn.Module, not {what}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("a ScriptModule has no Python to trace: give the module that it was made from")
     for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise InputError(
+                f"{repr(name) if name else 'the model'} is a ScriptModule, which has no Python to trace: use "
+                "the module that it was made from"
+            )
         if hasattr(part, "_graphplan"):
             raise InputError(
                 f"{repr(name) if name else 'the model'} is placed already: give what it was made from, or "

@@ -552,6 +552,13 @@ def test_a_placed_model_is_not_placed_again() -> None:
     assert isinstance(graphplan.partition(graphplan.unplace(placed), {"cpu": "1GiB"}, (X,)), Two)
 
 
+def test_a_scripted_module_is_named() -> None:
+    scripted = torch.jit.script(nn.Linear(16, 16))  # type: ignore[no-untyped-call]  # of torch
+    for model, named in ((scripted, "the model"), (nn.Sequential(nn.Linear(16, 16), scripted), "'1'")):
+        with pytest.raises(graphplan.InputError, match=f"^{named} is a ScriptModule"):
+            graphplan.plan(model, {"cpu": "1MiB"}, (X,))
+
+
 def test_models_with_accelerates_hooks_are_told_what_to_do() -> None:
     from accelerate import cpu_offload
 
