@@ -145,3 +145,32 @@ def test_what_can_be_copied_is() -> None:
         warnings.simplefilter("error")
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     assert placed.held.thing is model.held.thing
+
+
+class Saved(nn.Module):
+    """A copy of it has tensors of its own, as of what is copied by a file of its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.full((16,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+    def __deepcopy__(self, memo: Any) -> Saved:
+        made = Saved()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+@pytest.mark.parametrize("budgets", [{0: "64KiB", 1: "64KiB"}, {0: "4KiB", "cpu": "1MiB"}])
+def test_modules_that_copy_themselves_have_the_placed_tensors(budgets: Any) -> None:
+    # each call was an error that said that their weights had been moved
+    model = nn.Sequential(nn.Linear(16, 16), Saved(), Saved()).eval()
+    own = dict(model.named_parameters())
+    with graphplan.simulate({0: "64KiB", 1: "64KiB"}), torch.no_grad():
+        placed = graphplan.partition(model, budgets, (X,), strict=True)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        assert largest_difference(placed(X[:2]), model(X[:2])) < 1e-5
+    assert all(own[name] is parameter for name, parameter in model.named_parameters())

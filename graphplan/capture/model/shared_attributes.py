@@ -86,7 +86,24 @@ def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
     """A copy of a model, or of what is in it."""
     with _WithoutHistory():
-        return copy.deepcopy(value, _Memo(model, memo))
+        made = copy.deepcopy(value, _Memo(model, memo))
+    if value is model:
+        _share_tensors(model, made, memo)
+    return made
+
+
+def _share_tensors(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Have the tensors of ``memo`` also in modules that copy themselves otherwise, by a file say."""
+    copies = dict(made.named_modules())
+    for path, part in model.named_modules():
+        mine = copies.get(path)
+        tables = (
+            () if mine is None else ((mine._parameters, part._parameters), (mine._buffers, part._buffers))
+        )
+        for table, own in tables:
+            for name, tensor in own.items():
+                if id(tensor) in memo and name in table and table[name] is not memo[id(tensor)]:
+                    table[name] = memo[id(tensor)]
 
 
 class _Memo(dict[Any, Any]):
