@@ -174,3 +174,25 @@ def test_modules_that_copy_themselves_have_the_placed_tensors(budgets: Any) -> N
         assert largest_difference(placed(X), model(X)) < 1e-5
         assert largest_difference(placed(X[:2]), model(X[:2])) < 1e-5
     assert all(own[name] is parameter for name, parameter in model.named_parameters())
+
+
+class MadeAnew(nn.Module):
+    """Its copies are made by its constructor, as those of layers that keep no more than their settings."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)
+
+
+def test_layers_that_are_made_anew_by_a_copy_train_no_more_than_before() -> None:
+    model, x = nn.Sequential(MadeAnew(), nn.Linear(8, 8)).eval(), torch.ones(2, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert not placed[0].training
+        placed.eval()(x)
+        assert len(placed.plans) == 1

@@ -73,14 +73,18 @@ def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module,
 
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
+    found: dict[str, Any] = {}
     try:
-        return _deepcopy(model, model, memo), {}
+        made = _deepcopy(model, model, memo)
     except Exception as error:  # what objects do when they are copied is theirs
         found = _uncopied(model, memo)
         if not found:
             raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
-    stand_ins = {id(value): instead(name, value) for name, value in found.items()}
-    return _deepcopy(model, model, {**memo, **stand_ins}), found
+        stand_ins = {id(value): instead(name, value) for name, value in found.items()}
+        made = _deepcopy(model, model, {**memo, **stand_ins})
+    for mine, part in zip(made.modules(), model.modules(), strict=True):
+        mine.training = part.training  # some make themselves anew when they are copied
+    return made, found
 
 
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
