@@ -14,6 +14,7 @@ from torch import fx
 from torch._dispatch import python as dispatch
 from torch._export.passes import _node_metadata_hook as node_metadata_hook
 from torch.export import _trace as export_trace
+from torch.export import dynamic_shapes
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental import proxy_tensor
@@ -31,6 +32,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
 """What ``torch.export`` writes for the module of a node that no module has called."""
+
+TRACED_NUMBERS = (
+    private(dynamic_shapes, "_IntWrapper", "torch"),
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+)
+"""What a trace has in place of numbers."""
 
 SERVED_BY = "_compiled_call_impl"
 """The attribute of a module that runs in place of its call; a trace runs the module's own code."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import Registry
+from graphplan._compat.torch import TRACED_NUMBERS, Registry
 
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Iterable[Any], Any], Any]
@@ -98,12 +98,13 @@ def _know_dataclass(cls: type) -> None:
         cls, torch.nn.Module
     )
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
-    kinds = (torch.Tensor, *CONSTANTS, type(None))
+    kinds = (torch.Tensor, *CONSTANTS, type(None), *TRACED_NUMBERS)
 
     def given(value: Any) -> dict[str, Any]:
         found = {name: getattr(value, name) for name in names if hasattr(value, name)}
         beside = getattr(value, "__dict__", {}).items() if plain else ()
-        return {**{name: part for name, part in beside if isinstance(part, kinds)}, **found}
+        others = {name: part for name, part in beside if name not in found and isinstance(part, kinds)}
+        return {**found, **others}
 
     def there(value: Any) -> dict[str, Any]:
         return {name: part for name, part in given(value).items() if part is not None}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,6 +137,39 @@ def test_dataclasses_pass_through() -> None:
     model_copy, found = captured(Paired(), Pair(torch.ones(2), torch.ones(3)))
     assert len(found.inputs) == 2
     assert model_copy.bind((Pair(torch.ones(2), torch.ones(3)),), {}).spec == found.signature.spec
+
+
+class Named(NamedTuple):
+    left: torch.Tensor
+    count: int
+
+
+@dataclasses.dataclass
+class Cached:
+    """As caches of decoders that are written by hand: numbers between tensors, and one that is no field."""
+
+    keys: list[torch.Tensor]
+    count: int
+    left: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.last = self.count + 1
+
+
+class Sized(nn.Module):
+    def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
+        more = sum(key.sum() for key in getattr(given, "keys", ())) * getattr(given, "last", 1)
+        return x + given.left.sum() * given.count + more
+
+
+@pytest.mark.parametrize("kind", [Named, Cached])
+def test_sizes_vary_in_tensors_of_named_tuples_and_dataclasses(kind: Any) -> None:
+    def given(size: int) -> Any:
+        keys = {"keys": [torch.ones(size, 2)]} if kind is Cached else {}
+        return kind(**keys, count=size, left=torch.ones(size, 2))
+
+    model_copy, found = captured(Sized(), torch.ones(3, 4), given(3))
+    assert found.signature.mismatch(model_copy.bind((torch.ones(5, 4), given(5)), {})) is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from graphplan._compat.torch import conditions_of
 from graphplan.capture.signature import Guard
-from graphplan.capture.structure import node_of
+from graphplan.capture.structure import node_of_class
 from graphplan.errors import CaptureError
 
 BATCH, LENGTH, SIZE = "batch", "length", "size"
@@ -76,14 +76,14 @@ def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
     auto = torch.export.Dim.AUTO
     if isinstance(value, torch.Tensor):
         return dict.fromkeys(next(roles), auto) or None
-    node = node_of(type(value))
+    node = node_of_class(type(value))
     if node is None:
         return auto if next(roles) else None
     children, keys = node.flatten_fn(value)
     parts = [shapes_for(child, roles) for child in children]
     if type(value) is dict:
         return dict(zip(keys, parts, strict=True))
-    return tuple(parts) if type(value) is tuple else parts
+    return node.unflatten_fn(parts, keys) if isinstance(value, tuple) else parts
 
 
 def written_guard(text: str, code: str) -> Guard:
