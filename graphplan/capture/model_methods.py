@@ -12,6 +12,8 @@ from torch import nn
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.errors import InputError, NoGraphError
 
+_FEW = 3  # calls of what has most parameters: of towers that share weights, say; more are a loop
+
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
     """A method that no graph stands for: it calls the model itself, changes it, or computes nothing."""
@@ -59,24 +61,29 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
             module.forward = own
 
 
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
 
     When called it raises :class:`RunAsItIs` where the method calls the module, or again and again a submodule
-    that has all its parameters, as the loops of wrappers do, or sets attributes.
+    that has most of its parameters, as loops that generate do, or sets attributes.
     """
     method, running = getattr(module, name), list[str]()
-    own = set(module.parameters())
-    inner = [part for part in list(module.modules())[1:] if own and set(part.parameters()) == own]
+    whole = _count(module)
+    inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole]
 
-    def once(forward: Callable[..., Any]) -> Callable[..., Any]:
-        called: list[bool] = []
+    def few(part: nn.Module) -> Callable[..., Any]:
+        """Its forward: once where it has all parameters, so that a few calls may be those of towers."""
+        forward, left = part.forward, [1 if _count(part) == whole else _FEW]
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if called:
+            if not left[0]:
                 raise RunAsItIs(f"{name!r} calls the same model again: give its calls of the model")
-            called.append(True)
+            left[0] -= 1
             return forward(*args, **kwargs)
 
         return run
@@ -90,7 +97,7 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
         try:
             with ExitStack() as stack:
                 for part in inner:
-                    stack.enter_context(with_forward(part, once(part.forward)))
+                    stack.enter_context(with_forward(part, few(part)))
                 result = method(*args, **kwargs)
         finally:
             running.clear()

@@ -20,7 +20,13 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import compiling, is_view, list_weights_anew
+from graphplan._compat.torch import (
+    compiling,
+    current_mode,
+    is_view,
+    list_weights_anew,
+    without_current_mode,
+)
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
@@ -185,7 +191,7 @@ def run_hooked(
 ) -> Any:
     """What an entry of a tree of modules returns; its hooks are gone afterwards."""
     hooks: list[Any] = []
-    together = _on_one_device(call.host) if call.way.gathered else nullcontext()
+    together = on_one_device(call.host) if call.way.gathered else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
@@ -207,8 +213,21 @@ def run_hooked(
 
 
 @contextmanager
-def _on_one_device(device: torch.device) -> Iterator[None]:
+def on_one_device(device: torch.device) -> Iterator[None]:
+    """A block in which operations that take no tensors of several devices have theirs brought together."""
     with compiling("force_eager"), _OnOneDevice(device):
+        yield
+
+
+def is_on_one_device() -> bool:
+    """Whether the innermost mode is that of :func:`on_one_device`."""
+    return isinstance(current_mode(), _OnOneDevice)
+
+
+@contextmanager
+def as_outside() -> Iterator[None]:
+    """Within a block of :func:`on_one_device`, one that is as outside of it."""
+    with without_current_mode(), compiling("default"):
         yield
 
 

@@ -27,6 +27,7 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
+from graphplan.runtime.fallback.hooked_run import as_outside, is_on_one_device
 from graphplan.runtime.fallback.module_by_module import device_of_inputs
 from graphplan.runtime.fallback.replaced_tensors import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
@@ -85,6 +86,9 @@ class PlacedModule(ShortNames, KeptInPlace):
         """Run an entry of the module on its own arguments."""
         if is_exported():
             raise PlanError(_EXPORTED)
+        if is_on_one_device():
+            with as_outside():
+                return self._graphplan_enter(entry, signature, args, kwargs, record)
         if self._graphplan.start is not None or _change(self) is not None:
             _place_now(self, entry, args, kwargs)
         state = self._graphplan

@@ -20,7 +20,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -30,7 +30,9 @@ from torch import nn
 from graphplan._compat.torch import call_of, call_without_compiled, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.structure import leaves_of
+from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
+from graphplan.runtime.fallback.hooked_run import is_on_one_device, on_one_device
 from graphplan.runtime.fallback.short_names import class_made, made_class, original_class, unplaced
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
@@ -190,8 +192,8 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
 def methods_of(original: type[nn.Module]) -> dict[str, Any]:
     """Name -> method that a placed class has in place of one of the model's own that may compute.
 
-    Given no tensor, or where it turns out to call the whole model or to change it, it runs as it is; what it
-    calls is placed then.
+    Given no tensor, or where it turns out to call the whole model or to change it, it runs as it is: what it
+    calls is placed then, and what its module itself holds is copied to where it computes.
     """
     return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
 
@@ -222,12 +224,17 @@ def device_of(original: type[nn.Module]) -> dict[str, Any]:
 
     def device(self: Any) -> torch.device:
         found = self._graphplan_entry()
-        state: Any = None if found is None else vars(found[0]).get("_graphplan")
-        planned = state is not None and bool(state.programs)
-        answer: torch.device = (state.device or state.programs[0].host) if planned else get(self)
+        answer: torch.device = (None if found is None else _host(found[0])) or get(self)
         return answer
 
     return {"device": property(device, doc=device_of.__doc__)}
+
+
+def _host(whole: nn.Module) -> torch.device | None:
+    """Where the tensors of calls are, as planned; None without a plan."""
+    state: Any = vars(whole).get("_graphplan")
+    planned = state is not None and bool(state.programs)
+    return (state.device or state.programs[0].host) if planned else None
 
 
 def _may_compute(original: type, name: str) -> bool:
@@ -248,28 +255,33 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(original, name)  # as the class has it now
-        found = self._graphplan_entry() if _has_tensor((args, kwargs)) else None
+        found, given = self._graphplan_entry(), _devices((args, kwargs))
         if found is None:
             return method(self, *args, **kwargs)
-        if method not in known:
-            known.clear()
-            known[method] = inspect.signature(method.__get__(self))
         whole: Any = found[0]
-        entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
-        if entry not in own:
-            try:
-                return whole._graphplan_enter(entry, known[method], args, kwargs)
-            except RunAsItIs:
-                own.add(entry)
-            except UntracedMethodError as error:
-                if whole._graphplan.strict:
-                    raise
-                warn(f"{error}{_OWN_CODE}")
-                own.add(entry)
-        return method(self, *args, **kwargs)
+        if given:
+            if method not in known:
+                known.clear()
+                known[method] = inspect.signature(method.__get__(self))
+            entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
+            if entry not in own:
+                try:
+                    return whole._graphplan_enter(entry, known[method], args, kwargs)
+                except RunAsItIs:
+                    own.add(entry)
+                except UntracedMethodError as error:
+                    if whole._graphplan.strict:
+                        raise
+                    warn(f"{error}{_OWN_CODE}")
+                    own.add(entry)
+        host = given[0] if given else _host(whole) or torch.device(CPU)
+        held = _devices((list(self._parameters.values()), list(self._buffers.values())))
+        apart = any(device != host for device in held) and not is_on_one_device()
+        with on_one_device(host) if apart else nullcontext():
+            return method(self, *args, **kwargs)
 
     return call
 
 
-def _has_tensor(arguments: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(arguments))
+def _devices(values: Sequence[Any]) -> list[torch.device]:
+    return [leaf.device for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]

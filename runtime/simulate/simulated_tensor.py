@@ -145,18 +145,15 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if is_whole(func, args):  # in a thread that has not the mode of the simulation
+        if is_whole(func):  # in a thread that has not the mode of the simulation
             return func.decompose(*args, **(kwargs or {}))
         return run_simulated(func, args, kwargs or {})
 
 
-def is_whole(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
-    inference = torch.is_inference_mode_enabled() or any(
-        isinstance(value, torch.Tensor) and value.is_inference() for value in args
-    )
+def is_whole(func: Any) -> bool:
+    """Whether an operation that torch takes apart before has arrived whole, as in inference mode."""
     key = DispatchKey.CompositeImplicitAutograd
-    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
+    return func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
 
 
 def is_simulated(device: Any) -> bool:

@@ -478,6 +478,16 @@ class Wrapper(nn.Module):
             x = torch.cat([x, self.net(x)[-1:]])
         return x
 
+    @torch.inference_mode()
+    def sample(self, count: int) -> torch.Tensor:
+        return self.denoise(torch.ones(2, 32), count)
+
+    def denoise(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for index in range(count):
+            x = self.net(x) * self.bias[index] + self.bias
+            self.bias.mul_(x[0].abs().clamp(max=1))
+        return x
+
 
 @torch.no_grad()
 def test_the_loop_of_a_wrapper_runs_as_it_is() -> None:
@@ -487,6 +497,51 @@ def test_the_loop_of_a_wrapper_runs_as_it_is() -> None:
         assert torch.allclose(placed.generate(x, 3), model.generate(x, 3), atol=1e-5)
         for plan in placed.plans:  # none has several steps
             assert sum(one.target == "linear" for one in plan.graph.operations.values()) <= 3
+
+
+class Translator(nn.Module):
+    """Its loop calls what has most parameters, beside what is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader, self.writer = stack(2), stack(3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.writer(y + self.reader(x).mean(0))
+        return found
+
+    def write(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        read = self.reader(x).mean(0)
+        y = torch.zeros(1, 32)
+        for _ in range(count):
+            y = torch.cat([y, self.writer(y + read)[-1:]])
+        return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("count", "steps"), [(2, 2), (8, 1)])
+def test_a_loop_over_most_of_a_model_runs_as_it_is(count: int, steps: int) -> None:
+    model, x = Translator().eval(), torch.randn(4, 32)
+    with graphplan.simulate({0: "30KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x, x), strict=True)
+        assert torch.allclose(placed.write(x, count), model.write(x, count), atol=1e-5)
+        linear = [sum(one.target == "linear" for one in p.graph.operations.values()) for p in placed.plans]
+        assert max(linear) == 2 + 3 * steps
+
+
+def test_a_method_that_runs_as_it_is_has_what_its_module_holds_where_it_computes() -> None:
+    model, x = Wrapper().eval(), torch.randn(4, 32)
+    with graphplan.simulate({0: "20KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        assert placed.bias.device.type == "sim"
+        for _ in range(2):
+            found = placed.sample(3)
+            assert found.device.type == "cpu"
+            assert torch.allclose(found, model.sample(3), atol=1e-5)
+            with torch.no_grad():
+                assert torch.allclose(placed.denoise(x, 3), model.denoise(x, 3), atol=1e-5)
+            assert torch.allclose(placed.bias.cpu(), model.bias)
+        assert placed.bias.device.type == "sim"
 
 
 def test_a_method_in_inference_mode_has_a_graph() -> None:
