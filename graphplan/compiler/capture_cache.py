@@ -13,7 +13,7 @@ from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, Modes
-from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
@@ -82,7 +82,7 @@ class Captures:
                     return known
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
-                same = same or alike
+                same = same or (alike and _more_differs(known.capture.signature, call))
         if self.known:
             what = entry or type(self.model_copy.module).__name__
             logger.info(
@@ -118,6 +118,16 @@ class Captures:
         """A trace, simplified; with its backward pass where a training step is asked for."""
         simplify(traced, keep_grad=keep_grad)
         return traced if part.step is None else with_backward(traced, part.weights, call, part.step)
+
+
+def _more_differs(signature: InputSignature, call: BoundCall) -> bool:
+    """Whether a size differs that was no symbol of the trace, as that of an image."""
+    return any(
+        fixed not in (None, size)
+        for leaf, tensor in zip(signature.leaves, call.leaves, strict=True)
+        if isinstance(leaf, TensorLeaf) and isinstance(tensor, torch.Tensor)
+        for fixed, size in zip(leaf.shape, tensor.shape, strict=False)
+    )
 
 
 def with_backward(capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation) -> Capture:

@@ -72,6 +72,22 @@ def test_twenty_batches_are_one_capture_and_few_plans(traces: list[int], first: 
     assert len(placed.plans) <= 6  # up to 1, 2, 4, 8, 16, 32
 
 
+class Single(Image):
+    """Has code of its own for a batch of one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.shape[0] == 1 else super().forward(2 * x)
+
+
+def test_other_sizes_are_symbols_only_once_one_of_them_differs(traces: list[int]) -> None:
+    shapes = [(1, 8), (2, 8), (4, 8), (2, 6), (3, 10)]
+    placed = check(Single(), [(torch.randn(batch, 3, size, size),) for batch, size in shapes])
+    forms = [program.signature.leaves[0].shape for program in placed._graphplan.programs]
+    assert (None, 3, 8, 8) in forms[1:3]
+    assert (None, 3, None, None) in forms
+    assert len(traces) == 3
+
+
 def test_with_max_batch_they_are_one_plan_and_none_is_larger(traces: list[int]) -> None:
     placed = check(Image(), [(torch.randn(size, 3, 8, 8),) for size in (4, *range(1, 21))], max_batch=20)
     assert (len(traces), len(placed.plans)) == (1, 1)
