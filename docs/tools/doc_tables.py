@@ -17,8 +17,8 @@ Data = Mapping[str, Any]
 
 # budgets of benchmarks/real_models.py, as readers know them
 CASES = {
-    "1x0.7": "one GPU and the CPU",
-    "2x0.35": "two GPUs and the CPU",
+    "1x0.7": "one GPU + CPU",
+    "2x0.35": "two GPUs + CPU",
     "2x0.55": "two identical GPUs",
     "4x0.275": "four identical GPUs",
     "mixed": "three mixed GPUs",
