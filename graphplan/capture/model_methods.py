@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -12,7 +15,7 @@ from torch import nn
 from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.errors import InputError, NoGraphError
 
-_FEW = 3  # calls of what has most parameters: of towers that share weights, say; more are a loop
+_FEW = 3  # rounds with what has most parameters: over towers that share weights, say; more are a loop
 
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
@@ -65,25 +68,39 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _run_method(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return method(*args, **kwargs)
+
+
+def _place_of_call() -> tuple[tuple[CodeType, int], ...]:
+    """Where in the code a method is, through all that it has called: twice the same in a loop alone."""
+    found, frame = list[tuple[CodeType, int]](), sys._getframe(2)
+    while frame.f_back is not None and frame.f_code is not _run_method.__code__:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
 def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
     """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
 
-    When called it raises :class:`RunAsItIs` where the method calls the module, or again and again a submodule
-    that has most of its parameters, as loops that generate do, or sets attributes.
+    When called it raises :class:`RunAsItIs` where the method calls the module, or in a loop a submodule that
+    has most of its parameters, as ``generate`` does, or sets attributes.
     """
     method, running = getattr(module, name), list[str]()
     whole = _count(module)
     inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole]
 
-    def few(part: nn.Module) -> Callable[..., Any]:
-        """Its forward: once where it has all parameters, so that a few calls may be those of towers."""
-        forward, left = part.forward, [1 if _count(part) == whole else _FEW]
+    def in_few_rounds(part: nn.Module) -> Callable[..., Any]:
+        """Its forward, which no place in the method may call again, or few times if it is not all of it."""
+        forward, most, calls = part.forward, 1 if _count(part) == whole else _FEW, Counter[Any]()
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not left[0]:
-                raise RunAsItIs(f"{name!r} calls the same model again: give its calls of the model")
-            left[0] -= 1
+            place = _place_of_call()
+            if calls[place] == most:
+                raise RunAsItIs(f"{name!r} calls the same model in a loop: give its calls of the model")
+            calls[place] += 1
             return forward(*args, **kwargs)
 
         return run
@@ -97,8 +114,8 @@ def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
         try:
             with ExitStack() as stack:
                 for part in inner:
-                    stack.enter_context(with_forward(part, few(part)))
-                result = method(*args, **kwargs)
+                    stack.enter_context(with_forward(part, in_few_rounds(part)))
+                result = _run_method(method, args, kwargs)
         finally:
             running.clear()
             changed = put_back(before)

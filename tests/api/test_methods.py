@@ -552,3 +552,45 @@ def test_a_method_in_inference_mode_has_a_graph() -> None:
             found = placed.step(x)
             assert torch.allclose(found.cpu(), model.step(x), atol=1e-5)
             assert not found.requires_grad
+
+
+class Sampler(nn.Module):
+    """Calls what it is around several times, and computes between with what it has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = stack()
+        self.register_buffer("alpha", torch.rand(10) + 0.5)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x * self.alpha[t][:, None])
+        return found
+
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        for t in range(3):
+            x = x - self.alpha[t] * self.net(x)
+        return x
+
+    def views(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.net(x), self.net(-x)
+        return (first @ second.T) * self.alpha[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"return_outputs": False}])
+def test_two_calls_of_what_a_model_is_around_are_a_graph_and_a_loop_runs_as_it_is(options: Any) -> None:
+    model, x = Sampler().eval(), torch.randn(4, 32)
+    with graphplan.simulate({0: "64KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x, torch.arange(4)), strict=True, **options)
+        assert torch.allclose(placed.views(x).cpu(), model.views(x), atol=1e-4)
+        assert len(placed.plans) == 2
+        assert torch.allclose(placed.sample(x).cpu(), model.sample(x), atol=1e-4)
+
+
+def test_inference_mode_in_code_of_no_module_has_a_graph() -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec("def forward(self, x):\n    with torch.inference_mode():\n        return self.net(x)\n", names)
+    model, x = type("Made", (Wrapper,), {"forward": names["forward"]})().eval(), torch.randn(4, 32)
+    with graphplan.simulate({0: "20KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        assert torch.allclose(placed(x).cpu(), model(x), atol=1e-5)
