@@ -41,7 +41,7 @@ from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.module_by_module import Untraced
+from graphplan.runtime.fallback.module_by_module import Untraced, computes_instead
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
@@ -224,6 +224,7 @@ class Placer:
             become=in_place if self.in_place else copy_to_run,
         )
         first = planned[0].plan if planned else self.known_plan
+        instead = None if first is None else computes_instead(first)
         state = ModuleState(
             programs,
             compiler.further,
@@ -232,7 +233,7 @@ class Placer:
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
-            untraced=Untraced(str(without), None) if isinstance(without, KeptStateError) else None,
+            untraced=Untraced(str(without), instead) if isinstance(without, KeptStateError) else None,
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,

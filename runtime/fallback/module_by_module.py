@@ -27,6 +27,7 @@ from graphplan.capture.signature import BoundCall, CounterLeaf, InputSignature, 
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, PlanError
+from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
@@ -146,6 +147,12 @@ class Modulewise:
                 "not: make such a call of the model before you place it"
             )
         return result
+
+
+def computes_instead(plan: PlanData) -> torch.device | None:
+    """The accelerator on which modules on the CPU compute, where the CPU may not."""
+    accelerators = [spec.torch_device for spec in plan.topology.accelerators]
+    return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
 
 def _first_way(

@@ -28,7 +28,7 @@ from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.hooked_run import as_outside, is_on_one_device
-from graphplan.runtime.fallback.module_by_module import device_of_inputs
+from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
 from graphplan.runtime.fallback.replaced_tensors import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
@@ -265,7 +265,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         with as_written():
             result = state.untraced.run(_as_original(module), served.entry, call)
     else:
-        instead = _computes_instead(PlacedView(module).plan)
+        instead = computes_instead(PlacedView(module).plan)
         result = state.modulewise.run(module, unplaced(module), served.form, call, instead)
     return sent(result, device_of_inputs(call)) if state.return_outputs else result
 
@@ -275,12 +275,6 @@ def _as_original(module: PlacedModule) -> nn.Module:
     plain = object.__new__(original_class(module))
     object.__setattr__(plain, "__dict__", vars(module))
     return plain
-
-
-def _computes_instead(plan: PlanData) -> torch.device | None:
-    """The accelerator on which modules on the CPU compute, where the CPU may not."""
-    accelerators = [spec.torch_device for spec in plan.topology.accelerators]
-    return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:

@@ -609,6 +609,25 @@ def test_what_a_later_call_leaves_in_attributes_is_the_models() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("cpu_compute", [False, True])
+def test_weights_on_the_cpu_are_computed_with_where_the_cpu_may(cpu_compute: bool) -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    model = nn.Sequential(layers, Cached())
+    model[1].first = nn.Linear(64, 8)
+    x = torch.randn(4, 64)
+    with graphplan.simulate({0: "96KiB", "cpu": "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), cpu_compute=cpu_compute)
+        assert any(weight.device.type == "cpu" for weight in placed[0].parameters())
+        placed[1](placed[0](x), keep=True)  # no graph from here on
+        found = set[str]()
+        for layer in placed[0]:
+            layer.register_forward_hook(lambda _part, _args, out: found.add(out.device.type))
+        placed(x)
+        assert found == ({"cpu", "sim"} if cpu_compute else {"sim"})
+
+
+@torch.no_grad()
 def test_a_check_is_no_call() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Running())
     eager = copy.deepcopy(model)
