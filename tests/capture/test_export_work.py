@@ -158,4 +158,4 @@ def test_distributions_are_traced_without_their_checks() -> None:
             torch.manual_seed(0)
             assert all(map(torch.allclose, found, model(given)))
     with pytest.raises(ValueError, match="Expected parameter logits"):
-        Categorical(logits=torch.full((2,), torch.nan))  # elsewhere they check
+        Categorical(logits=torch.full((2,), torch.nan), validate_args=True)  # elsewhere they check
