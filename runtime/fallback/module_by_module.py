@@ -14,7 +14,7 @@ import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class Modulewise:
         tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole, form.modes)
+            _follow(tree, whole)
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
@@ -223,9 +223,9 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
-def _follow(tree: nn.Module, whole: nn.Module, modes: Modes) -> None:
+def _follow(tree: nn.Module, whole: nn.Module) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
-    write_modes(tree, replace(read_modes(whole), attributes=modes.attributes))
+    write_modes(tree, read_modes(whole))
     _share_tensors(whole, tree)
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
         for name in _hook_tables(part) if part is not whole else ():

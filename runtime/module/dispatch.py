@@ -26,8 +26,8 @@ from graphplan.warnings import warn
 
 _MANY = 32
 _MANY_PROGRAMS = (
-    f"{_MANY} graphs have been captured for one model: sizes, or an argument or attribute that is not a "
-    "tensor (a float, a string), change from one forward pass to the next. Use tensors, or dynamic_shapes"
+    f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "
+    "a string), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
 )
 _FULL = (
     "so many call structures have been captured for one model that all are forgotten, and captured again "

@@ -22,7 +22,7 @@ from torch import nn
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.model.attribute_data import data_in, is_container
 from graphplan.capture.model.model_weights import identity, is_dense
-from graphplan.capture.model.modes import Place, is_plain
+from graphplan.capture.model.modes import is_plain
 from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
@@ -67,7 +67,6 @@ class ModelReading:
 
     Attributes:
         facts: by name, for people.
-        places: of the attributes of modules, by the names of their facts.
         root: the plain attributes of the module.
         tables: what holds all other attributes and items: dictionaries, sequences, namespaces of classes.
         keys: of these, there.
@@ -83,7 +82,6 @@ class ModelReading:
     def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_modules())
         self.facts: dict[str, Fact] = {}
-        self.places: dict[str, Place] = {}
         self.root = {name: value for name, value in vars(module).items() if name not in _NOT_READ}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
@@ -100,8 +98,8 @@ class ModelReading:
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
-        for number, (path, part) in enumerate(named.items()):
-            self._read_part(path, part, number)
+        for path, part in named.items():
+            self._read_part(path, part)
         self._read_weights(named)
         for path, part in named.items():
             if len(part._modules) > 1:
@@ -110,14 +108,13 @@ class ModelReading:
         for cls in self.namespaces:
             self._read_class(cls)
 
-    def _read_part(self, path: str, part: nn.Module, at: int) -> None:
+    def _read_part(self, path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
         if path:
             self.facts[repr(path)] = Fact(original_class(part))
         for name, value in vars(part).items():
             if name not in _NOT_READ and (path or name != "forward"):  # whose own runs around the graphs
                 table = vars(part) if path else None
-                self.places[repr(prefix + name)] = at, name
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
         for table_name in _HOOKS if path else ():
             hooks = vars(part).get(table_name, {})

@@ -24,7 +24,7 @@ from torch import nn
 from graphplan._compat.torch import global_hooks
 from graphplan.capture.model.attribute_data import is_container
 from graphplan.capture.model.model_weights import identity
-from graphplan.capture.model.modes import PLAIN, Place, is_plain
+from graphplan.capture.model.modes import is_plain
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading
 
 _LONGEST = 60  # characters of a value in a message
@@ -32,10 +32,9 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module, which is given as its graphs were traced; ``varying`` are none."""
+    """Notices changes of one module, which is given as its graphs were traced."""
 
-    def __init__(self, module: nn.Module, varying: Iterable[Place] = ()) -> None:
-        self._varying = set(varying)
+    def __init__(self, module: nn.Module) -> None:
         self._seen = _Snapshot(module)
         self._traced, self._traced_hooks = self._seen.reading.facts, self._seen.hook_count()
 
@@ -49,26 +48,10 @@ class ModuleGuard:
         if self._seen.same(module):
             return None
         now = _Snapshot(module)
-        found = next((text for _, text in self._differences(now.reading)), None)
+        found = _difference(self._traced, now.reading.facts)
         if found is None:
             self._seen = now
         return found
-
-    def vary(self, module: nn.Module) -> dict[Place, Any]:
-        """Let attributes vary if they alone differ, and are plain: as they were traced. Else nothing does."""
-        now, found = ModelReading(module), dict[Place, Any]()
-        for name, _ in self._differences(now):
-            before, place = self._traced.get(name), now.places.get(name)
-            values = [None if fact is None else fact.value for fact in (before, now.facts.get(name))]
-            if before is None or place is None or not all(isinstance(value, PLAIN) for value in values):
-                return {}
-            found[place] = before.value
-        self._varying |= found.keys()
-        return found
-
-    def _differences(self, now: ModelReading) -> Iterator[tuple[str, str]]:
-        found = _differences(self._traced, now.facts)
-        return (one for one in found if now.places.get(one[0]) not in self._varying)
 
 
 class _Snapshot:
@@ -122,16 +105,16 @@ class _Snapshot:
             return False
 
 
-def _differences(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> Iterator[tuple[str, str]]:
-    """Names of facts that differ, and how, for people."""
+def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | None:
     for name, fact in now.items():
         known = before.get(name)
         if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
-            yield name, f"{name} is new"
+            return f"{name} is new"
         if known is not None and not _equal(known.value, fact.value):
             was, is_now = _shown(known.value), _shown(fact.value)
-            yield name, f"{name} was {was} and is {'another' if was == is_now else is_now}"
-    yield from ((name, f"{name} is gone") for name in before if name not in now)
+            return f"{name} was {was} and is {'another' if was == is_now else is_now}"
+    gone = next((name for name in before if name not in now), None)
+    return None if gone is None else f"{gone} is gone"
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

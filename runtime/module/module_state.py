@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, Place
+from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
@@ -130,7 +130,6 @@ class ModuleState:
 
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
-    ``varying`` are attributes of which each value has programs of its own.
     ``turns`` is held by each run: a plan has room for one. ``running`` has the calls that read weights now.
     """
 
@@ -151,7 +150,6 @@ class ModuleState:
     move: MoveWeights | None = None
     told_of_gradients: bool = False
     asked_to_train: bool = False
-    varying: tuple[Place, ...] = ()
     codes: dict[int, Code] = field(default_factory=dict, init=False)
     routes: list[KnownForm] = field(default_factory=list, init=False)
     by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict, init=False)
@@ -165,19 +163,11 @@ class ModuleState:
     def watch(self, module: nn.Module) -> None:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""
         if self.start is None and self.untraced is None:
-            self.reader, self.guard = self.new_reader(module), ModuleGuard(module, self.varying)
+            self.reader, self.guard = self.new_reader(module), ModuleGuard(module)
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
-        return ModeReader(module, self.device_types, self.varying)
-
-    def vary(self, module: nn.Module, traced: Mapping[Place, Any]) -> None:
-        """Have programs for each value of further attributes; those that are there are for these values."""
-        self.varying += tuple(traced)
-        self.programs[:] = [replace(one, modes=one.modes.also(traced)) for one in self.programs]
-        for form in self.modulewise.forms:
-            form.modes = form.modes.also(traced)
-        self.reader = self.new_reader(module)
+        return ModeReader(module, self.device_types)
 
     @property
     def known_plan(self) -> PlanData | None:

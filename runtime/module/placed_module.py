@@ -248,11 +248,7 @@ def _notice_changes(module: PlacedModule) -> None:
         if state.reader is not None:
             state.reader.read(module)  # adapters that were put in are an error
         warn(f"{changed}: {type(module).__name__} is captured again, as it is now")
-        traced = state.guard.vary(module) if state.guard is not None else {}
-        if traced:  # which may come and go, as the name of the step that a trainer runs
-            state.vary(module, traced)
-        else:
-            state.start = state.restart
+        state.start = state.restart
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:

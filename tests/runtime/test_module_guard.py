@@ -117,7 +117,8 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
     assert placed.norm is norm
     assert placed.embed.weight is weight
     norm.eps = net.norm.eps = 0.25
-    assert torch.allclose(placed(x), net(x), atol=1e-5)
+    with pytest.warns(GraphplanWarning, match="captured again"):
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -128,68 +129,8 @@ def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], 
         other = copied(placed)
     assert torch.allclose(other(x), net(x), atol=1e-5)
     other.k = net.k = 8.0
-    if copied is copy.deepcopy:  # which has the graphs too
-        assert torch.allclose(other(x), net(x), atol=1e-5)
-    else:
-        with pytest.warns(GraphplanWarning, match="captured again"):
-            assert torch.allclose(other(x), net(x), atol=1e-5)
-
-
-def set_phase(net: Any, phase: str | None, k: float) -> None:
-    net.phase, net.k = phase, k
-
-
-def test_an_attribute_that_comes_and_goes_finds_its_graph_again(machine: Any) -> None:
-    # as the name of the step that a trainer runs: each switch traced the model and placed it again
-    net, x = Net().eval(), torch.randn(3, 8)
-    net.phase = None  # type: ignore[assignment]
-    placed = graphplan.partition(net, machine.max_memory, (x,))
-    weight = placed.embed.weight
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(8):
-            phase, k = [(None, 2.0), ("train", 2.0), ("train", 3.0), (None, 5.0)][step % 4]
-            for one in (net, placed):
-                set_phase(one, phase, k)
-            assert torch.allclose(placed(x), net(x), atol=1e-5)
-    told = [str(warning.message).split()[0] for warning in found]
-    assert told == ["'phase'", "'k'"]
-    assert len(placed.plans) == 4
-    assert placed.embed.weight is weight
-    other = copy.deepcopy(placed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for phase, k in [("train", 2.0), (None, 2.0)]:
-            for one in (net, placed, other):
-                set_phase(one, phase, k)
-            assert torch.allclose(placed(x), net(x), atol=1e-5)
-            assert torch.allclose(other(x), net(x), atol=1e-5)
-    assert len(placed.plans) == len(other.plans) == 4
-    for one in (net, placed):
-        one.k = 2  # type: ignore[assignment]  # of another type
-    assert torch.allclose(placed(x), net(x), atol=1e-5)
-    assert len(placed.plans) == 5
-    for one in (net, placed):
-        one.act, one.k = nn.Tanh(), 3.0  # type: ignore[assignment]
     with pytest.warns(GraphplanWarning, match="captured again"):
-        assert torch.allclose(placed(x), net(x), atol=1e-5)
-    assert len(placed.plans) == 1
-
-
-def test_modules_that_run_one_by_one_have_attributes_as_they_are_now(machine: Any) -> None:
-    placed, net, x = placed_net(machine)
-    handles = [one.norm.register_forward_hook(lambda *args: args[2] + 1) for one in (net, placed)]
-    with pytest.warns(GraphplanWarning, match="hooks were added"):
-        assert torch.allclose(placed(x), net(x), atol=1e-5)
-    for k, eps in [(3.0, 1e-5), (2.0, 0.5), (3.0, 1e-5)]:
-        for one in (net, placed):
-            one.k, one.norm.eps = k, eps
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert torch.allclose(placed(x), net(x), atol=1e-5)
-    for handle in handles:
-        handle.remove()
-    assert torch.allclose(placed(x), net(x), atol=1e-5)
+        assert torch.allclose(other(x), net(x), atol=1e-5)
 
 
 def test_what_no_graph_reads_changes_nothing(machine: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense
-from graphplan.capture.model.modes import Differentiation, Modes, Place, autocast_of, read_modes, write_modes
+from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
@@ -45,7 +45,6 @@ class ModelCopy:
         step: what is differentiated, where a training step is to be traced.
         device_types: of the devices that will compute.
         autocast: the type that autocast is on for on these devices; None where it is off.
-        varying: the attributes that are modes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +56,6 @@ class ModelCopy:
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.varying: tuple[Place, ...] = ()
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins, named = _stand_ins(model), self.weights.identities
@@ -95,7 +93,7 @@ class ModelCopy:
     @property
     def modes(self) -> Modes:
         """Of the copy."""
-        return replace(read_modes(self.module, self.varying), step=self.step, autocast=self.autocast)
+        return replace(read_modes(self.module), step=self.step, autocast=self.autocast)
 
     def compute_on(self, device_types: Iterable[str]) -> None:
         """Trace for these types of devices, under the autocast that is on for them now."""
@@ -109,7 +107,6 @@ class ModelCopy:
         """
         write_modes(self.module, modes)
         self.step, self.autocast = modes.step, modes.autocast
-        self.varying = tuple(place for place, _, _ in modes.attributes)
 
     def warn_once(self, text: str) -> None:
         """Warn, unless the model's user has been warned of that."""

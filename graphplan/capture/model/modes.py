@@ -5,14 +5,13 @@ A graph is of the modes in which it was traced. All of these change a result, an
     model.eval()                        whether each module trains
     with model.disable_adapter(): ...   which adapters of PEFT are on, active and merged
     model.config.use_cache = False      the plain values of the configurations that modules hold
-    model.phase = "predict"             attributes that have changed since the first trace
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any
@@ -25,10 +24,7 @@ from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
-Place = tuple[int, str]
-"""An attribute of a module: its number in the order of ``modules()``, and the name."""
-
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, tuple)
 _training = attrgetter("training")
 
@@ -66,7 +62,6 @@ class Modes:
         step: what is differentiated, in a training step; None for a forward pass alone.
         autocast: the type that autocast is on for; None where it is off.
         default: the type of tensors that are made without one.
-        attributes: those that have changed since the first trace, each with its type and its value.
     """
 
     training: tuple[bool, ...]
@@ -75,12 +70,6 @@ class Modes:
     step: Differentiation | None = None
     autocast: torch.dtype | None = None
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
-    attributes: tuple[tuple[Place, type, Any], ...] = ()
-
-    def also(self, attributes: Mapping[Place, Any]) -> Modes:
-        """The same with further attributes."""
-        further = ((place, type(value), value) for place, value in attributes.items())
-        return replace(self, attributes=(*self.attributes, *further))
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""
@@ -94,8 +83,6 @@ class Modes:
             return "autocast has changed"
         if self.default != other.default:
             return f"torch's default dtype is {self.default}, and was {other.default}"
-        if self.attributes != other.attributes:
-            return "an attribute of the model has another value"
         if self.step != other.step:
             return "other parameters require gradients, or gradients are on or off"
         return None if self.training == other.training else "its modules train, or do not any more"
@@ -107,13 +94,9 @@ class ModeReader:
     Args:
         module: whose modes are read.
         device_types: of the devices that compute, whose autocast counts.
-        varying: the attributes that are modes too.
     """
 
-    def __init__(
-        self, module: nn.Module, device_types: Sequence[str] = (), varying: Sequence[Place] = ()
-    ) -> None:
-        self._varying = varying
+    def __init__(self, module: nn.Module, device_types: Sequence[str] = ()) -> None:
         self._device_types = frozenset(device_types)
         self._parts = list(module.modules())[1:]
         self._adapted = [part for part in self._parts if is_adapted(part)]
@@ -136,11 +119,7 @@ class ModeReader:
         training = (module.training, *map(_training, self._parts))
         adapters = tuple(adapters_of(part) for part in self._adapted)
         configs = tuple(map(self._values, range(len(self._configs))))
-        modes = Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
-        if not self._varying:
-            return modes
-        parts = (module, *self._parts)
-        return modes.also({(at, name): vars(parts[at])[name] for at, name in self._varying})
+        return Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
 
     def _values(self, index: int) -> dict[str, Any]:
         """The plain values of a configuration; the same object while they are the same."""
@@ -158,11 +137,8 @@ class ModeReader:
         Raises:
             PlanError: an adapter is active that the module does not have.
         """
-        parts = (module, *self._parts)
-        for part, training in zip(parts, modes.training, strict=True):
+        for part, training in zip((module, *self._parts), modes.training, strict=True):
             part.training = training
-        for (at, name), _, value in modes.attributes:
-            vars(parts[at])[name] = value
         _require_adapters(self._adapted, {name for _, active, _ in modes.adapters for name in active})
         for layer, (off, active, merged) in zip(self._adapted, modes.adapters, strict=True):
             set_adapters(layer, off, active, merged)
@@ -193,9 +169,9 @@ def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
     return next(iter(found), None)
 
 
-def read_modes(module: nn.Module, varying: Sequence[Place] = ()) -> Modes:
-    """The modes of a module now; ``varying`` as in :class:`ModeReader`."""
-    return ModeReader(module, varying=varying).read(module)
+def read_modes(module: nn.Module) -> Modes:
+    """The modes of a module now."""
+    return ModeReader(module).read(module)
 
 
 def write_modes(module: nn.Module, modes: Modes) -> None:
@@ -225,7 +201,7 @@ def _configs(parts: Iterable[nn.Module]) -> list[Any]:
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
     """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
     if not isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return isinstance(value, PLAIN)
+        return isinstance(value, _PLAIN)
     items = value.values() if isinstance(value, dict) else value
     around = (*around, id(value))
     return all(id(item) not in around and is_plain(item, around) for item in items)
