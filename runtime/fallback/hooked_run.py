@@ -93,6 +93,7 @@ class HookedRun:
         running.put_back()
         device = self._device_of_caller()
         back = running.given.undo(lambda tensor: tensor.to(device))
+        back.holder = running.module
         for one in running.copies:
             if one.written and one.here.shape == one.original.shape:
                 one.give_back()

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import operator
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import isroutine
@@ -33,6 +34,7 @@ from graphplan.capture.transformers.caches import is_cache
 _TENSORS = (torch.Tensor, PackedSequence)
 
 _CLOSED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
+_NOT_HELD = {*vars(nn.Module()), "_graphplan"}
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
@@ -45,11 +47,13 @@ class Replacement:
         replace: from a tensor, or a packed sequence, to what takes its place.
         in_place: whether a container that can change has others itself, or a copy of it where it changes.
             Objects that are no containers have others themselves.
+        holder: whose results the values are, if they are: what it holds stays as it is, for its next call.
         known: by its id, each tensor and container that was met, and what takes its place.
     """
 
     replace: Callable[[Any], Any]
     in_place: bool = False
+    holder: nn.Module | None = None
     known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def within(self, value: Any) -> Any:
@@ -64,9 +68,10 @@ class Replacement:
             return value
         if _can_change(value):
             self._note(value, value)  # before its parts, which it may be among
-            changes = self._changes(value)
-            stays = self.in_place or not changes or not _is_container(value)
-            own = value if stays else _copied(value)
+            changes, copied = self._changes(value), _is_container(value)
+            if not changes or (not copied and id(value) in self._held):
+                return value
+            own = _copied(value) if copied and not self.in_place else value
             return self._note(value, _changed(own, changes))
         node = node_of_class(type(value))
         if node is None:
@@ -92,6 +97,14 @@ class Replacement:
             if _can_change(value):
                 _changed(value, back._changes(value))
         return back
+
+    @functools.cached_property
+    def _held(self) -> Container[int]:
+        """The ids of what the holder has in its attributes."""
+        met = Replacement(lambda tensor: tensor)
+        for part in () if self.holder is None else self.holder.modules():
+            met.within([value for name, value in vars(part).items() if name not in _NOT_HELD])
+        return met.known
 
     def _note(self, value: Any, other: Any) -> Any:
         self.known[id(value)] = value, other
@@ -121,7 +134,7 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
     """For each part of a container: how it is put there, its key, and the part."""
     found: list[tuple[_Put, Any, Any]] = []
     if isinstance(container, dict):
-        found = [(operator.setitem, key, part) for key, part in container.items()]
+        found = [(operator.setitem, key, part) for key, part in container.items() if type(part) not in _PLAIN]
     elif isinstance(container, list | deque):
         found = [
             (operator.setitem, index, part)
@@ -131,7 +144,7 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
     if _has_attributes(container):
         table = getattr(container, "__dict__", {})  # a dataclass with slots has none
         slots = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
-        found += [(_put_attribute, name, part) for name, part in table.items()]
+        found += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in _PLAIN]
         names = [one.name for one in slots if one.name not in table and hasattr(container, one.name)]
         found += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
     return found
@@ -154,9 +167,12 @@ def _changed(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:
     return container
 
 
-def sent(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU."""
-    return Replacement(lambda tensor: tensor.to(device)).within(value)
+def sent(value: Any, device: torch.device, holder: nn.Module | None = None) -> Any:
+    """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU.
+
+    ``holder`` is as of :class:`Replacement`.
+    """
+    return Replacement(lambda tensor: tensor.to(device), holder=holder).within(value)
 
 
 def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:

@@ -253,6 +253,7 @@ def _notice_changes(module: PlacedModule) -> None:
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
     state, call = module._graphplan, served.call
+    ran: nn.Module | None = module
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
@@ -263,7 +264,8 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     else:
         instead = computes_instead(PlacedView(module).plan)
         result = state.modulewise.run(module, unplaced(module), served.form, call, instead)
-    return sent(result, device_of_inputs(call)) if state.return_outputs else result
+        ran = state.modulewise.tree
+    return sent(result, device_of_inputs(call), ran) if state.return_outputs else result
 
 
 def _as_original(module: PlacedModule) -> nn.Module:

@@ -400,3 +400,41 @@ def test_results_come_to_the_device_of_tensors_in_objects() -> None:
         assert placed(Bag(X)).device.type == "cpu"
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
         assert placed(Bag(X.to("sim:1"))).device == torch.device("sim:1")
+
+
+class Remembers(nn.Module):
+    """Keeps an object, and returns it, in another too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.memory = nn.Linear(16, 16), SimpleNamespace(h=None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.fc(x)
+        assert h.sum().item() < 1e9  # which no trace can tell
+        self.memory.h = h if self.memory.h is None else h + self.memory.h
+        return h, self.memory, SimpleNamespace(h=h, memory=self.memory)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Remembers(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h, memory, both = self.first(x)
+        return self.second(h), memory, both
+
+
+def test_objects_that_a_module_keeps_and_returns_stay_on_its_device() -> None:
+    # the second call was an error: the object that the module computes with had come to the caller's device
+    model = Remembering().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        placed.first.memory.h = None  # what trials have left
+        for _ in range(3):
+            (found, memory, both), (expected, theirs, fresh) = placed(X), model(X)
+            assert largest_difference([found, memory.h.cpu(), both.h], [expected, theirs.h, fresh.h]) < 1e-5
+            assert memory is placed.first.memory is both.memory
+            assert [one.device.type for one in (memory.h, found, both.h)] == ["sim", "cpu", "cpu"]
