@@ -81,15 +81,15 @@ def _place_of_call() -> tuple[tuple[CodeType, int], ...]:
     return tuple(found)
 
 
-def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
+def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callable[..., Any]:
     """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
 
-    When called it raises :class:`RunAsItIs` where the method calls the module, or in a loop a submodule that
-    has most of its parameters, as ``generate`` does, or sets attributes.
+    When called it raises :class:`RunAsItIs` where the method calls the module, or sets attributes, or, unless
+    ``loops`` are to be traced, in a loop a submodule that has most of its parameters, as ``generate`` does.
     """
     method, running = getattr(module, name), list[str]()
     whole = _count(module)
-    inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole]
+    inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole and not loops]
 
     def in_few_rounds(part: nn.Module) -> Callable[..., Any]:
         """Its forward, which no place in the method may call again, or few times if it is not all of it."""

@@ -43,6 +43,11 @@ class ModuleGuard:
         hooked = any(self._seen.reading.hooks)  # most tables are empty, and this is sooner known than a count
         return (hooked and self._seen.hook_count() > self._traced_hooks) or any(global_hooks())
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The submodules, which may have become others of their classes without a difference."""
+        return self._seen.reading.parts
+
     def difference(self, module: nn.Module) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is."""
         if self._seen.same(module):

@@ -143,7 +143,7 @@ class ModuleState:
     start: Start | None = None
     device: torch.device | None = None
     device_types: tuple[str, ...] = ()
-    as_written: set[str] = field(default_factory=set)
+    as_written: set[tuple[str, bool]] = field(default_factory=set)
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
     step: Differentiation | None = None

@@ -219,7 +219,12 @@ def _change(module: PlacedModule) -> str | None:
     """What is not as the graphs were traced from, if anything."""
     state = module._graphplan
     guard = state.guard
-    return None if guard is None or state.start is not None else guard.difference(module)
+    if guard is None or state.start is not None:
+        return None
+    parts, found = guard.parts, guard.difference(module)
+    if guard.parts is not parts:  # no difference, but the modes are theirs
+        state.reader = state.new_reader(module)
+    return found
 
 
 @outside_inference_mode

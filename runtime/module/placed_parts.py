@@ -264,23 +264,30 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
                 known.clear()
                 known[method] = inspect.signature(method.__get__(self))
             entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
-            if entry not in own:
+            mine = entry, torch.is_grad_enabled()  # with gradients, loops are traced
+            if mine not in own:
                 try:
                     return whole._graphplan_enter(entry, known[method], args, kwargs)
                 except RunAsItIs:
-                    own.add(entry)
+                    own.add(mine)
                 except UntracedMethodError as error:
                     if whole._graphplan.strict:
                         raise
                     warn(f"{error}{_OWN_CODE}")
-                    own.add(entry)
+                    own.add(mine)
         host = given[0] if given else _host(whole) or torch.device(CPU)
         held = _devices((list(self._parameters.values()), list(self._buffers.values())))
-        apart = any(device != host for device in held) and not is_on_one_device()
+        apart = any(device != host for device in held) and not (_keeps_grad(whole) or is_on_one_device())
         with on_one_device(host) if apart else nullcontext():
             return method(self, *args, **kwargs)
 
     return call
+
+
+def _keeps_grad(whole: Any) -> bool:
+    """Whether a backward pass may follow, for which copies below autograd are of no use."""
+    state = whole._graphplan
+    return torch.is_grad_enabled() and (state.keep_grad or state.step is not None)
 
 
 def _devices(values: Sequence[Any]) -> list[torch.device]:

@@ -594,3 +594,31 @@ def test_inference_mode_in_code_of_no_module_has_a_graph() -> None:
     with graphplan.simulate({0: "20KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
         assert torch.allclose(placed(x).cpu(), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"grad": True}, {"train": True}])
+def test_a_loop_that_gradients_go_through_is_a_graph(options: Any) -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = stack(), nn.Parameter(torch.rand(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.net(x) * self.scale
+            return found
+
+        def loop(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(5):
+                x = self.net(x) * self.scale
+            return x
+
+    model, x = Repeated().eval(), torch.randn(2, 32)
+    own = copy.deepcopy(model)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), **options)
+        with torch.no_grad():
+            assert torch.allclose(placed.loop(x), own.loop(x), atol=1e-4)  # as it is written, call by call
+        placed.loop(x).sum().backward()
+        own.loop(x).sum().backward()
+        for mine, theirs in zip(placed.parameters(), own.parameters(), strict=True):
+            assert torch.allclose(mine.grad.cpu(), theirs.grad, atol=1e-4)

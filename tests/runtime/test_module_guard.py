@@ -350,3 +350,14 @@ def test_a_sequence_without_a_length_is_an_attribute(machine: Any) -> None:
     net.steps = Pairs((1, 2))  # type: ignore[assignment]  # for the loop
     placed = graphplan.partition(net, machine.max_memory, (x,))
     assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+def test_a_module_in_the_place_of_one_of_its_class_has_the_mode(machine: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.9)).eval(), torch.ones(4, 16)
+    placed = graphplan.partition(model, machine.max_memory, (x,))
+    with torch.no_grad():
+        placed(x)
+        placed[1] = nn.Dropout(0.9)
+        assert (placed(x) == 0).any()  # it trains
+        placed.eval()
+        assert not (placed(x) == 0).any()

@@ -204,7 +204,7 @@ def _export(
     """``names``: of all arguments, where ``shapes`` has them by these; else by the model's own."""
     module = model_copy.module
     own = model_copy.method == "forward"
-    original = module.forward if own else pure_method(module, model_copy.method)
+    original = module.forward if own else pure_method(module, model_copy.method, loops=keep_grad)
     changed, replaced = list[bool](), set[str]()
 
     @wraps(original)
