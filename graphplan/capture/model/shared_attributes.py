@@ -73,18 +73,14 @@ def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module,
 
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
-    found: dict[str, Any] = {}
     try:
-        made = _deepcopy(model, model, memo)
+        return _deepcopy(model, model, memo), {}
     except Exception as error:  # what objects do when they are copied is theirs
         found = _uncopied(model, memo)
         if not found:
             raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
-        stand_ins = {id(value): instead(name, value) for name, value in found.items()}
-        made = _deepcopy(model, model, {**memo, **stand_ins})
-    for mine, part in zip(made.modules(), model.modules(), strict=True):
-        mine.training = part.training  # some make themselves anew when they are copied
-    return made, found
+    stand_ins = {id(value): instead(name, value) for name, value in found.items()}
+    return _deepcopy(model, model, {**memo, **stand_ins}), found
 
 
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
@@ -92,19 +88,18 @@ def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
     with _WithoutHistory():
         made = copy.deepcopy(value, _Memo(model, memo))
     if value is model:
-        _share_tensors(model, made, memo)
+        _make_alike(model, made, memo)
     return made
 
 
-def _share_tensors(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Have the tensors of ``memo`` also in modules that copy themselves otherwise, by a file say."""
+def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Give modules that make themselves anew when they are copied their mode, and the tensors of ``memo``."""
     copies = dict(made.named_modules())
     for path, part in model.named_modules():
-        mine = copies.get(path)
-        tables = (
-            () if mine is None else ((mine._parameters, part._parameters), (mine._buffers, part._buffers))
-        )
-        for table, own in tables:
+        if (mine := copies.get(path)) is None:
+            continue
+        mine.training = part.training
+        for table, own in ((mine._parameters, part._parameters), (mine._buffers, part._buffers)):
             for name, tensor in own.items():
                 if id(tensor) in memo and name in table and table[name] is not memo[id(tensor)]:
                     table[name] = memo[id(tensor)]

@@ -51,9 +51,8 @@ def _on_cpu(there: Floats, elsewhere: Floats, copying: Floats, copies: float) ->
         copies: seconds to copy what accelerators cannot hold.
     """
     found, busy = np.zeros(len(there), dtype=bool), elsewhere[np.isfinite(elsewhere)].sum()
-    for unit in np.argsort(there / np.maximum(copying, 1e-12)).tolist():
-        if not 0 < there[unit] < np.inf:
-            continue  # pinned elsewhere, or a view: it belongs to what reads it
+    able = np.flatnonzero((there > 0) & np.isfinite(there) & (copying > 0))  # a view belongs to what reads it
+    for unit in able[np.argsort(there[able] / copying[able])].tolist():
         longer = there[unit] - min(elsewhere[unit], there[unit])
         if busy * longer < copies * copying[unit]:  # less of busy**2 + copies**2, as they overlap in part
             found[unit] = True
