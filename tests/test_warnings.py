@@ -16,11 +16,11 @@ from graphplan.warnings import unwarned
 BUDGETS = {0: "1MiB", "cpu": "1GiB", "disk": "1GiB"}
 
 
-class Appending(nn.Module):
-    """Puts something into the list that it is given."""
+class Leaves(nn.Linear):
+    """Leaves a loss in an attribute."""
 
-    def forward(self, x: torch.Tensor, log: list[Any]) -> torch.Tensor:
-        log.append(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = super().forward(x).square().mean()
         return x + 1
 
 
@@ -42,9 +42,9 @@ def test_a_warning_of_planning_points_at_the_caller() -> None:
 def test_a_warning_of_a_first_call_passes_over_torch() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match="first call"):
-            placed = graphplan.partition(Appending(), machine.max_memory)
-        with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list") as caught:
-            line, _ = here(), placed(torch.ones(2), [torch.ones(1)])
+            placed = graphplan.partition(Leaves(2, 2), machine.max_memory, grad=True)
+        with pytest.warns(graphplan.GraphplanWarning, match="loss with a gradient") as caught:
+            line, _ = here(), placed(torch.ones(2))
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
 
 

@@ -179,8 +179,11 @@ class RankBuilder:
         stay = form.caches_stay
         annotator = self._annotated(micro, form, ahead)
         capture, key = annotator.capture, self._key(annotator, form)
-        if capture.caches and not stay:
-            raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
+        if capture.given and not stay:
+            raise InputError(
+                f"{', '.join(capture.given)}: over several machines no argument is changed; generate() keeps "
+                "caches"
+            )
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:
             self.cuts[key] = on_all(

@@ -79,8 +79,8 @@ class Capture:
             has found them itself.
         order: for each of ``inputs``, the leaf of the caller's call; None for what was added to it.
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
-        caches: names of the arguments that are caches; the result is then a pair of the model's result
-            and what became of each.
+        given: names of the arguments that a call changes; the result is then a
+            :class:`~graphplan.capture.structure.Returned`.
         kept: positions of results that are tensors of caches: they stay where they are made.
         entry: what was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
@@ -100,7 +100,7 @@ class Capture:
     roles: tuple[Mapping[int, str], ...] = ()
     order: tuple[int | None, ...] = ()
     states: Mapping[str, int] = field(default_factory=dict)
-    caches: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     kept: frozenset[int] = frozenset()
     entry: str = ""
     step: TrainingStep | None = None

@@ -34,7 +34,7 @@ from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, TensorLeaf
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import Returned, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -240,7 +240,9 @@ def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
     if spec.is_leaf():
         return [prefix]
     children, keys = spec.children(), spec.context
-    if not isinstance(keys, list) or len(keys) != len(children):
+    if spec.type is Returned:
+        paths = ["", *keys]
+    elif not isinstance(keys, list) or len(keys) != len(children):
         paths = [f"{prefix}[{index}]" for index in range(len(children))]
     else:
         paths = [f"{prefix}.{key}" if prefix else str(key) for key in keys]

@@ -222,6 +222,42 @@ def tell_torch() -> None:
     _tracing[-1].put(dict(_own))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """Stands in a result for an object that the caller has passed in.
+
+    Attributes:
+        name: of the argument.
+        path: from the argument to the object: whether each step is an attribute, and its key or name.
+    """
+
+    name: str
+    path: tuple[tuple[bool, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Returned:
+    """What a trace returns where the call changes objects that it is given.
+
+    Attributes:
+        result: of the model.
+        changed: by the name of an argument, what became of it: the cache; of any other, pairs of
+            a container in it and the contents.
+    """
+
+    result: Any
+    changed: dict[str, Any]
+
+
+def _returned(parts: Iterable[Any], names: Sequence[str]) -> Returned:
+    result, *changed = parts
+    return Returned(result, dict(zip(names, changed, strict=True)))
+
+
+know(Given, lambda given: ([], given), lambda _, given: given)
+know(Returned, lambda found: ([found.result, *found.changed.values()], tuple(found.changed)), _returned)
+
+
 def named_arguments(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def lower_planned(
         attributes=attributes,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
-        caches=captured.caches,
+        given=captured.given,
         entry=captured.entry,
         dense=_made_dense(captured, inputs),
         on_host=_read_on_host(plan, inputs),

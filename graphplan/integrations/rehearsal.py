@@ -135,8 +135,8 @@ class Rehearsal:
         flat = [_zeros(result, sizes) for result in capture.outputs]
         self._kept.append(flat)
         self._made |= {id(t): (number, i) for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        given = given_layouts(capture.signature.spec, capture.caches)
-        return rebuilder(capture.out_spec, given)(flat, {name: call.kwargs[name] for name in capture.caches})
+        given = given_layouts(capture.signature.spec, capture.given)
+        return rebuilder(capture.out_spec, given)(flat, {name: call.kwargs[name] for name in capture.given})
 
 
 class _Repeated(Exception):  # noqa: N818  # no error

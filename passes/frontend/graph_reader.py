@@ -235,7 +235,8 @@ class GraphReader:
         Not of a cache to which this call adds tensors: which of them is a later one of which, nobody knows.
         """
         own = [described.copy_bytes for _, described in self.states]
-        count = self.capture.out_spec.children()[1].num_leaves if self.capture.caches else 0
+        changed = self.capture.out_spec.children()[1:] if self.capture.given else ()
+        count = sum(spec.num_leaves for spec in changed)
         last = self.capture.outputs[-count:] if count else ()
         nodes = [n for n in last if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]
         beside = [self._bytes_beside(self.name_of[node]) for node in nodes]

@@ -29,7 +29,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             code = _graph_module(module, program, program.graph)
             _bind_streams(module, state, program, code)  # before parts: it may bring the whole elsewhere
             _bind_parts(module, state, program, code)
-            rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
+            rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.given))
             how = program.backward
             backward = None if how is None else backward_code(module, program, code, how.graph)
             found = state.codes[index] = Code(code, BoundCode(code), rebuild, backward)

@@ -45,11 +45,11 @@ _SIZES = 4096  # of calls that are remembered
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A call as its program takes it: the leaves of its inputs, and the caches that it was given."""
+    """A call as its program takes it: the leaves of its inputs; by name, the arguments that it changes."""
 
     index: int
     leaves: Sequence[Any]
-    caches: Mapping[str, Any]
+    given: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,13 @@ def serve(
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
-    known = KnownForm(route, index, () if route is None else _places(signature, program.caches, kwargs))
+    known = KnownForm(route, index, () if route is None else _places(signature, program.given, kwargs))
     if route is not None:
         order = list(_by_reach(state))
         state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda one: order.index(one.index))
     if route is not None or all(one.index != index for one in likely):
         _remember(state, sizes, known)
-    given = {name: call.kwargs[name] for name in program.caches}
+    given = {name: call.kwargs[name] for name in program.given}
     traced = call if program.prepare is None else program.prepare(call)
     return Served(index, traced.leaves, given)
 
@@ -146,7 +146,7 @@ def _routed(
     leaves = known.route.leaves(args, kwargs, program.host)
     if leaves is None or not program.takes(leaves):
         return None
-    given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
+    given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.given}
     return Served(known.index, leaves, given)
 
 

@@ -115,7 +115,7 @@ class KnownForm:
 
     route: Route | None  # None: calls of it are bound and flattened
     index: int
-    caches: tuple[tuple[str, int | str], ...]  # with the position or name of the argument that each is
+    given: tuple[tuple[str, int | str], ...]  # with the position or name of each argument
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Program:
         modes: of the modules, as traced.
         prepare: turns the caller's arguments into the traced ones, or None.
         states: the tensors of the caller's caches, and where each is to be.
-        caches: names of the arguments that are caches.
+        given: names of the arguments that a call changes: caches, lists and dicts.
         entry: path of the submodule whose call it serves; empty for the module itself.
         dense: those of the placeholders that are made contiguous.
         backward: of a training step; ``graph`` then returns a pair of the results and what is saved.
@@ -91,7 +91,7 @@ class Program:
     modes: Modes
     prepare: Callable[[BoundCall], BoundCall] | None = None
     states: tuple[State, ...] = ()
-    caches: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     entry: str = ""
     dense: tuple[int, ...] = ()
     backward: Backward | None = None

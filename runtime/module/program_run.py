@@ -23,12 +23,12 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
     """What the model returns of a call that the program serves; ``code`` is over the module's weights.
 
     Raises:
-        InputError: two inputs share memory, and the call writes to it; or are one cache.
+        InputError: two inputs share memory, and the call writes to it; or two that it changes are one object.
         PlanError: weights are not where the plan has put them.
     """
-    if len(set(map(id, served.caches.values()))) < len(served.caches):
+    if len(set(map(id, served.given.values()))) < len(served.given):
         raise InputError(
-            f"{' and '.join(served.caches)} are one cache, and the model writes to it: pass a copy"
+            f"{' and '.join(served.given)} are one object, and the model writes to it: pass a copy"
         )
     tensors, back = take_inputs(program, served)
     try:
@@ -39,7 +39,7 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
         raise
     for original, changed in back:
         original.copy_(changed)
-    return code.rebuild(results, served.caches)
+    return code.rebuild(results, served.given)
 
 
 def take_inputs(

@@ -24,45 +24,52 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import node_of
-from graphplan.capture.transformers.caches import Given, LayoutPart, is_described, layout_of, tensors_in
+from graphplan.capture.structure import Given, Returned, node_of
+from graphplan.capture.transformers.caches import LayoutPart, is_described, layout_of, tensors_in
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
-"""From the flat results, and the caches that were given by name, to what the model returns."""
+"""From the flat results, and the arguments that are changed, by name, to what the model returns."""
 
 
 def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = None) -> Rebuild:
     """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them.
 
     Args:
-        spec: of the result; of a pair of it and the caches, where some are given.
+        spec: of the result; of a :class:`~graphplan.capture.structure.Returned`, where some are changed.
         given: the layout of each cache that the caller passes in.
     """
     return _StructureWriter().function(spec, given or {})
 
 
 def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
-    """The layout of each cache that the caller passes in: of those arguments of a bound call."""
+    """The layout of each cache that the caller passes in: of those of these arguments of a bound call."""
     named = spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))
-    return {name: layout_of(specs[name]) for name in names}
+    nodes = {name: node_of(specs[name].type) for name in names}
+    return {name: layout_of(specs[name]) for name, node in nodes.items() if node and is_described(node)}
 
 
 class _StructureWriter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make}
         self.taken = 0  # leaves
+        self.places: dict[Given, tuple[str, str]] = {}  # variables, and the code that leads to them
         self.lines: list[str] = []
 
     def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
-        if given:
-            result, caches = spec.children()
+        if spec.type is Returned:
+            result, *changed = spec.children()
             returned = self._structure(result)
-            for name, cache in zip(caches.context, caches.children(), strict=True):
-                self._change(f"g[{name!r}]", given[name], layout_of(cache))
+            for name, change in zip(spec.context, changed, strict=True):
+                if name in given:
+                    self._change(f"g[{name!r}]", given[name], layout_of(change))
+                else:
+                    for pair in change.children():
+                        self._put(*pair.children())
         else:
             returned = self._structure(spec)
-        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        first = [f"{variable} = {place}" for variable, place in self.places.values()]
+        body = "".join(f"    {line}\n" for line in [*first, *self.lines, f"return {returned}"])
         exec(f"def rebuild(r, g):\n{body}", self.names)  # the text is ours: indices, and names of objects
         made: Rebuild = self.names["rebuild"]
         return made
@@ -80,7 +87,7 @@ class _StructureWriter:
         if spec.is_leaf():
             return self._leaf()
         if spec.type is Given:
-            return f"g[{spec.context!r}]"
+            return self._place(spec.context)
         node = node_of(spec.type)
         assert node is not None, f"{spec.type} was known when this structure was made"
         if is_described(node):
@@ -94,6 +101,23 @@ class _StructureWriter:
         if spec.type is list:
             return joined
         return f"{self._name(node.unflatten_fn)}({joined}, {self._name(spec.context)})"
+
+    def _place(self, mark: Given) -> str:
+        """The code for a container of the caller's: a variable, since what leads to it may change."""
+        if not mark.path:
+            return f"g[{mark.name!r}]"
+        if mark not in self.places:
+            steps = (f".{key}" if is_attribute else f"[{self._name(key)}]" for is_attribute, key in mark.path)
+            self.places[mark] = f"p{len(self.places)}", f"g[{mark.name!r}]{''.join(steps)}"
+        return self.places[mark][0]
+
+    def _put(self, mark: pytree.TreeSpec, contents: pytree.TreeSpec) -> None:
+        """Write the lines that give a list or dict of the caller's other contents."""
+        place, made = self._place(mark.context), self._structure(contents)
+        if contents.type is list:
+            self.lines.append(f"{place}[:] = {made}")
+        else:
+            self.lines += [f"m = {made}", f"{place}.clear()", f"{place}.update(m)"]
 
     def _dict(self, keys: Sequence[Any], parts: Sequence[str]) -> str:
         items = (f"{self._name(key)}: {part}" for key, part in zip(keys, parts, strict=True))

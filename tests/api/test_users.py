@@ -705,16 +705,6 @@ def test_conjugates_on_simulated_devices() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
 
 
-def test_what_is_put_into_an_argument_is_warned_of() -> None:
-    class Collects(Two):
-        def forward(self, x: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-            found["hidden"] = self.a(x)
-            return self.b(found["hidden"])
-
-    with pytest.warns(UserWarning, match="puts something into"):
-        graphplan.partition(Collects(), {"cpu": "1GiB"}, (X, {}))
-
-
 def test_sizes_without_a_bound_are_warned_of() -> None:
     class Repeats(Two):
         def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -519,14 +519,16 @@ def test_what_no_file_can_hold_is_said(model: nn.Module, why: str, tmp_path: Pat
 
 
 def test_warnings_of_a_trace_are_given_again(tmp_path: Path) -> None:
-    class Appends(nn.Module):
-        def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
-            found.append(x)
+    class Leaves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.loss = super().forward(x).square().mean()
             return x * 2
 
     for _ in range(2):
-        with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list"):
-            graphplan.plan(Appends(), BUDGETS, (X, [X]), capture_cache=tmp_path)
+        with pytest.warns(graphplan.GraphplanWarning, match="leaves .*loss with a gradient"):
+            graphplan.partition(
+                Leaves(X.shape[-1], 4), {"cpu": "1GiB"}, (X,), grad=True, capture_cache=tmp_path
+            )
 
 
 class Text(str):

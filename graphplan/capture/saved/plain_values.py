@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import TrainingStep
 from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
-from graphplan.capture.structure import know_class
-from graphplan.capture.transformers.caches import Given, LayoutPart
+from graphplan.capture.structure import Given, know_class
+from graphplan.capture.transformers.caches import LayoutPart
 
 _FUNCTIONS = {
     "_operator": "abs add and_ eq floordiv ge getitem gt index invert le lshift lt mod mul ne neg not_ or_ "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,9 +82,8 @@ def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
         return auto if next(roles) else None
     children, keys = node.flatten_fn(value)
     parts = [shapes_for(child, roles) for child in children]
-    if type(value) is dict:
-        return dict(zip(keys, parts, strict=True))
-    return node.unflatten_fn(parts, keys) if isinstance(value, tuple) else parts
+    of_its_class = isinstance(value, tuple) or type(value) in (dict, OrderedDict, defaultdict, deque)
+    return node.unflatten_fn(parts, keys) if of_its_class else parts
 
 
 def written_guard(text: str, code: str) -> Guard:

@@ -33,7 +33,8 @@ from graphplan.capture.sizes.dynamic_sizes import (
     sizes_of_call,
     values_of,
 )
-from graphplan.capture.transformers.caches import caches_at, caches_in
+from graphplan.capture.structure import Returned
+from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -126,7 +127,7 @@ def from_program(
         sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
-        caches=tuple(caches_in(call.kwargs)),
+        given=out_spec.context if out_spec.type is Returned else (),
         kept=_cache_leaves(out_spec),
         entry=model_copy.entry,
     )

@@ -33,14 +33,15 @@ from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import flatten, flatten_with_path, leaves_of
+from graphplan.capture.structure import flatten_with_path, leaves_of
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
+from graphplan.capture.tracers.given_contents import GivenContents
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.caches import caches_in, is_cache, with_caches
-from graphplan.errors import CaptureError, InputError, NoGraphError
+from graphplan.capture.transformers.caches import caches_in, with_changes
+from graphplan.errors import CaptureError, InputError
 
 _SQUEEZES = (
     torch.ops.aten.squeeze.default,
@@ -205,23 +206,15 @@ def _export(
     module = model_copy.module
     own = model_copy.method == "forward"
     original = module.forward if own else pure_method(module, model_copy.method, loops=keep_grad)
-    changed, replaced = list[bool](), set[str]()
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hide_tracer()
         caches = caches_in(kwargs)
-        others = (args, {name: value for name, value in kwargs.items() if name not in caches})
-        before, structure = _by_path(others), flatten(others)[1]
-        inner = [one for one in flatten(others, is_cache)[0] if is_cache(one)]
-        kinds = [flatten(one)[1] for one in inner]
-        result = with_caches(original(*args, **kwargs), caches)
-        after = _by_path(others)
-        changed.append(flatten(others)[1] != structure)
-        replaced.update(path for path in before if path not in after or after[path] is not before[path])
-        if [flatten(one)[1] for one in inner] != kinds:
-            replaced.add("a part of a cache")
-        return result
+        others = {name: value for name, value in kwargs.items() if name not in caches}
+        contents = GivenContents(args, others)
+        result = original(*args, **kwargs)
+        return with_changes(result, caches, *contents.changes())
 
     if names:
         kinds = [Parameter.POSITIONAL_ONLY] * len(call.args) + [Parameter.KEYWORD_ONLY] * len(call.kwargs)
@@ -233,24 +226,7 @@ def _export(
         masks,
         with_forward(module, forward),
     ):
-        program = export(keep_grad, module, call.args, dict(call.kwargs), shapes, sizes=sizes)
-    if replaced:
-        raise NoGraphError(
-            f"{type(module).__name__} puts another value in the place of {min(replaced)}, which it is given, "
-            "and a graph does not"
-        )
-    if any(changed):
-        model_copy.warn_once(
-            f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
-            "does not, it only returns results"
-        )
-    return program
-
-
-def _by_path(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    """The leaves of arguments, by what people write for them."""
-    args, kwargs = arguments
-    return {pytree.keystr(path): leaf for path, leaf in flatten_with_path(dict(enumerate(args)) | kwargs)}
+        return export(keep_grad, module, call.args, dict(call.kwargs), shapes, sizes=sizes)
 
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:

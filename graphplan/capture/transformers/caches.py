@@ -19,6 +19,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import (
     CONSTANTS,
+    Given,
+    Returned,
     know,
     know_containers,
     leaves_of,
@@ -90,15 +93,6 @@ class LayoutPart:
         return any(part.kind == "leaf" for _, part in self.walk())
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Stands in a result for the cache that the caller has passed as the argument ``name``."""
-
-    name: str
-
-
-know(Given, lambda given: ([], given.name), lambda _, name: Given(name))
-
 _ours: set[type] = set()
 
 
@@ -140,17 +134,32 @@ def caches_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if is_cache(value)}
 
 
-def with_caches(result: Any, caches: Mapping[str, Any]) -> Any:
-    """The result, in which marks stand for the caches that were given; and what became of these."""
-    know_containers(result)
+def with_changes(
+    result: Any,
+    caches: Mapping[str, Any],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    marks: Mapping[int, Given] = MappingProxyType({}),
+) -> Any:
+    """The result, in which marks stand for what was given; and what became of it.
+
+    Args:
+        result: of the model.
+        caches: of the call, by the names of the arguments.
+        changes: what became of other arguments.
+        marks: by the identity of an object that is part of these.
+    """
+    know_containers((result, changes))
     tell_torch()
-    if not caches:
+    if not caches and not changes:
         return result
     for name, cache in caches.items():
         refuse_opaque(name, cache)
-    marks = {id(cache): Given(name) for name, cache in caches.items()}
-    marked = map_leaves(lambda leaf: marks.get(id(leaf), leaf), result, lambda value: id(value) in marks)
-    return marked, dict(caches)
+    marks = {**marks, **{id(cache): Given(name) for name, cache in caches.items()}}
+
+    def marked(tree: Any) -> Any:
+        return map_leaves(lambda leaf: marks.get(id(leaf), leaf), tree, lambda value: id(value) in marks)
+
+    return Returned(marked(result), {**caches, **marked(dict(changes))})
 
 
 def is_described(node: Any) -> bool:

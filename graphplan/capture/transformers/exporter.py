@@ -43,7 +43,7 @@ from graphplan.capture.structure import flatten_with_path, leaves_of, map_leaves
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
-from graphplan.capture.transformers.caches import caches_in, is_cache, with_caches
+from graphplan.capture.transformers.caches import caches_in, is_cache, with_changes
 from graphplan.capture.transformers.export_patches import (
     bounds_of_segments,
     forwards_of,
@@ -118,7 +118,7 @@ def _export(
         for name, cache in caches.items() if varying else ():
             take_for_one(cache, inputs[name], roles[name])
         result = original(**kwargs)
-        return with_caches(result, caches)
+        return with_changes(result, caches)
 
     bounds = bounds_of_segments(inputs)
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)

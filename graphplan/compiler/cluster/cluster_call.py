@@ -87,5 +87,5 @@ def rebuild_result(
             flat.append(traced_inputs(capture, call)[item.name])
         else:
             flat.append(wires.absent(item.name))
-    caches = {name: call.kwargs[name] for name in capture.caches}
-    return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, caches))(flat, caches)
+    given = {name: call.kwargs[name] for name in capture.given}
+    return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, given))(flat, given)

@@ -184,4 +184,4 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
         made = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
     results = [next(made) if isinstance(r, torch.Tensor) else r for r in call.results]
     call.results = ()
-    return code.rebuild(results, served.caches)
+    return code.rebuild(results, served.given)

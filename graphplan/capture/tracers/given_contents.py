@@ -1,0 +1,119 @@
+"""What a call changes of the lists and dicts that it is given, which a graph returns beside its result.
+
+A cache of a user's own is often such a list or dict, with more in it after each call::
+
+    def forward(self, x, past):                   def forward(x, past_0):
+        past.append(self.k(x))                        k = linear(x, ...)
+        return self.o(torch.cat(past, 1))             ...
+                                                      return out, past_0, k
+
+The placed model then puts ``past_0`` and ``k`` into the caller's ``past``. Other objects (dataclasses, nested
+caches, what pytree cannot lead to) do not change so: a model that changes them runs without a graph.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.structure import Given, node_of_class
+from graphplan.errors import NoGraphError
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A container of the caller's.
+
+    Attributes:
+        label: how people write it: ``past['k']``.
+        place: where it is; None where no argument by name leads to it.
+        value: itself, in the trace.
+        parts: what was in it before the call.
+        context: what else makes it, as pytree has it.
+    """
+
+    label: str
+    place: Given | None
+    value: Any
+    parts: list[Any]
+    context: Any
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether other objects are in it now."""
+        parts, context = node_of_class(type(self.value)).flatten_fn(self.value)
+        same = len(parts) == len(self.parts) and all(a is b for a, b in zip(parts, self.parts, strict=True))
+        return not same or context != self.context
+
+
+class GivenContents:
+    """The containers of a call's arguments, and what is in them before the call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Args:
+        args: arguments without a name.
+        kwargs: those by name.
+        """
+        self._held: dict[int, _Held] = {}
+        for index, value in enumerate(args):
+            self._hold(value, f"args[{index}]", None)
+        for name, value in kwargs.items():
+            self._hold(value, name, Given(name))
+
+    def _hold(self, value: Any, label: str, place: Given | None) -> None:
+        node = node_of_class(type(value))
+        if node is None or id(value) in self._held:
+            return
+        parts, context = node.flatten_fn(value)
+        self._held[id(value)] = _Held(label, place, value, list(parts), context)
+        for key, step, part in _steps(node, value):
+            self._hold(
+                part,
+                f"{label}{key}",
+                None if place is None or step is None else Given(place.name, (*place.path, step)),
+            )
+
+    def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
+        """By argument, what became of the containers that were changed; and what stands for its containers.
+
+        Raises:
+            NoGraphError: something was changed that is no list or dict of an argument by name.
+        """
+        found: dict[str, list[tuple[Given, Any]]] = {}
+        for held in self._held.values():
+            if held.is_changed:
+                if held.place is None or not _can_be_changed(held.value):
+                    raise NoGraphError(
+                        f"it changes {held.label}, a {type(held.value).__name__}, which it is given: a graph "
+                        "changes only lists and dicts, in arguments that forward has names for"
+                    )
+                contents = list(held.value) if isinstance(held.value, list) else dict(held.value)
+                found.setdefault(held.place.name, []).append((held.place, contents))
+        places = {key: held.place for key, held in self._held.items()}
+        return found, {key: place for key, place in places.items() if place and place.name in found}
+
+
+def _can_be_changed(value: Any) -> bool:
+    return type(value) in (list, *_DICTS) or isinstance(value, UserDict)
+
+
+def _steps(node: pytree.NodeDef, value: Any) -> Iterator[tuple[str, tuple[bool, Any] | None, Any]]:
+    """The parts of a container: each with how people write its key, and the step that leads to it."""
+    if node.flatten_with_keys_fn is None:
+        for part in node.flatten_fn(value)[0]:
+            yield "[...]", None, part
+        return
+    for key, part in node.flatten_with_keys_fn(value)[0]:
+        yield str(key), _step(key), part
+
+
+def _step(key: Any) -> tuple[bool, Any]:
+    if isinstance(key, pytree.GetAttrKey):
+        return True, key.name
+    return False, key.key if isinstance(key, pytree.MappingKey) else key.idx
