@@ -47,7 +47,8 @@ class Speed:
         for name in (item.name for item in fields(self) if item.default is None):
             value = getattr(self, name)
             if value is not None and not is_figure(value, may_be_zero=name == "overhead"):
-                raise DeviceError(f"Speed({name}={value!r}): write a positive number, or None")
+                least = "a number of at least 0" if name == "overhead" else "a positive number"
+                raise DeviceError(f"Speed({name}={value!r}): write {least}, or None")
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Speed:

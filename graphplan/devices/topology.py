@@ -61,7 +61,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         overhead = self.overhead is None or is_figure(self.overhead, may_be_zero=True)
         if not (is_figure(self.flops) and is_figure(self.bandwidth) and overhead):
-            raise DeviceError(f"{self}: write positive numbers")
+            raise DeviceError(f"{self}: write positive numbers; overhead may be 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class DeviceSpec:
         if self.computes and not (speeds and is_figure(self.overhead, may_be_zero=True)):
             raise DeviceError(
                 f"DeviceSpec({self.key!r}, flops={self.flops!r}, bandwidth={self.bandwidth!r}, "
-                f"overhead={self.overhead!r}): write positive numbers"
+                f"overhead={self.overhead!r}): write positive numbers; overhead may be 0"
             )
 
     @property

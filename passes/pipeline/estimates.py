@@ -237,9 +237,9 @@ class Estimates:
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
         """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
-        link = machine.link(CPU, device.key)
-        each = self.boundaries.seconds(link)[self.cuts]
-        return each[:, None] + each[None, :]
+        there, back = machine.link(CPU, device.key), machine.link(device.key, CPU)
+        arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (there, back))
+        return arrive[:, None] + leave[None, :]
 
 
 def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:

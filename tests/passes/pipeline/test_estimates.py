@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,3 +31,18 @@ def test_what_does_not_fit_leaves_longer_stretches_with_smaller_buffers() -> Non
     assert ends.tolist() == [True, False, True, True]
     found.refused.add((0, 0, 1, 0))
     assert not np.isfinite(found.seconds()[0][0, 1:4]).any()
+
+
+def test_a_stage_receives_by_one_link_and_sends_by_the_other() -> None:
+    layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(WIDTHS)))
+    plan = graphplan.plan(layers, {0: "1MiB", "cpu": "1GiB"}, args=(torch.ones(64, 8),))
+    cuts = np.arange(len(WIDTHS))
+    slow, fast = Link(1e3, 0.0), Link(1e9, 0.0)
+
+    def seconds(to_device: Link, to_host: Link) -> Any:
+        machine = replace(plan.topology, links={("cpu", 0): to_device, (0, "cpu"): to_host})
+        return Estimates(Boundaries(plan.graph), cuts, [machine], Link(1e9, 0.0), Flight(4)).seconds()[0]
+
+    # 64 rows of 8 numbers in, of 512 out
+    assert seconds(slow, fast)[1, 2] < 64 * 8 * 4 / 1e3 * 1.1
+    assert seconds(fast, slow)[1, 2] > 64 * 512 * 4 / 1e3
