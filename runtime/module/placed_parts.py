@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -193,7 +194,7 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
     """Name -> method that a placed class has in place of one of the model's own that may compute.
 
     Given no tensor, or where it turns out to call the whole model or to change it, it runs as it is: what it
-    calls is placed then, and what its module itself holds is copied to where it computes.
+    calls is placed then, and what its module and its submodules hold is copied to where it computes.
     """
     return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
 
@@ -276,8 +277,10 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
                     warn(f"{error}{_OWN_CODE}")
                     own.add(mine)
         host = given[0] if given else _host(whole) or torch.device(CPU)
-        held = _devices((list(self._parameters.values()), list(self._buffers.values())))
-        apart = any(device != host for device in held) and not (_keeps_grad(whole) or is_on_one_device())
+        deep = bool(given)  # one without may be a whole training loop
+        held = chain(self.parameters(recurse=deep), self.buffers(recurse=deep))
+        outside = not (_keeps_grad(whole) or is_on_one_device())
+        apart = outside and any(tensor.device != host for tensor in held)
         with on_one_device(host) if apart else nullcontext():
             return method(self, *args, **kwargs)
 

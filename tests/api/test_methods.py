@@ -515,7 +515,7 @@ class Translator(nn.Module):
         y = torch.zeros(1, 32)
         for _ in range(count):
             y = torch.cat([y, self.writer(y + read)[-1:]])
-        return y
+        return y * self.writer[0][0].bias
 
 
 @torch.no_grad()
