@@ -82,6 +82,11 @@ def named(state: Any, h: torch.Tensor) -> None:
     state.keys.append(h * state.number)
 
 
+def beside(state: Any, h: torch.Tensor) -> Any:
+    state["h"] = h
+    return state["x"], state["kept"]
+
+
 def move(state: Any, h: torch.Tensor) -> None:
     state["b"], state["a"] = state["a"], [h]
 
@@ -99,6 +104,7 @@ CASES: list[tuple[Callable[[Any, torch.Tensor], Any], Callable[[], Any]]] = [
     (count, lambda: {"seen": 3, "h": X}),
     (pop_and_change, lambda: {"inner": [X], "h": X}),
     (named, lambda: Named([], 2)),
+    (beside, lambda: {"x": X, "kept": X + 1, "none": None}),
     (move, lambda: {"a": [X], "b": [X + 1]}),
 ]
 

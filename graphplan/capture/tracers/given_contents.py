@@ -5,10 +5,10 @@ A cache of a user's own is often such a list or dict, with more in it after each
     def forward(self, x, past):                   def forward(x, past_0):
         past.append(self.k(x))                        k = linear(x, ...)
         return self.o(torch.cat(past, 1))             ...
-                                                      return out, past_0, k
+                                                      return out, k
 
-The placed model then puts ``past_0`` and ``k`` into the caller's ``past``. Other objects (dataclasses, nested
-caches, what pytree cannot lead to) do not change so: a model that changes them runs without a graph.
+The placed model then gives the caller's ``past`` the contents ``[past[0], k]``. Other objects (dataclasses,
+nested caches, what pytree cannot lead to) do not change so: a model that changes them runs without a graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import Given, node_of_class
+from graphplan.capture.structure import CONSTANTS, Given, node_of_class
 from graphplan.errors import NoGraphError
 
+_PLAIN = (*CONSTANTS, type(None))
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -61,14 +62,19 @@ class GivenContents:
         kwargs: those by name.
         """
         self._held: dict[int, _Held] = {}
+        self._places: dict[int, Given] = {}  # by identity, also of tensors and objects
         for index, value in enumerate(args):
             self._hold(value, f"args[{index}]", None)
         for name, value in kwargs.items():
             self._hold(value, name, Given(name))
 
     def _hold(self, value: Any, label: str, place: Given | None) -> None:
+        if id(value) in self._places or id(value) in self._held or isinstance(value, _PLAIN):
+            return
+        if place is not None:
+            self._places[id(value)] = place
         node = node_of_class(type(value))
-        if node is None or id(value) in self._held:
+        if node is None:
             return
         parts, context = node.flatten_fn(value)
         self._held[id(value)] = _Held(label, place, value, list(parts), context)
@@ -80,7 +86,7 @@ class GivenContents:
             )
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
-        """By argument, what became of the containers that were changed; and what stands for its containers.
+        """By argument, what became of the containers that were changed; and what stands for all in it.
 
         Raises:
             NoGraphError: something was changed that is no list or dict of an argument by name.
@@ -95,8 +101,7 @@ class GivenContents:
                     )
                 contents = list(held.value) if isinstance(held.value, list) else dict(held.value)
                 found.setdefault(held.place.name, []).append((held.place, contents))
-        places = {key: held.place for key, held in self._held.items()}
-        return found, {key: place for key, place in places.items() if place and place.name in found}
+        return found, {key: place for key, place in self._places.items() if place.name in found}
 
 
 def _can_be_changed(value: Any) -> bool:
