@@ -76,6 +76,41 @@ def test_what_a_mask_among_the_inputs_keeps_is_no_larger_than_the_mask() -> None
             assert 64 * 256 * 4 < machine.peak_bytes(0) <= placed.plans[-1].peak_bytes[0]
 
 
+class Chosen(Kept):
+    """The rows that it marks itself; a trace has three operations for that."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__()
+        self.score, self.choose = nn.Linear(16, 1), choose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        rows = self.choose(self.score(x)[:, 0].sigmoid())
+        return self.linear(x[rows]).sin()
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda score: torch.where(score > 0)[0],
+        lambda score: (score > 0).nonzero(as_tuple=True)[0],
+        lambda score: torch.argwhere(score > 0)[:, 0],
+        lambda score: torch.unique((score * 1e6).long()) % 7,
+        lambda score: torch.unique_consecutive((score * 1e6).long()) % 7,
+    ],
+    ids=["where", "nonzero", "argwhere", "unique", "unique_consecutive"],
+)
+def test_what_a_model_chooses_is_no_more_than_there_is(choose: Any) -> None:
+    model, x = Chosen(choose).eval(), torch.randn(64, 16)
+    with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        gc.collect()
+        machine.reset_peaks()
+        with torch.no_grad():
+            assert largest_difference(placed(x), model(x)) < 1e-6
+        assert 64 * 256 * 4 < machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
 class Drawn(nn.Module):
     """Draws as many rows as its input says."""
 

@@ -23,10 +23,12 @@ from graphplan.capture.signature import CounterLeaf, TensorLeaf
 
 UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 _MOST = 1 << 24  # elements: what decides sizes is computed from little
-_CHOICES = (
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.index.Tensor,
+_CHOICES = frozenset(
+    {
+        *("aten::nonzero", "aten::nonzero_numpy", "aten::argwhere", "aten::where", "aten::masked_select"),
+        *("aten::index", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
+        *("aten::unique_dim_consecutive", "torchvision::nms"),
+    }
 )
 _HARMLESS = (torch.ops.aten.detach_.default,)
 
@@ -48,6 +50,11 @@ def values_of(graph: fx.Graph) -> dict[str, Any]:
 def _symbols(val: Any, here: Any) -> Iterator[tuple[Any, Any]]:
     """The symbols that are sizes of a traced tensor, or a traced integer; each with its place in ``here``."""
     yield from _sized(val.shape, here) if isinstance(val, torch.Tensor) else _sized([val], [here])
+
+
+def _shapes(made: Any) -> Any:
+    """The shapes of tensors that a node makes, and the numbers, in order."""
+    return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(made)]
 
 
 def _sized(sizes: Iterable[Any], here: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -122,7 +129,7 @@ def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
     for node in graph.nodes:
         new = [symbol for symbol in symbols_of(node) if symbol not in before]
         before.update(new)
-        if node.target in _CHOICES and new:
+        if new and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CHOICES:
             yield node, new
 
 
@@ -170,8 +177,8 @@ def sizes_of_example(
             varying.add(node)
     found: dict[Any, int] = {}
     for node in (node for node in deciding if node in known):
-        sizes = _symbols(node.meta["val"], getattr(known[node], "shape", known[node]))
-        found |= {symbol: int(size) for symbol, size in sizes if _is_open(symbol)}
+        for sizes, here in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
+            found |= {symbol: int(size) for symbol, size in _sized(sizes, here) if _is_open(symbol)}
     bounded = {symbol for _, chosen in _choices(graph) for symbol in chosen}
     open_ = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
     if any(node in known for node in open_ if node in varying):
@@ -184,8 +191,8 @@ def sizes_of_example(
 
 def symbols_of(node: fx.Node) -> list[Any]:
     """Symbols that the data decides, of what a node makes: each alone."""
-    val = node.meta.get("val")
-    return [symbol for symbol, _ in _symbols(val, getattr(val, "shape", None)) if _is_open(symbol)]
+    shapes = _shapes(node.meta.get("val"))
+    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_open(symbol)]
 
 
 def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
