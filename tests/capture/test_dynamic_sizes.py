@@ -88,6 +88,18 @@ class Chosen(Kept):
         return self.linear(x[rows]).sin()
 
 
+if not hasattr(torch.ops.torchvision, "nms"):  # it need not be installed
+
+    @torch.library.custom_op("torchvision::nms", mutates_args=())
+    def nms(boxes: torch.Tensor, scores: torch.Tensor, limit: float) -> torch.Tensor:
+        """None overlap."""
+        return scores.argsort(descending=True)
+
+    @nms.register_fake
+    def _(boxes: torch.Tensor, *_args: Any) -> torch.Tensor:
+        return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     "choose",
     [
@@ -96,8 +108,9 @@ class Chosen(Kept):
         lambda score: torch.argwhere(score > 0)[:, 0],
         lambda score: torch.unique((score * 1e6).long()) % 7,
         lambda score: torch.unique_consecutive((score * 1e6).long()) % 7,
+        lambda score: torch.ops.torchvision.nms(score[:, None].expand(-1, 4), score, 0.5),
     ],
-    ids=["where", "nonzero", "argwhere", "unique", "unique_consecutive"],
+    ids=["where", "nonzero", "argwhere", "unique", "unique_consecutive", "nms"],
 )
 def test_what_a_model_chooses_is_no_more_than_there_is(choose: Any) -> None:
     model, x = Chosen(choose).eval(), torch.randn(64, 16)
