@@ -16,6 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
+from graphplan.capture.model.attribute_data import plain_data
 from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
@@ -214,12 +215,19 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
 
 
 def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
-    """The model itself with these in place of its tensors, which calls that are under way still read."""
+    """The model itself with these in place of its tensors, which calls that are under way still read.
+
+    Also where they lie in lists, as in those of recurrent layers: what stayed there would hold on to memory.
+    """
     for part in model.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = placed[id(tensor)]
+    for _, _, found in plain_data(model):
+        for _, table, key in found.entries:
+            if id(table[key]) in placed and not isinstance(table, tuple):
+                table[key] = placed[id(table[key])]
     return model
 
 

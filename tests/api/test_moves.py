@@ -146,6 +146,31 @@ def test_weights_move_between_accelerators() -> None:
         assert set(placed.plan.placement.values()) == {0, 1}
 
 
+class ListsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.rnn, self.out = nn.Linear(64, 256), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 64)
+        self.listed = [self.out.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.rnn(x[:, None])[0][:, 0] @ self.listed[0]
+        return y + torch.relu(self.up(x)).sum(1, keepdim=True) + self.out(x)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_weights_that_modules_keep_in_lists_move_too() -> None:
+    """As recurrent layers do: those that stayed there held on to the memory of their device."""
+    model = ListsWeights().eval()
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(1, 64),), cpu_compute=False)
+        assert set(placed.plan.placement.values()) == {0}
+        same(model, placed, 1, 16, 1)
+        assert "cpu" in placed.plan.placement.values()
+        assert placed.listed[0] is placed.out.weight
+        same(model, graphplan.unplace(placed), 1)
+
+
 def test_where_nothing_has_room_nothing_moves() -> None:
     model = layers()
     with graphplan.simulate({0: spare(model)}) as machine:

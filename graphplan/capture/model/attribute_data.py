@@ -64,8 +64,8 @@ def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
     return found if _add(name, value, found, known, model, owned=False) else Data()
 
 
-def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """The tensors in attributes that are neither parameters nor buffers: module, attribute, name, tensor."""
+def plain_data(model: nn.Module) -> Iterator[tuple[nn.Module, str, Data]]:
+    """What is in attributes that are not torch's: module, attribute, and what was not found before."""
     parts = list(model.modules())
     ids, known = set(map(id, parts)), set[int]()
     for part in parts:
@@ -73,7 +73,13 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch
             if name not in TORCHS:
                 found = data_in(name, value, known, ids)
                 known |= found.seen
-                yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
+                yield part, name, found
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """The tensors in attributes that are neither parameters nor buffers: module, attribute, name, tensor."""
+    for part, name, found in plain_data(model):
+        yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
 
 
 def is_container(value: Any) -> bool:
