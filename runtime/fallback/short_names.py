@@ -38,7 +38,9 @@ def made_class(
         own |= {"_graphplan_original": original, **body()}
         if in_place:
             own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
-        made = _made[key] = type(original.__name__, (original, base) if in_place else key, own)
+        kind: Any = type(original)
+        made = _made[key] = kind(original.__name__, (base,), own)
+        made.__bases__ = (original, base) if in_place else key  # now, so that no __init_subclass__ is called
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -115,3 +115,36 @@ def test_short_names_serve_where_the_model_has_none() -> None:
         print(placed.nonsense)
     with pytest.raises(AttributeError, match="no attribute '_state'"):
         print(placed._state)
+
+
+class Registered(nn.Module):
+    """Of which each subclass gives a name of its own, as it is made."""
+
+    named: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.named[name] = cls
+
+
+class Doubled(Registered, name="doubled"):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_classes_that_graphplan_makes_are_not_announced_to_the_models_own() -> None:
+    model = Doubled(Doubled(nn.Linear(16, 16))).eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed: Any = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6
+        assert largest_difference(placed.layer.once(X), model.layer.once(X)) < 1e-6
+    assert isinstance(placed, Doubled)
+    assert isinstance(placed.layer, Doubled)
+    assert Registered.named == {"doubled": Doubled}
