@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -181,13 +181,15 @@ def check_that_it_says_why_once(said: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_nested_tensors_are_run_by_modules_or_refused() -> None:
+@pytest.mark.parametrize("around", [nullcontext(), graphplan.simulate({0: "1MiB"})])
+def test_nested_tensors_are_run_by_modules_or_refused(around: Any) -> None:
     model, parts = nn.Sequential(nn.Linear(4, 4)), [torch.ones(2, 4), torch.ones(3, 4)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    with pytest.warns(graphplan.GraphplanWarning, match="an input is a nested tensor"):
-        placed = graphplan.partition(model, {"cpu": "1MiB"}, (jagged,))
-    for found, part in zip(placed(jagged).unbind(), parts, strict=True):
-        assert torch.allclose(found, model(part))
+    with around, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="an input is a nested tensor"):
+            placed = graphplan.partition(model, {"cpu": "1MiB"}, (jagged,))
+        for found, part in zip(placed(jagged).unbind(), parts, strict=True):
+            assert torch.allclose(found, model(part))
     with pytest.raises(graphplan.InputError, match=r"make it torch\.jagged"):
         graphplan.partition(model, {"cpu": "1MiB"}, (torch.nested.nested_tensor(parts),))
 
