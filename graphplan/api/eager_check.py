@@ -22,7 +22,9 @@ from graphplan.warnings import warn
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def _eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _eager_result(
+    model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, keep_grad: bool
+) -> Any:
     """What the model itself, or an entry of it, returns; what it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy_to_run(model, memo)
@@ -32,7 +34,7 @@ def _eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Map
         return leaf.detach().clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     args, kwargs = map_leaves(here, (args, kwargs))
-    with torch.no_grad(), unwritten(model):
+    with torch.set_grad_enabled(keep_grad), unwritten(model):
         return method_of(runs, entry)(*args, **kwargs)
 
 
@@ -42,7 +44,8 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         warn("check: the model has no weights of its own to compare with")
         return
     with undrawn(model), undone(placed):
-        eager = [_eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
+        keep_grad = vars(placed)["_graphplan"].keep_grad
+        eager = [_eager_result(model, entry, call.args, call.kwargs, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:
             warn("check: eager differs from call to call, so nothing can be compared")
             return

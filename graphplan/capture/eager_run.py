@@ -32,9 +32,9 @@ from graphplan.message_text import first_line
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 
 
-def eager_error(model_copy: ModelCopy, call: BoundCall) -> Exception | None:
+def eager_error(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Exception | None:
     """What the model itself raises for a call, ready to be raised; None where it runs, or nobody can tell."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(keep_grad):
         found = _raised(model_copy, *_on_fakes(call), call)
         if found is None or type(found).__module__.startswith("torch.") or isinstance(found, GraphplanError):
             return None  # a limit of fake tensors, which says nothing about the inputs

@@ -211,8 +211,11 @@ def _with_examples(
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
         return found
-    own = eager_error(model_copy, host)  # outside of the handlers: it is to have no context but its own
+    # outside of the handlers: it is to have no context but its own
+    own = eager_error(model_copy, host, keep_grad=keep_grad)
     if own is not None:
+        if not keep_grad and eager_error(model_copy, host, keep_grad=True) is None:
+            own.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
         raise own
     module = model_copy.module
     alone = model_copy.method == "forward" or module._parameters or module._buffers

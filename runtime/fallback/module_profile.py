@@ -41,9 +41,14 @@ def _has_storage(leaf: Any) -> bool:
 
 
 def profile_call(
-    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    keep_grad: bool = False,
 ) -> CallProfile:
-    """Run a module, or what calls it, under ``torch.no_grad()`` and watch; what it raises passes through.
+    """Run a module, or what calls it, and watch; what it raises passes through.
 
     Raises:
         CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.
@@ -56,7 +61,7 @@ def profile_call(
         handles.append(part.register_forward_pre_hook(partial(_starts, profile, counted, name)))
         handles.append(part.register_forward_hook(partial(_ends, profile, name)))
     try:
-        with torch.no_grad(), counted:
+        with torch.set_grad_enabled(keep_grad), counted:
             run(*args, **kwargs)
     finally:
         for handle in handles:

@@ -212,3 +212,29 @@ def test_compressed_sparse_inputs_are_refused_with_what_to_do() -> None:
         placed(dense.to_sparse_csc(), x)
     for given in (dense, dense.to_sparse_csr().to_sparse(layout=torch.sparse_coo)):
         assert torch.equal(placed(given, x), x)
+
+
+class Forces(nn.Module):
+    """Of an energy: its gradient, which needs gradients of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        positions = positions.clone().requires_grad_()
+        return torch.autograd.grad(self.energy(positions).sum(), positions)[0]
+
+
+@pytest.mark.parametrize("budgets", [{0: "1MiB"}, {"cpu": "1MiB"}])
+@pytest.mark.filterwarnings("ignore:the training step has no graph")
+@pytest.mark.parametrize("options", [{"grad": True, "check": True}, {"train": True}])
+def test_what_needs_gradients_is_tried_with_them(budgets: Any, options: Any) -> None:
+    model, x = Forces(), torch.randn(5, 3)
+    with graphplan.simulate({0: "1MiB"}):
+        with pytest.raises(RuntimeError, match="does not require grad") as caught:
+            graphplan.partition(model, budgets, (x,))
+        assert any("grad=True" in note for note in caught.value.__notes__)
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, budgets, (x,), **options)
+        assert torch.allclose(placed(x), model(x), atol=1e-6)

@@ -233,7 +233,8 @@ class _Fallback:
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copy.deepcopy(self._arguments))
             with untouched(module):
-                return profile_call(module, self._run(module), args, kwargs), None
+                run, keep_grad = self._run(module), self.options.grad
+                return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
