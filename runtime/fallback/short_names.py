@@ -38,10 +38,17 @@ def made_class(
         own |= {"_graphplan_original": original, **body()}
         if in_place:
             own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
-        kind: Any = type(original)
-        made = _made[key] = kind(original.__name__, (base,), own)
-        made.__bases__ = (original, base) if in_place else key  # now, so that no __init_subclass__ is called
+        kind, bases = cast(Any, type(original)), (original, base) if in_place else key
+        made = _made[key] = kind(original.__name__, (_Unannounced, *bases), own)
+        made.__bases__ = bases
     return made
+
+
+class _Unannounced:
+    """The first base of a class while it is made: no other is told of it, which may ask for arguments."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 def class_made(original: type[nn.Module], base: type) -> type[nn.Module] | None:

@@ -148,3 +148,24 @@ def test_classes_that_graphplan_makes_are_not_announced_to_the_models_own() -> N
     assert isinstance(placed, Doubled)
     assert isinstance(placed.layer, Doubled)
     assert Registered.named == {"doubled": Doubled}
+
+
+class Table(dict[str, int], nn.Module):
+    """A module that is a dict: an instance has another layout."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layer = nn.Linear(16, 16)
+        self["factor"] = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self["factor"]
+
+
+def test_a_module_that_is_a_dict() -> None:
+    model = Table().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6
