@@ -19,6 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphplan._compat import Replacement, private
+from graphplan._compat.assertions import truth_that_passes
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
@@ -46,8 +47,10 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def item(tensor: Any) -> Any:
         found = own(tensor)
-        is_models = isinstance(found, torch.SymBool) and not _is_torchs(sys._getframe(1))
-        return bool(found) if is_models else found  # torch._check_tensor_all leaves a check in the graph
+        if not isinstance(found, torch.SymBool) or _is_torchs(frame := sys._getframe(1)):
+            return found  # torch._check_tensor_all leaves a check in the graph
+        held = truth_that_passes(frame)
+        return bool(found) if held is None else held
 
     return item
 

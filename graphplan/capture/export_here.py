@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import (
@@ -152,7 +153,7 @@ def exporting(
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
             Patch.of(*inference_switch(), _without_gradients),
-            *(Patch.of(*replacement) for replacement in [*plain_flags(), *less]),
+            *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
         ),
     ):
         yield

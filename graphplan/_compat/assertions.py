@@ -1,0 +1,56 @@
+"""``assert`` of what only the data decides, which a trace passes over, as ``python -O`` does.
+
+Python asks a tensor for its truth, and then jumps: one of the two ways begins with raising AssertionError.
+The truth that leads the other way is the one by which the assertion holds. Instructions have the names of
+CPython 3.11 to 3.14. Where another says nothing of an assertion, what asks is a branch: there is no graph.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from graphplan._compat import Replacement
+
+_ASKS = ("CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG")  # of bool() or item()
+_ON_THE_WAY = ("POP_TOP", "NOT_TAKEN", "EXTENDED_ARG", "NOP")  # of a < b < c
+
+
+def passed_assertions() -> list[Replacement]:
+    """What to replace for assertions of a tensor's values to hold in a trace."""
+    return [(torch.Tensor, "__bool__", _true_for), (torch.SymBool, "__bool__", _true_for)]
+
+
+def _true_for(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def truth(value: Any) -> bool:
+        if isinstance(value, torch.SymBool) and value.node.has_hint():
+            return own(value)
+        held = truth_that_passes(sys._getframe(1))
+        return own(value) if held is None else held
+
+    return truth
+
+
+def truth_that_passes(frame: FrameType) -> bool | None:
+    """What must be true or false for the assertion to hold that a frame is at; None where it is at none."""
+    code = list(dis.get_instructions(frame.f_code))
+    places = {one.offset: index for index, one in enumerate(code)}
+    at = max(index for offset, index in places.items() if offset <= frame.f_lasti)  # or in its cache
+    while code[at].opname in _ASKS:
+        at += 1
+    name = code[at].opname
+    if not (name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))):
+        return None
+    jumped, stayed = (_raises(code, places, one) for one in (places[code[at].argval], at + 1))
+    return None if jumped == stayed else name.endswith("IF_TRUE") is stayed
+
+
+def _raises(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool:
+    while code[at].opname in _ON_THE_WAY or code[at].opname == "JUMP_FORWARD":
+        at = places[code[at].argval] if code[at].opname == "JUMP_FORWARD" else at + 1
+    return code[at].opname == "LOAD_ASSERTION_ERROR" or code[at].argrepr == "AssertionError"

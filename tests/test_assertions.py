@@ -1,0 +1,121 @@
+"""Assertions of what a tensor holds: a trace passes over them.
+
+PYTEST_DONT_REWRITE: those below are to be Python's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from builders import largest_difference
+from torch import nn
+
+import graphplan
+from graphplan._compat.assertions import truth_that_passes
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphplan.GraphplanWarning)
+        yield
+
+
+def _holds(x: torch.Tensor) -> None:
+    assert torch.isfinite(x).all()
+    assert (x < 9).all(), f"{x.shape}"
+    assert bool((x < 9).all())
+    assert (x < 9).all().item()
+
+
+def _not(x: torch.Tensor) -> None:
+    assert not torch.isnan(x).any(), "not a number"
+    assert not x.max().item() > 9
+
+
+def _and(x: torch.Tensor) -> None:
+    assert x.shape[0] < 99 and x.min() >= -9 and not x.max() > 9  # noqa: PT018  # what is tested
+
+
+def _chained(x: torch.Tensor) -> None:
+    assert -9 < x.min() < 9
+
+
+def _all(x: torch.Tensor) -> None:
+    assert all(row.max() < 9 for row in x.split(1))
+    rows = [row.max() > 9 for row in x.split(1)]
+    assert not any(rows)
+
+
+class Asserts(nn.Module):
+    def __init__(self, check: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.check = nn.Linear(4, 4), check
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.check(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("check", [_holds, _not, _and, _chained, _all])
+def test_an_assertion_of_values_is_no_branch(check: Callable[[torch.Tensor], None]) -> None:
+    model = Asserts(check).eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6
+        assert largest_difference(placed(X * 100), model.layer(X * 100)) < 1e-4
+
+
+@pytest.mark.parametrize("branch", ["if", "or", "raise"])
+def test_other_branches_on_values_stay(branch: str) -> None:
+    def check(x: torch.Tensor) -> None:
+        if branch == "if" and x.max() > 9:
+            x.mul_(0)
+        assert branch != "or" or x.max() < 9 or x.min() < 9
+        if branch == "raise" and x.max() > 9:
+            raise ValueError
+
+    with pytest.warns(graphplan.GraphplanWarning, match="data-dependent"):
+        graphplan.partition(Asserts(check), {"cpu": "1GiB"}, (X,))
+
+
+def test_an_assertion_of_sizes_is_a_condition_of_the_trace() -> None:
+    def check(x: torch.Tensor) -> None:
+        assert x.shape[0] % 2 == 0
+
+    placed = graphplan.partition(Asserts(check), {"cpu": "1GiB"}, (X,))
+    with pytest.raises(AssertionError):
+        placed(X[:1])
+
+
+class Asked:
+    """Notes what the assertion wants that asks for its truth."""
+
+    def __init__(self, truth: bool) -> None:
+        self.truth, self.wanted = truth, list[bool | None]()
+
+    def __bool__(self) -> bool:
+        self.wanted.append(truth_that_passes(sys._getframe(1)))
+        return self.truth
+
+
+def test_what_each_form_of_an_assertion_wants() -> None:
+    true, false = Asked(True), Asked(False)
+    assert true
+    assert not false
+    assert true and not false, "message"  # noqa: PT018  # what is tested
+    assert bool(true)
+    assert [one for one in [1] if true]
+    value = 1 if true else 2
+    while false:
+        value += 1
+    assert false or value
+    assert true.wanted == [True, True, True, None, None]
+    assert false.wanted == [False, False, None, None]
