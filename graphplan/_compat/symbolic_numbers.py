@@ -92,9 +92,12 @@ def symbolic_numbers() -> list[Replacement]:
     utils: Any = importlib.import_module("torch._export.non_strict_utils")  # late: it takes time
     for name in ("fakify", "_is_constant_argument", "_IntWrapper", "TrackedFake", "key_path_to_source"):
         private(utils, name, "torch")
+    fakes: Any = importlib.import_module("torch._subclasses.fake_impls")
+    private(fakes, "_compute_slice_index", "torch")
     return [
         (utils, "fakify", partial(_made_symbol, utils)),
         (utils, "_is_constant_argument", _needs_no_range),
+        (fakes, "_compute_slice_index", _of_known_sign),
     ]
 
 
@@ -116,6 +119,17 @@ def _made_symbol(utils: Any, own: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return fakify
+
+
+def _of_known_sign(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Where a slice begins or ends: to a number of unknown sign, its size would be one that data decides."""
+
+    def index(size: Any, at: Any) -> Any:
+        if isinstance(at, torch.SymInt) and at.node.has_hint():
+            bool(at >= 0)  # a condition of the trace
+        return own(size, at)
+
+    return index
 
 
 def _needs_no_range(own: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -197,6 +197,51 @@ def test_ints_of_which_sizes_are_made_are_planned_for(traces: list[int]) -> None
     assert 1 < len(placed.plans) <= 3
 
 
+class Cached(nn.Module):
+    """Attention over buffers of keys and values, cut at a number that the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        self.query, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("keys", torch.zeros(1, 48, 16))
+        self.register_buffer("values", torch.zeros(1, 48, 16))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, end: int) -> torch.Tensor:
+        new = self.query(x)
+        keys, values = (one[: len(x)].index_copy_(1, at, new) for one in (self.keys, self.values))
+        found = functional.scaled_dot_product_attention(new, keys[:, :end], values[:, :end])
+        return self.out(found)  # type: ignore[no-any-return]
+
+
+def test_slices_that_end_at_the_same_int_are_of_one_size(traces: list[int]) -> None:
+    steps = [(torch.full((1, 1, 16), float(n)), torch.tensor([n]), n + 1) for n in range(5, 40)]
+    check(Cached(), [(torch.ones(1, 5, 16), torch.arange(5), 5), *steps])
+    assert len(traces) <= 4
+
+
+class Rotated(nn.Module):
+    """A layer, times a part of a table's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor
+        self.layer = nn.Linear(16, 4)
+        self.register_buffer("table", torch.randn(48, 16))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found * self.table.index_select(0, at)[:, :4].reshape(1, x.shape[1], 4)
+
+
+def test_a_length_that_can_only_be_one_is_planned_for_as_one() -> None:
+    calls = [(torch.ones(1, length, 16), torch.arange(length)) for length in (5, 1)]
+    placed = check(Rotated(), calls)
+    assert placed._graphplan.programs[1].signature.leaves[0].ranges[1] == (1, 1)
+
+
 def test_ints_that_count_steps_or_choose_are_of_the_structure(traces: list[int]) -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:

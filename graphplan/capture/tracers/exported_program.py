@@ -265,7 +265,10 @@ def _leaf(
         shape.append(int(size) if symbol is None else None)
         known = None if symbol is None else (ranges or {}).get(symbol.expr)
         here = UNBOUNDED if len(bounds) in (roles or {}) else leaf.shape[len(bounds)]
-        bounds.append(None if symbol is None else _bounds(known, here))
+        found = _bounds(known, here)
+        if found[1] == 2 and leaf.shape[len(bounds)] < 2:  # torch's range of what can only be 0 or 1
+            found = found[0], 1
+        bounds.append(None if symbol is None else found)
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 
