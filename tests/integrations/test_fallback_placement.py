@@ -375,6 +375,30 @@ def test_forward_derivatives_are_not_planned() -> None:
         graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
 
 
+def test_gradients_of_functions_are_not_planned() -> None:
+    class Surprise(nn.Module):
+        """A layer, and the gradient of another one's error, as of a memory that learns while it is read."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.memory = nn.Linear(16, 8), nn.Linear(16, 16)
+
+        def error(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.func.functional_call(self.memory, weights, (x,))
+            return (found - x).pow(2).mean()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gradients = torch.func.grad(self.error)(dict(self.memory.named_parameters()), x)
+            found: torch.Tensor = self.head(x + gradients["bias"])
+            return found
+
+    model = Surprise().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match=r"torch\.func"):
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["lambda", "self"])
 def test_a_name_that_python_reserves_is_read_by_the_modules_own_code(name: str) -> None:
     class Reserved(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import NO_MODULE
+from graphplan._compat.torch import NO_MODULE, is_transformed
 from graphplan.capture.assigned_state import WRITTEN, KeptStateError, nothing_from_before, written_constants
 from graphplan.capture.captured_graph import Capture, Prepare
 from graphplan.capture.model.attribute_data import plain_tensors
@@ -181,6 +181,10 @@ def _read_inputs(
             # a patched forward may reach the caller's own weights past the copy, a list those of the copy
             known = model_copy.weights.identities.get(identity(tensor))
             weights[node] = spec.target if known is None else known
+            if is_transformed(tensor):
+                raise NoGraphError(
+                    "the trace has a transform of torch.func in it, whose values it takes for constants"
+                )
             if known is None:
                 constants[spec.target] = tensor
         else:
