@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes, read_modes, write_modes
@@ -35,6 +36,7 @@ from graphplan.runtime.fallback.short_names import original_class
 
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
+_CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _WAYS = (STAYS, RETURNS, Way("on the device of the call", gathered=True))
 
 
@@ -81,11 +83,13 @@ class Modulewise:
         forms: of the calls.
         tree: of the modules that run them, while none does.
         running: the tree of the call that runs, the innermost.
+        first: the number of the first hook that is not the model's own: others are of what runs.
     """
 
     forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
     running: nn.Module | None = None
+    first: int = field(default_factory=lambda: RemovableHandle.next_id)
 
     def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
         """Run calls of this structure module by module from now on."""
@@ -125,7 +129,7 @@ class Modulewise:
         tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole)
+            _follow(tree, whole, self.first)
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
@@ -223,13 +227,20 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
-def _follow(tree: nn.Module, whole: nn.Module) -> None:
+def _follow(tree: nn.Module, whole: nn.Module, first: int) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
     write_modes(tree, read_modes(whole))
     _share_tensors(whole, tree)
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
         for name in _hook_tables(part) if part is not whole else ():
-            vars(mine)[name] = copy.copy(vars(part)[name])
+            table = vars(mine)[name] = copy.copy(vars(part)[name])
+            if name in _CALLED:
+                table.update({n: _told_of(part, hook) for n, hook in table.items() if n >= first})
+
+
+def _told_of(part: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that is told of the placed module's own part: it may look this up, or write to it."""
+    return lambda _module, *given: hook(part, *given)
 
 
 def _share_tensors(of: nn.Module, to: nn.Module) -> None:

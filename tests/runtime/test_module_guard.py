@@ -166,6 +166,27 @@ def test_hooks_of_submodules_run(machine: Any) -> None:
     assert seen == ["ReLU"] * 2
 
 
+def test_a_hook_is_told_of_the_placed_models_own_submodule(machine: Any) -> None:
+    net, x = Net().eval(), torch.randn(3, 8)
+    torch.nn.utils.spectral_norm(net.head)  # its hook, which is traced, computes the weight of what runs
+    placed = graphplan.partition(net, machine.max_memory, (x,), grad=True)
+    names, seen = {part: name for name, part in placed.named_modules()}, []
+
+    def keep(module: Any, *_: Any) -> None:
+        seen.append(names[module])
+        module.kept = True
+
+    placed.norm.register_forward_pre_hook(keep)
+    placed.act.register_forward_hook(keep)
+    placed.drop.register_full_backward_hook(keep)
+    with pytest.warns(GraphplanWarning, match="hooks"):
+        result = placed(x)
+    result.sum().backward()
+    assert torch.allclose(result, net(x))
+    assert seen == ["act", "norm", "drop"]
+    assert placed.norm.kept
+
+
 def test_a_hook_may_call_the_whole(machine: Any) -> None:
     placed, net, x = placed_net(machine)
 
