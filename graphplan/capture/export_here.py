@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from graphplan._compat.torch import (
     export_tracer,
     inference_switch,
     mask_reader,
+    parsed_move,
     paths_of,
 )
 from graphplan.capture.assigned_state import AssignedState, KeptStateError, restored_buffers
@@ -152,6 +154,7 @@ def exporting(
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
+            Patch.of(nn.Module, "to", _if_it_moves),
             Patch.of(*inference_switch(), _without_gradients),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
         ),
@@ -216,6 +219,21 @@ def _if_it_drops(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(input, p, training, inplace) if training and p > 0 else input
 
     return dropout
+
+
+def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``nn.Module.to``, which leaves tensors alone that are so already: a trace cannot replace them."""
+
+    @functools.wraps(own)
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device, dtype = parsed_move(*args, **kwargs)
+        for tensor in chain(module.parameters(), module.buffers()):
+            numbers = tensor.is_floating_point() or tensor.is_complex()
+            if device not in (None, tensor.device) or (numbers and dtype not in (None, tensor.dtype)):
+                return own(module, *args, **kwargs)
+        return module
+
+    return to
 
 
 def _refuse_data() -> None:

@@ -379,6 +379,28 @@ def test_inputs_of_another_type_than_the_model_are_cast_by_the_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+class Moves(nn.Module):
+    """Moves its layer to its input before it runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer.to(x.device).to(device=x.device, dtype=x.dtype)(x)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_is_moved_to_where_it_is_is_in_the_graph() -> None:
+    model, x = Moves(), torch.randn(2, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
+        assert torch.equal(placed(x), model(x))
+    with pytest.raises(graphplan.CaptureError, match="captured"):  # it would be converted
+        graphplan.partition(model, {"cpu": "1MiB"}, (x.double(),), strict=True)
+    assert model.layer.weight.dtype == torch.float32
+
+
 def test_no_capture_inside_a_trace_of_torch_jit() -> None:
     model, x, other = nn.Linear(4, 4).eval(), torch.randn(2, 4), torch.randn(2, 3, 4)
     placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
