@@ -212,8 +212,10 @@ class Cached(nn.Module):
     def forward(self, x: torch.Tensor, at: torch.Tensor, end: int) -> torch.Tensor:
         new = self.query(x)
         keys, values = (one[: len(x)].index_copy_(1, at, new) for one in (self.keys, self.values))
-        found = functional.scaled_dot_product_attention(new, keys[:, :end], values[:, :end])
-        return self.out(found)  # type: ignore[no-any-return]
+        keys, values = keys[:, None, :end], values[:, None, :end]
+        mask = torch.ones(48, 48, dtype=torch.bool).tril().index_select(0, at)[:, :end]
+        found = functional.scaled_dot_product_attention(new[:, None], keys, values, attn_mask=mask)
+        return self.out(found[:, 0])  # type: ignore[no-any-return]
 
 
 def test_slices_that_end_at_the_same_int_are_of_one_size(traces: list[int]) -> None:
