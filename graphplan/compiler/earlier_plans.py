@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.captured_graph import Part
+from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
@@ -53,6 +53,7 @@ class Commitments:
         constants: those that are placed.
         plans: made so far.
         trained: parameters beside which one of these has a gradient, which may stay.
+        refused: calls for which there was no room beside these.
     """
 
     def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
@@ -60,6 +61,12 @@ class Commitments:
         self.constants = PlacedConstants()
         self.plans: list[Plan] = []
         self.trained: set[str] = set()
+        self.refused: list[Capture] = []
+
+    def lacks_room(self, capture: Capture) -> bool:
+        """Whether there was none for a call of the same trace that is no larger."""
+        alike = [one.sizes for one in self.refused if one.module is capture.module]
+        return any(all(capture.sizes.get(name, 0) >= n for name, n in sizes.items()) for sizes in alike)
 
     def known_for(self, graph: Graph) -> Assignment | None:
         """The known assignment, if it is of this graph."""

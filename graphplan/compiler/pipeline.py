@@ -148,9 +148,12 @@ class Compiler:
         planned as it is, a later one ahead, as far as there is room for that and to be fast.
         """
         placed, tried, slow = self.homes is not None, list[Annotator](), list[tuple[float, Planned]]()
-        for ahead in aheads or ((*AHEAD, 0.0) if placed else (0.0,)):
+        aheads = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
+        for ahead in aheads:
             annotator = self.captures.annotated(call, entry, ahead)
             if annotator in tried or (slow and ahead):  # the caller has set the limits; or it is as slow
+                continue
+            if ahead != aheads[-1] and self._committed.lacks_room(annotator.capture):
                 continue
             tried.append(annotator)
             try:
@@ -158,6 +161,7 @@ class Compiler:
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
+                self._committed.refused.append(annotator.capture)
                 continue
             times = slowness(found.plan) if placed else 1.0
             if times <= SLOW:

@@ -17,6 +17,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.model.model_weights import is_wrapper
+from graphplan.compiler.pipeline import Compiler
 from graphplan.runtime.module.module_state import RunningCalls
 
 MOVED = "so weights move"
@@ -169,6 +170,21 @@ def test_weights_that_modules_keep_in_lists_move_too() -> None:
         assert "cpu" in placed.plan.placement.values()
         assert placed.listed[0] is placed.out.weight
         same(model, graphplan.unplace(placed), 1)
+
+
+def test_sizes_for_which_there_was_no_room_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, searched = layers(), list[int]()
+    own = Compiler._planned
+
+    def counted(compiler: Compiler, members: Any, **options: Any) -> Any:
+        searched.append(max(members[0].annotator.capture.sizes.values()))
+        return own(compiler, members, **options)
+
+    monkeypatch.setattr(Compiler, "_planned", counted)
+    with graphplan.simulate({0: bytes_of(model) + 12_000}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),))
+        same(model, placed, *range(17, 20))
+    assert searched == [4, 32, 21, 17, 18, 19]
 
 
 def test_where_nothing_has_room_nothing_moves() -> None:
