@@ -9,7 +9,7 @@ layers on devices 0 and 1::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,13 +45,15 @@ class Way:
 
     Attributes:
         name: for people.
-        gathered: whether all run on the caller's device, and weights are copied there; so is what a module
-            reads of others that do not run, or has kept in its attributes.
+        gathered: whether all run on the caller's device, and weights are copied there.
+        together: whether what an operation reads is copied to where its module runs: of others that do not
+            run, what its code makes, or has kept in attributes.
         returns: whether a module's results go to where its caller computes.
     """
 
     name: str
     gathered: bool = False
+    together: bool = False
     returns: bool = True
 
 
@@ -76,7 +78,7 @@ class HookedRun:
         device = self.host if self.way.gathered else _device_of(module)
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
-        running = _Running(module, device or self._device_of_caller())
+        running = _Running(module, device or self.device)
         self.running.append(running)
         if device is None:
             return args, kwargs
@@ -91,7 +93,7 @@ class HookedRun:
         """Put back what was copied."""
         running = self.running.pop()
         running.put_back()
-        device = self._device_of_caller()
+        device = self.device
         back = running.given.undo(lambda tensor: tensor.to(device))
         back.holder = running.module
         for one in running.copies:
@@ -109,7 +111,9 @@ class HookedRun:
             if self.running:
                 self.end()
 
-    def _device_of_caller(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the innermost module that runs computes."""
         return self.running[-1].device if self.running else self.host
 
 
@@ -192,7 +196,7 @@ def run_hooked(
 ) -> Any:
     """What an entry of a tree of modules returns; its hooks are gone afterwards."""
     hooks: list[Any] = []
-    together = on_one_device(call.host) if call.way.gathered else nullcontext()
+    together = on_one_device(lambda: call.device) if call.way.together else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
@@ -214,8 +218,8 @@ def run_hooked(
 
 
 @contextmanager
-def on_one_device(device: torch.device) -> Iterator[None]:
-    """A block in which operations that take no tensors of several devices have theirs brought together."""
+def on_one_device(device: Callable[[], torch.device]) -> Iterator[None]:
+    """A block in which operations that take no tensors of several devices have theirs brought to this one."""
     with compiling("force_eager"), _OnOneDevice(device):
         yield
 
@@ -237,7 +241,7 @@ class _OnOneDevice(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Callable[[], torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.device = device
 
@@ -252,7 +256,7 @@ class _OnOneDevice(TorchDispatchMode):
             written = _devices(written_arguments(func, args, kwargs))
             if len(there) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
                 raise
-        args, kwargs = sent((args, kwargs), next(iter(written), self.device))
+        args, kwargs = sent((args, kwargs), next(iter(written), None) or self.device())
         return func(*args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
 running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
-brings each module's weights, and what else its operations want together, to the caller's device.
+two bring what operations want together to where their module's weights are, and all to the caller's device.
 
 A module that has graphs runs as a tree of modules of its own over the same weights, which other threads read
 meanwhile. One that has none runs itself, so that what its code keeps in attributes is kept.
@@ -36,8 +36,9 @@ from graphplan.runtime.fallback.short_names import original_class
 
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
+TOGETHER = Way("where their weights are, with what they read", together=True)
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_WAYS = (STAYS, RETURNS, Way("on the device of the call", gathered=True))
+_WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
 
 
 @dataclass

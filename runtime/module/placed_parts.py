@@ -281,7 +281,7 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
         held = chain(self.parameters(recurse=deep), self.buffers(recurse=deep))
         outside = not (_keeps_grad(whole) or is_on_one_device())
         apart = outside and any(tensor.device != host for tensor in held)
-        with on_one_device(host) if apart else nullcontext():
+        with on_one_device(lambda: host) if apart else nullcontext():
             return method(self, *args, **kwargs)
 
     return call

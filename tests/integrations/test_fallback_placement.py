@@ -749,3 +749,33 @@ def test_torch_compiles_after_a_trial_and_a_simulation() -> None:
     with graphplan.simulate({0: "1MiB"}):
         there = torch.cond(X.sum() > 1e9, torch.sin, torch.cos, (X.to("sim:0"),)).cpu()
     assert torch.equal(there, torch.cond(X.sum() > 1e9, torch.sin, torch.cos, (X,)))
+
+
+class ForCpu(nn.Linear):
+    """Code that was written for the CPU alone: it makes and keeps tensors there."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.kept, self.listed = torch.rand(16), [torch.rand(16, 16)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x) * self.kept @ self.listed[0] + torch.arange(16)
+        return y if float(y.sum()) < 1e9 else x
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_code_for_the_cpu_runs_over_accelerators() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ForCpu() for _ in range(4))).eval()
+    room = {0: "8KiB", 1: "8KiB"}
+    with graphplan.simulate(room) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        for rows in (4, 2):
+            assert largest_difference(placed(X[:rows]), model(X[:rows])) < 1e-5
+        assert all(0 < machine.peak_bytes(key) <= 8 << 10 for key in (0, 1))
+        data = pickle.dumps(placed)
+        del placed
+        gc.collect()
+        assert largest_difference(pickle.loads(data)(X), model(X)) < 1e-5
+    with graphplan.simulate(room) as machine, pytest.raises(graphplan.CaptureError, match="same device"):
+        graphplan.partition(model, machine.max_memory, (X,), grad=True)

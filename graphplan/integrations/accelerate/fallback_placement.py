@@ -43,8 +43,8 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.hooked_run import undone
-from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, Untraced
+from graphplan.runtime.fallback.hooked_run import Way, undone
+from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, TOGETHER, Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -127,7 +127,7 @@ class _Split:
 
     entries: Mapping[str, DeviceKey]  # module or tensor -> device key
     main: DeviceKey  # the accelerator that runs what is on the CPU
-    home: bool = False  # whether every module's results go back to where its inputs came from
+    way: Way = STAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,7 @@ class _Fallback:
         """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
-        way = RETURNS if split.home else STAYS
-        untraced = Untraced(reason, self.topology[split.main].torch_device, way)
+        untraced = Untraced(reason, self.topology[split.main].torch_device, split.way)
         options, plan = self.options, self._plan(split, profile)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
@@ -272,10 +271,12 @@ class _Fallback:
             for whole in self._granularities()
             if accelerators
         ]
-        found += [replace(split, home=True) for split in found]
+        found += [replace(split, way=RETURNS) for split in found]
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, host)}
             found.append(_Split(map_modules(self.model, alone, set(), _SIZES, quiet=True), key))
+        if not self.options.grad:  # what is copied below autograd, a backward pass does not find
+            found += [replace(split, way=TOGETHER) for split in found if split.way is STAYS]
         used = [split for split in found if set(split.entries.values()) & set(accelerators)]
         return [split for split in used if self._fits(split, budgets)]
 
