@@ -193,6 +193,30 @@ def test_an_argument_that_no_trial_can_copy_is_an_error_and_stays_as_it_is() -> 
     assert state.h is None
 
 
+class Logs(LlamaForCausalLM):
+    """A model of transformers with arguments of its own."""
+
+    def forward(self, input_ids: torch.Tensor, log: list[Any], seen: dict[str, Any], **kwargs: Any) -> Any:
+        found = super().forward(input_ids, **kwargs)
+        log.append(found.logits[:, -1])
+        seen["count"] = seen.get("count", 0) + 1
+        return found
+
+
+def test_models_of_transformers_change_lists_and_dicts_too() -> None:
+    model = Logs(llama().config).eval()
+    states: list[dict[str, Any]] = [{"log": [], "seen": {}} for _ in range(3)]
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS, **states[0]})
+        for run, state in zip((placed, model), states[1:], strict=True):
+            run.generate(IDS, max_new_tokens=3, do_sample=False, **state)
+            run(IDS, past_key_values=DynamicCache(), **state)
+    mine, others = (state["log"] for state in states[1:])
+    assert len(mine) == len(others) == 4
+    assert all(largest_difference(a, b) < 1e-5 for a, b in zip(mine, others, strict=True))
+    assert [state["seen"] for state in states] == [{}, {"count": 4}, {"count": 4}]
+
+
 def test_each_graph_has_the_hidden_states_once() -> None:
     model = llama()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():

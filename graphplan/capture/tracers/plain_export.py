@@ -28,6 +28,7 @@ from graphplan._compat.torch import hide_tracer, unbacked_like_backed
 from graphplan.capture.assigned_state import restored
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.export_here import export
+from graphplan.capture.given_contents import GivenContents
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
@@ -36,7 +37,6 @@ from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import flatten_with_path, leaves_of
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
-from graphplan.capture.tracers.given_contents import GivenContents
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager

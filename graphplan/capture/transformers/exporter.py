@@ -7,7 +7,8 @@ one graph serves all lengths and one all batches:
   of a decode) stays, since a trace of several tokens is another computation;
 - the counters of caches are inputs, so that sliding windows are traced as they are;
 - what the trace has taken for granted of sizes (``guards``) is checked at each call;
-- a cache that the caller passes in comes back as what became of it, so that the caller's own can be changed.
+- a cache, list or dict that the caller passes in comes back as what became of it, so that the caller's own
+  can be changed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from graphplan._compat.torch import hide_tracer, unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.export_here import export
+from graphplan.capture.given_contents import GivenContents
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
 from graphplan.capture.sizes.dynamic_axes import (
@@ -59,7 +61,7 @@ class Exported:
     """What was exported.
 
     Attributes:
-        program: its result is the model's, and the caches that were given, as they are after the call.
+        program: its result is the model's, and what became of what the call changes.
         traced: the arguments, after what the exporter does to them.
         roles: for each leaf of ``traced``, its axes that may vary.
         guards: what else the trace takes for granted.
@@ -117,8 +119,10 @@ def _export(
         caches = caches_in(kwargs)
         for name, cache in caches.items() if varying else ():
             take_for_one(cache, inputs[name], roles[name])
+        others = {name: kwargs[name] for name in kwargs if name in call.kwargs and name not in caches}
+        contents = GivenContents((), others)
         result = original(**kwargs)
-        return with_changes(result, caches)
+        return with_changes(result, caches, *contents.changes())
 
     bounds = bounds_of_segments(inputs)
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
