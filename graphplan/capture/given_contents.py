@@ -86,22 +86,29 @@ class GivenContents:
             )
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
-        """By argument, what became of the containers that were changed; and what stands for all in it.
+        """By changed argument, what became of the lists and dicts in it; and what stands for all in it.
 
         Raises:
             NoGraphError: something was changed that is no list or dict of an argument by name.
         """
+        changed = {key: held for key, held in self._held.items() if held.is_changed}
         found: dict[str, list[tuple[Given, Any]]] = {}
-        for held in self._held.values():
-            if held.is_changed:
-                if held.place is None or not _can_be_changed(held.value):
-                    raise NoGraphError(
-                        f"it changes {held.label}, a {type(held.value).__name__}, which it is given: a graph "
-                        "changes only lists and dicts, in arguments that forward has names for"
-                    )
-                contents = list(held.value) if isinstance(held.value, list) else dict(held.value)
-                found.setdefault(held.place.name, []).append((held.place, contents))
+        for held in changed.values():
+            if held.place is None or not _can_be_changed(held.value):
+                raise NoGraphError(
+                    f"it changes {held.label}, a {type(held.value).__name__}, which it is given: a graph "
+                    "changes only lists and dicts, in arguments that forward has names for"
+                )
+            found[held.place.name] = []
+        for key, held in self._held.items():
+            if held.place is not None and held.place.name in found and _can_be_changed(held.value):
+                contents = _contents(held.value) if key in changed else held.value
+                found[held.place.name].append((held.place, contents))
         return found, {key: place for key, place in self._places.items() if place.name in found}
+
+
+def _contents(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else dict(value)
 
 
 def _can_be_changed(value: Any) -> bool:

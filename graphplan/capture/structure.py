@@ -234,6 +234,11 @@ class Given:
     name: str
     path: tuple[tuple[bool, Any], ...] = ()
 
+    def __str__(self) -> str:
+        return self.name + "".join(
+            f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in self.path
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Returned:
@@ -242,7 +247,7 @@ class Returned:
     Attributes:
         result: of the model.
         changed: by the name of an argument, what became of it: the cache; of any other, pairs of
-            a container in it and the contents.
+            a list or dict in it and the contents, or itself where it has what it had.
     """
 
     result: Any

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import Given, Returned, node_of
 from graphplan.capture.transformers.caches import LayoutPart, is_described, layout_of, tensors_in
+from graphplan.errors import InputError
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """From the flat results, and the arguments that are changed, by name, to what the model returns."""
@@ -51,9 +52,11 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
 
 class _StructureWriter:
     def __init__(self) -> None:
-        self.names: dict[str, Any] = {"make": make}
+        self.names: dict[str, Any] = {"make": make, "distinct": _require_distinct}
         self.taken = 0  # leaves
         self.places: dict[Given, tuple[str, str]] = {}  # variables, and the code that leads to them
+        self.changed: dict[Given, str] = {}  # the code for objects of the caller's that the call changes
+        self.kept: dict[Given, str] = {}  # and for those beside them
         self.lines: list[str] = []
 
     def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
@@ -62,13 +65,17 @@ class _StructureWriter:
             returned = self._structure(result)
             for name, change in zip(spec.context, changed, strict=True):
                 if name in given:
-                    self._change(f"g[{name!r}]", given[name], layout_of(change))
+                    self._change(self._changed_at(Given(name)), given[name], layout_of(change))
                 else:
                     for pair in change.children():
                         self._put(*pair.children())
         else:
             returned = self._structure(spec)
         first = [f"{variable} = {place}" for variable, place in self.places.values()]
+        if len(self.changed) + len(self.kept) > 1:
+            marks = self._name([*self.changed, *self.kept])
+            objects = ", ".join([*self.changed.values(), *self.kept.values()])
+            first.append(f"distinct({marks}, {len(self.changed)}, [{objects}])")
         body = "".join(f"    {line}\n" for line in [*first, *self.lines, f"return {returned}"])
         exec(f"def rebuild(r, g):\n{body}", self.names)  # the text is ours: indices, and names of objects
         made: Rebuild = self.names["rebuild"]
@@ -111,9 +118,16 @@ class _StructureWriter:
             self.places[mark] = f"p{len(self.places)}", f"g[{mark.name!r}]{''.join(steps)}"
         return self.places[mark][0]
 
+    def _changed_at(self, mark: Given) -> str:
+        """The code for an object of the caller's that the call changes."""
+        return self.changed.setdefault(mark, self._place(mark))
+
     def _put(self, mark: pytree.TreeSpec, contents: pytree.TreeSpec) -> None:
         """Write the lines that give a list or dict of the caller's other contents."""
-        place, made = self._place(mark.context), self._structure(contents)
+        if contents.type is Given:
+            self.kept[mark.context] = self._place(mark.context)
+            return
+        place, made = self._changed_at(mark.context), self._structure(contents)
         if contents.type is list:
             self.lines.append(f"{place}[:] = {made}")
         else:
@@ -193,6 +207,17 @@ def _device(part: LayoutPart, taken: int) -> str:
 
 def _tuple(parts: Sequence[str]) -> str:
     return f"({', '.join(parts)},)" if parts else "()"
+
+
+def _require_distinct(marks: Sequence[Given], changed: int, objects: Sequence[Any]) -> None:
+    """Raise InputError where one of the first objects, which the call changes, is another of them too."""
+    first: dict[int, int] = {}
+    for index, value in enumerate(objects):
+        if first.setdefault(id(value), index) < min(changed, index):
+            raise InputError(
+                f"{marks[first[id(value)]]} and {marks[index]} are one object, and the model writes to it: "
+                "pass a copy"
+            )
 
 
 def make(cls: Any, state: dict[str, Any]) -> Any:

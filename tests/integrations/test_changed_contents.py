@@ -222,6 +222,24 @@ def test_one_list_for_two_arguments_is_an_error() -> None:
     assert not one
 
 
+@pytest.mark.parametrize("change", ["both", "one"])
+def test_one_list_in_two_places_is_an_error(change: str) -> None:
+    def both(state: Any, h: torch.Tensor) -> Any:
+        state["b"].append(h)
+        if change == "both":
+            state["a"].append(h + 1)
+        return [*state["a"], *state["b"]]
+
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(Changes(both), machine.max_memory, (X, {"a": [], "b": []}))
+        one: list[Any] = []
+        with pytest.raises(graphplan.InputError, match=r"state\['.'\] and state\['.'\] are one object"):
+            placed(X, {"a": one, "b": one})
+        assert not one
+        placed(X, {"a": [], "b": one})
+    assert len(one) == 1
+
+
 def test_contents_have_gradients_and_are_differentiated_in_a_training_step() -> None:
     for how in ({"train": True}, {"grad": True}):
         model = Changes(append)
