@@ -114,8 +114,11 @@ def test_what_each_form_of_an_assertion_wants() -> None:
     assert bool(true)
     assert [one for one in [1] if true]
     value = 1 if true else 2
+    kind = AssertionError if false else ValueError
+    if false:
+        raise AssertionError
     while false:
         value += 1
-    assert false or value
+    assert false or (value and kind)
     assert true.wanted == [True, True, True, None, None]
-    assert false.wanted == [False, False, None, None]
+    assert false.wanted == [False, False, None, None, None, None]

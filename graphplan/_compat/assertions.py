@@ -18,6 +18,7 @@ import torch
 from graphplan._compat import Replacement
 
 _ASKS = ("CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG")  # of bool() or item()
+_LOADS = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # where code says AssertionError, LOAD_GLOBAL
 _ON_THE_WAY = ("POP_TOP", "NOT_TAKEN", "EXTENDED_ARG", "NOP")  # of a < b < c
 
 
@@ -53,4 +54,4 @@ def truth_that_passes(frame: FrameType) -> bool | None:
 def _raises(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool:
     while code[at].opname in _ON_THE_WAY or code[at].opname == "JUMP_FORWARD":
         at = places[code[at].argval] if code[at].opname == "JUMP_FORWARD" else at + 1
-    return code[at].opname == "LOAD_ASSERTION_ERROR" or code[at].argrepr == "AssertionError"
+    return code[at].opname in _LOADS and code[at].argrepr in ("", "AssertionError")
