@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -277,10 +276,10 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
                     warn(f"{error}{_OWN_CODE}")
                     own.add(mine)
         host = given[0] if given else _host(whole) or torch.device(CPU)
-        deep = bool(given)  # one without may be a whole training loop
-        held = chain(self.parameters(recurse=deep), self.buffers(recurse=deep))
+        parts = self.modules() if given else [self]  # one without may be a whole training loop
+        held = (one for part in parts for one in (*part._parameters.values(), *part._buffers.values()))
         outside = not (_keeps_grad(whole) or is_on_one_device())
-        apart = outside and any(tensor.device != host for tensor in held)
+        apart = outside and any(one is not None and one.device != host for one in held)
         with on_one_device(lambda: host) if apart else nullcontext():
             return method(self, *args, **kwargs)
 
