@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan.api.eager_check import require_equal
-from graphplan.capture.assigned_state import KeptStateError
+from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.eager_run import saved_bytes
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes

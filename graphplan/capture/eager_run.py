@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, storage_of
-from graphplan.capture.assigned_state import restored_buffers
+from graphplan.capture.changes.assigned_state import restored_buffers
 from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of

@@ -32,10 +32,10 @@ from graphplan._compat.torch import (
     parsed_move,
     paths_of,
 )
-from graphplan.capture.assigned_state import AssignedState, KeptStateError, restored_buffers
-from graphplan.capture.assigned_writes import place_writes
-from graphplan.capture.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.autocast import AUTOCAST
+from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
+from graphplan.capture.changes.assigned_writes import place_writes
+from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows

@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
-from graphplan.capture.assigned_state import keep_what_is_read
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, bound_call, name_apart
+from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy

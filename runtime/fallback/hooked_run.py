@@ -27,8 +27,8 @@ from graphplan._compat.torch import (
     list_weights_anew,
     without_current_mode,
 )
-from graphplan.capture.assigned_state import restored
-from graphplan.capture.attribute_snapshots import attributes_of, put_back
+from graphplan.capture.changes.assigned_state import restored
+from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import leaves_of, written_arguments

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.assigned_state import KeptStateError
+from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call

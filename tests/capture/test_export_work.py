@@ -16,8 +16,8 @@ from torch.nn.modules import module
 import graphplan
 from graphplan._compat import export_work
 from graphplan.capture import export_here
-from graphplan.capture.assigned_state import AssignedState
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.annotate import Annotator

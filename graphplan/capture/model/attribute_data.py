@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.attribute_snapshots import TORCHS
+from graphplan.capture.changes.attribute_snapshots import TORCHS
 from graphplan.capture.model.modes import is_plain
 
 _ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)

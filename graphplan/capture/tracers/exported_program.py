@@ -11,8 +11,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import NO_MODULE, is_transformed
-from graphplan.capture.assigned_state import WRITTEN, KeptStateError, nothing_from_before, written_constants
 from graphplan.capture.captured_graph import Capture, Prepare
+from graphplan.capture.changes.assigned_state import (
+    WRITTEN,
+    KeptStateError,
+    nothing_from_before,
+    written_constants,
+)
 from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of

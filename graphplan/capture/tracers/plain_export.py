@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
 from graphplan._compat.torch import hide_tracer, unbacked_like_backed
-from graphplan.capture.assigned_state import restored
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.changes.assigned_state import restored
+from graphplan.capture.changes.given_contents import GivenContents
 from graphplan.capture.export_here import export
-from graphplan.capture.given_contents import GivenContents
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf

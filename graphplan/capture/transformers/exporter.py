@@ -28,8 +28,8 @@ from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import hide_tracer, unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import bound_call
+from graphplan.capture.changes.given_contents import GivenContents
 from graphplan.capture.export_here import export
-from graphplan.capture.given_contents import GivenContents
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
 from graphplan.capture.sizes.dynamic_axes import (

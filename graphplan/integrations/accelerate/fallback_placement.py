@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.assigned_state import KeptStateError
+from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes

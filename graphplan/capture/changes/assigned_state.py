@@ -23,9 +23,9 @@ import torch
 from torch import fx, nn
 
 from graphplan._compat.torch import storage_of
-from graphplan.capture.assigned_writes import ASSIGNS, unconverted
-from graphplan.capture.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
+from graphplan.capture.changes.attribute_snapshots import TORCHS, Snapshot, snapshot
 from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
 from graphplan.errors import NoGraphError
 
