@@ -27,7 +27,7 @@ from graphplan.warnings import warn
 _MANY = 32
 _MANY_PROGRAMS = (
     f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "
-    "a string), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
+    "a string, how long a list is), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
 )
 _FULL = (
     "so many call structures have been captured for one model that all are forgotten, and captured again "
