@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
 from types import MethodType
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -13,6 +15,7 @@ from graphplan.capture.model.shared_attributes import PATCHED, stands_for
 
 # weak, since the class of a parametrized module holds the module
 _made: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
+_making = Lock()
 
 
 def made_class(
@@ -38,17 +41,26 @@ def made_class(
         own |= {"_graphplan_original": original, **body()}
         if in_place:
             own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
-        kind, bases = cast(Any, type(original)), (original, base) if in_place else key
-        made = _made[key] = kind(original.__name__, (_Unannounced, *bases), own)
-        made.__bases__ = bases
+        with _making, _unannounced(original):
+            made = _made[key] = type(original.__name__, (original, base) if in_place else key, own)
     return made
 
 
-class _Unannounced:
-    """The first base of a class while it is made: no other is told of it, which may ask for arguments."""
+@contextmanager
+def _unannounced(original: type) -> Iterator[None]:
+    """Classes that are made of this one are not told of to it or to its bases, which may ask for arguments.
 
-    def __init_subclass__(cls) -> None:
-        pass
+    It is the class's own method that makes way, since any other base would give them another layout.
+    """
+    own = vars(original).get("__init_subclass__")
+    type.__setattr__(original, "__init_subclass__", classmethod(lambda _: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(original, "__init_subclass__")
+        else:
+            type.__setattr__(original, "__init_subclass__", own)
 
 
 def class_made(original: type[nn.Module], base: type) -> type[nn.Module] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import pytest
@@ -169,3 +170,36 @@ def test_a_module_that_is_a_dict() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6
+
+
+class Scales(ABC, nn.Module):
+    """Its first base has another layout than a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def __init_subclass__(cls, *, by: int) -> None:
+        cls.by = by
+
+    @abstractmethod
+    def scaled(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.layer(x))
+
+
+class Doubles(Scales, by=2):
+    by: ClassVar[int]
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+@pytest.mark.parametrize("model", [Doubles(), nn.Sequential(Doubles())])
+def test_a_module_whose_first_base_is_abstract(model: nn.Module) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6
+    with pytest.raises(TypeError, match="by"):
+        type("Other", (Doubles,), {})
