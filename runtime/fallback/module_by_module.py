@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
 TOGETHER = Way("where their weights are, with what they read", together=True)
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GONE = object()
 _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
 
 
@@ -85,12 +86,14 @@ class Modulewise:
         tree: of the modules that run them, while none does.
         running: the tree of the call that runs, the innermost.
         first: the number of the first hook that is not the model's own: others are of what runs.
+        names: of each submodule, the attributes that the graphs were traced from.
     """
 
     forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
     running: nn.Module | None = None
     first: int = field(default_factory=lambda: RemovableHandle.next_id)
+    names: Sequence[Collection[str]] = ()
 
     def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
         """Run calls of this structure module by module from now on."""
@@ -130,7 +133,7 @@ class Modulewise:
         tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole, self.first)
+            _follow(tree, whole, self.first, self.names)
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
@@ -228,20 +231,53 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
-def _follow(tree: nn.Module, whole: nn.Module, first: int) -> None:
+def _follow(tree: nn.Module, whole: nn.Module, first: int, names: Sequence[Collection[str]]) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
     write_modes(tree, read_modes(whole))
     _share_tensors(whole, tree)
-    for mine, part in zip(tree.modules(), whole.modules(), strict=True):
+    for mine, part, own in zip(tree.modules(), whole.modules(), names, strict=True):
         for name in _hook_tables(part) if part is not whole else ():
             table = vars(mine)[name] = copy.copy(vars(part)[name])
             if name in _CALLED:
-                table.update({n: _told_of(part, hook) for n, hook in table.items() if n >= first})
+                given = vars(part)[name]
+                table.update({n: _told_of(part, own, given, n) for n in given if n >= first})
 
 
-def _told_of(part: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that is told of the placed module's own part: it may look this up, or write to it."""
-    return lambda _module, *given: hook(part, *given)
+def _told_of(
+    part: nn.Module, names: Collection[str], hooks: Mapping[int, Callable[..., Any]], number: int
+) -> Callable[..., Any]:
+    """A hook that is told of the placed module's own part, which it may look up, as the one that runs is.
+
+    It reads there what forward has assigned. What it assigns is for the one that runs; the part keeps it too
+    where it is not among ``names``, which the graphs were traced from.
+    """
+
+    def told(mine: nn.Module, *given: Any) -> Any:
+        if number not in hooks:  # removed since the call began
+            return None
+        own, runs = vars(part), vars(mine)
+        kept, fixed = dict(own), {"_modules", *_hook_tables(part)}
+        shown = {name for name in runs if name in names or name not in own} - fixed
+        own.update({name: runs[name] for name in shown})
+        before = dict(own)
+        try:
+            return hooks[number](part, *given)
+        finally:
+            for name in (before.keys() | own.keys()) - fixed:
+                untouched = own.get(name, _GONE) is before.get(name, _GONE)
+                if not untouched:
+                    _put(runs, name, own.get(name, _GONE))
+                if name in names or (untouched and name in shown):
+                    _put(own, name, kept.get(name, _GONE))
+
+    return told
+
+
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is _GONE:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _share_tensors(of: nn.Module, to: nn.Module) -> None:

@@ -164,6 +164,7 @@ class ModuleState:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""
         if self.start is None and self.untraced is None:
             self.reader, self.guard = self.new_reader(module), ModuleGuard(module)
+            self.modulewise.names = [frozenset(vars(part)) for part in module.modules()]
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""

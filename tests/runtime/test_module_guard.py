@@ -187,6 +187,57 @@ def test_a_hook_is_told_of_the_placed_models_own_submodule(machine: Any) -> None
     assert placed.norm.kept
 
 
+class Weighs(nn.Module):
+    """Leaves its weights in an attribute, for hooks to see; twice the same activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act, self.scale = nn.Linear(8, 8), nn.ReLU(), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = self.act(self.layer(self.act(x))) * self.scale
+        return x + self.found
+
+
+def test_hooks_read_what_forward_has_assigned_and_assign_what_it_reads(machine: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
+    placed: Any = graphplan.partition(model, machine.max_memory, (x,))
+
+    def calls(whole: Any) -> tuple[list[torch.Tensor], int, int]:
+        results, once = list[torch.Tensor](), list[int]()
+
+        def before(module: Any, args: Any) -> None:
+            module.calls, module.scale = getattr(module, "calls", 0) + 1, 3.0
+            module.kept = True
+
+        def after(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+            del module.kept
+            results.append(module.found.detach().cpu())
+            return result + module.found
+
+        def stops(module: nn.Module, *_: Any) -> None:
+            once.append(1)
+            handles[-1].remove()
+
+        handles = [
+            whole[1].register_forward_pre_hook(before),
+            whole[1].register_forward_hook(after),
+            whole[1].act.register_forward_hook(stops),
+        ]
+        results += [whole(x), whole(x + 1)]
+        for handle in handles:
+            handle.remove()
+        return results, whole[1].calls, len(once)
+
+    with torch.no_grad(), pytest.warns(GraphplanWarning, match="hooks"):
+        found, *counted = calls(placed)
+    wanted, *counts = calls(model)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+    assert counted == counts == [2, 1]
+    assert not hasattr(placed[1], "found")
+    assert not hasattr(placed[1], "kept")
+
+
 def test_a_hook_may_call_the_whole(machine: Any) -> None:
     placed, net, x = placed_net(machine)
 
