@@ -378,7 +378,6 @@ def test_inputs_of_another_type_than_the_model_are_cast_by_the_model() -> None:
     assert len(placed.plans) == 1
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 class Moves(nn.Module):
     """Moves its layer to its input before it runs it."""
 
@@ -401,6 +400,7 @@ def test_a_layer_that_is_moved_to_where_it_is_is_in_the_graph() -> None:
     assert model.layer.weight.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_no_capture_inside_a_trace_of_torch_jit() -> None:
     model, x, other = nn.Linear(4, 4).eval(), torch.randn(2, 4), torch.randn(2, 3, 4)
     placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
