@@ -129,6 +129,13 @@ def inference_switch() -> tuple[Any, str]:
     return torch._C, name
 
 
+def backward_engine() -> tuple[Any, str]:
+    """What ``torch.autograd.grad`` and ``backward`` call."""
+    name = "_engine_run_backward"
+    private(torch.autograd, name, "torch")
+    return torch.autograd, name
+
+
 def global_hooks() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")

@@ -31,10 +31,10 @@ def _eager_result(
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
     def here(leaf: Any) -> Any:
-        return leaf.detach().clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
+        return leaf.clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    args, kwargs = map_leaves(here, (args, kwargs))
     with torch.set_grad_enabled(keep_grad), unwritten(model):
+        args, kwargs = map_leaves(here, (args, kwargs))
         return method_of(runs, entry)(*args, **kwargs)
 
 

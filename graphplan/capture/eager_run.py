@@ -70,12 +70,14 @@ def untouched(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
-    """A block after which parameters, and tensors of other attributes, have the values that they had.
+    """A block after which parameters, and tensors of other attributes, have their values and gradients again.
 
     Those that are written to are copied.
     """
     tensors: list[torch.Tensor] = [tensor for model in models for tensor in model.parameters()]
     tensors += [tensor for model in models for *_, tensor in plain_tensors(model)]
+    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    tensors += [gradient for _, gradient in gradients if gradient is not None]
     memories = [tensor.data for tensor in tensors]
     written = _BeforeWrites(tensors)
     try:
@@ -85,6 +87,8 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
         for tensor, data in zip(tensors, memories, strict=True):
             if memory_of(tensor) != memory_of(data):  # its ``.data`` was assigned
                 tensor.data = data
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
         with torch.no_grad():
             for tensor, before in written.kept:
                 tensor.copy_(before)

@@ -26,6 +26,7 @@ from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import (
     assignment_hook,
+    backward_engine,
     export_tracer,
     inference_switch,
     mask_reader,
@@ -156,6 +157,7 @@ def exporting(
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
             Patch.of(nn.Module, "to", _if_it_moves),
             Patch.of(*inference_switch(), _without_gradients),
+            Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad)),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
         ),
     ):
@@ -234,6 +236,24 @@ def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
         return module
 
     return to
+
+
+def _if_it_goes_on(keep_grad: bool, own: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes gradients: through those of a graph gradients flow, and none is left in ``grad``."""
+
+    def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["accumulate_grad"] and any(getattr(one, "requires_grad", True) for one in outputs):
+            raise NoGraphError(
+                "forward calls backward(), which adds to the grad of tensors: a graph does not"
+            )
+        if keep_grad and not create_graph:
+            raise NoGraphError(
+                "forward computes gradients through which none are to flow, by torch.autograd.grad without "
+                "create_graph: in a graph they would"
+            )
+        return own(outputs, gradients, retain, create_graph, *args, **kwargs)
+
+    return run
 
 
 def _refuse_data() -> None:

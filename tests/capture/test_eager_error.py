@@ -238,3 +238,46 @@ def test_what_needs_gradients_is_tried_with_them(budgets: Any, options: Any) -> 
         with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
             placed = graphplan.partition(model, budgets, (x,), **options)
         assert torch.allclose(placed(x), model(x), atol=1e-6)
+
+
+class Adapts(nn.Module):
+    """A step of its own before it answers, through which the caller's gradients do not flow."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.head, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        error = self.layer(x).pow(2).mean()
+        if self.way == "grad":
+            (step,) = torch.autograd.grad(error, [self.layer.weight])
+        elif self.way == "of input":
+            (step,) = torch.autograd.grad(error, [x], create_graph=True)
+            return self.head(x) + step  # type: ignore[no-any-return]
+        else:
+            inner = x.detach().clone().requires_grad_()
+            self.layer(inner).pow(2).mean().backward()
+            assert inner.grad is not None
+            return self.head(self.layer(x) + inner.grad)  # type: ignore[no-any-return]
+        found: torch.Tensor = self.head(nn.functional.linear(x, self.layer.weight - step))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("options", [{"grad": True, "check": True}, {"train": True}])
+@pytest.mark.parametrize("way", ["grad", "backward", "of input"])
+def test_gradients_that_forward_computes_are_those_of_eager(way: str, options: Any) -> None:
+    model, x = Adapts(way), torch.randn(5, 4, requires_grad=True)
+    model.layer.bias.grad = torch.ones(4)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), **options)
+        assert torch.equal(model.layer.bias.grad, torch.ones(4))
+        assert all(one.grad is None for one in (model.layer.weight, *placed.head.parameters()))
+        model.layer.bias.grad = None
+        placed.zero_grad()
+        found, wanted = placed(x), model(x)
+        assert torch.allclose(found, wanted, atol=1e-6)
+        found.sum().backward()
+        wanted.sum().backward()
+        for ours, own in zip(placed.parameters(), model.parameters(), strict=True):
+            assert ours.grad is None if own.grad is None else torch.allclose(ours.grad.cpu(), own.grad)
