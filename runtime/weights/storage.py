@@ -217,15 +217,15 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
 def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     """The model itself with these in place of its tensors, which calls that are under way still read.
 
-    Also where they lie in lists, as in those of recurrent layers: what stayed there would hold on to memory.
+    Also in other attributes, as in the lists of recurrent layers: what stayed there would hold on to memory.
     """
     for part in model.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = placed[id(tensor)]
-    for _, _, found in plain_data(model):
-        for _, table, key in found.entries:
+    for part, name, found in plain_data(model):
+        for table, key in ((vars(part), name), *((table, key) for _, table, key in found.entries)):
             if id(table[key]) in placed and not isinstance(table, tuple):
                 table[key] = placed[id(table[key])]
     return model

@@ -153,9 +153,10 @@ class ListsWeights(nn.Module):
         torch.manual_seed(0)
         self.up, self.rnn, self.out = nn.Linear(64, 256), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 64)
         self.listed = [self.out.weight]
+        vars(self.up)["bare"] = self.out.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.rnn(x[:, None])[0][:, 0] @ self.listed[0]
+        y = self.rnn(x[:, None])[0][:, 0] @ self.listed[0] @ vars(self.up)["bare"]
         return y + torch.relu(self.up(x)).sum(1, keepdim=True) + self.out(x)
 
 
@@ -168,7 +169,7 @@ def test_weights_that_modules_keep_in_lists_move_too() -> None:
         assert set(placed.plan.placement.values()) == {0}
         same(model, placed, 1, 16, 1)
         assert "cpu" in placed.plan.placement.values()
-        assert placed.listed[0] is placed.out.weight
+        assert placed.listed[0] is vars(placed.up)["bare"] is placed.out.weight
         same(model, graphplan.unplace(placed), 1)
 
 
