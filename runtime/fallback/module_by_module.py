@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes, read_modes, write_modes
@@ -38,6 +37,9 @@ STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
 TOGETHER = Way("where their weights are, with what they read", together=True)
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+Hook = tuple[int, str, int]
+"""The place of its submodule, its table, its number there."""
+
 _GONE = object()
 _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
 
@@ -85,15 +87,25 @@ class Modulewise:
         forms: of the calls.
         tree: of the modules that run them, while none does.
         running: the tree of the call that runs, the innermost.
-        first: the number of the first hook that is not the model's own: others are of what runs.
+        traced: of the hooks of submodules, those that the graphs were traced with, which are of what runs.
         names: of each submodule, the attributes that the graphs were traced from.
     """
 
     forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
     running: nn.Module | None = None
-    first: int = field(default_factory=lambda: RemovableHandle.next_id)
+    traced: Collection[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
+
+    def watch(self, module: nn.Module) -> None:
+        """Know a module as its graphs were traced; a copy of one that is known is as that was."""
+        if not self.names:
+            self.traced = frozenset(hook for hook, _ in added_hooks(module))
+            self.names = [frozenset(vars(part)) for part in module.modules()]
+
+    def copy(self) -> Modulewise:
+        """That of a copy of the module."""
+        return Modulewise(list(self.forms), traced=self.traced, names=self.names)
 
     def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
         """Run calls of this structure module by module from now on."""
@@ -133,7 +145,7 @@ class Modulewise:
         tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole, self.first, self.names)
+            _follow(tree, whole, self.traced, self.names)
             if outer is not None:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
@@ -231,16 +243,27 @@ def _hook_tables(module: nn.Module) -> list[str]:
     return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
-def _follow(tree: nn.Module, whole: nn.Module, first: int, names: Sequence[Collection[str]]) -> None:
+def _follow(
+    tree: nn.Module, whole: nn.Module, traced: Collection[Hook], names: Sequence[Collection[str]]
+) -> None:
     """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
     write_modes(tree, read_modes(whole))
     _share_tensors(whole, tree)
-    for mine, part, own in zip(tree.modules(), whole.modules(), names, strict=True):
-        for name in _hook_tables(part) if part is not whole else ():
-            table = vars(mine)[name] = copy.copy(vars(part)[name])
-            if name in _CALLED:
-                given = vars(part)[name]
-                table.update({n: _told_of(part, own, given, n) for n in given if n >= first})
+    parts, mine = list(whole.modules()), list(tree.modules())
+    for part, runs in zip(parts[1:], mine[1:], strict=True):
+        vars(runs).update({name: copy.copy(vars(part)[name]) for name in _hook_tables(part)})
+    for (at, name, number), hooks in added_hooks(whole, traced):
+        vars(mine[at])[name][number] = _told_of(parts[at], names[at], hooks, number)
+
+
+def added_hooks(
+    module: nn.Module, known: Collection[Hook] = ()
+) -> Iterator[tuple[Hook, Mapping[int, Callable[..., Any]]]]:
+    """The hooks of submodules that are not among these, each with its table."""
+    for at, part in enumerate(module.modules()):
+        for name in _CALLED if at else ():
+            found = vars(part)[name]
+            yield from (((at, name, n), found) for n in found if (at, name, n) not in known)
 
 
 def _told_of(

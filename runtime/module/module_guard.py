@@ -32,11 +32,11 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module, which is given as its graphs were traced."""
+    """Notices changes of one module, which is given as its graphs were traced, with so many hooks."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, hooks: int) -> None:
         self._seen = _Snapshot(module)
-        self._traced, self._traced_hooks = self._seen.reading.facts, self._seen.hook_count()
+        self._traced, self._traced_hooks = self._seen.reading.facts, hooks
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""

@@ -163,8 +163,9 @@ class ModuleState:
     def watch(self, module: nn.Module) -> None:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""
         if self.start is None and self.untraced is None:
-            self.reader, self.guard = self.new_reader(module), ModuleGuard(module)
-            self.modulewise.names = [frozenset(vars(part)) for part in module.modules()]
+            self.modulewise.watch(module)
+            self.reader = self.new_reader(module)
+            self.guard = ModuleGuard(module, len(self.modulewise.traced))
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
@@ -188,7 +189,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        return replace(self, programs=programs, modulewise=Modulewise(list(self.modulewise.forms)))
+        return replace(self, programs=programs, modulewise=self.modulewise.copy())
 
     def __reduce__(self) -> Any:
         return _restored, (self.restart or self.start,)

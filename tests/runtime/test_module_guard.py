@@ -238,6 +238,16 @@ def test_hooks_read_what_forward_has_assigned_and_assign_what_it_reads(machine: 
     assert not hasattr(placed[1], "kept")
 
 
+def test_a_copy_has_the_hooks_that_were_added(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    seen: list[nn.Module] = []
+    placed.act.register_forward_hook(lambda module, *_: seen.append(module))
+    made = copy.deepcopy(placed)
+    with pytest.warns(GraphplanWarning, match="hooks"):
+        assert torch.allclose(made(x), net(x), atol=1e-5)
+    assert seen == [made.act]
+
+
 def test_a_hook_may_call_the_whole(machine: Any) -> None:
     placed, net, x = placed_net(machine)
 
