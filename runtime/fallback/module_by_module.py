@@ -36,6 +36,7 @@ from graphplan.runtime.fallback.short_names import original_class
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
 TOGETHER = Way("where their weights are, with what they read", together=True)
+_KIND = "_is_full_backward_hook"
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Hook = tuple[int, str, int]
 """The place of its submodule, its table, its number there."""
@@ -251,7 +252,7 @@ def _follow(
     _share_tensors(whole, tree)
     parts, mine = list(whole.modules()), list(tree.modules())
     for part, runs in zip(parts[1:], mine[1:], strict=True):
-        vars(runs).update({name: copy.copy(vars(part)[name]) for name in _hook_tables(part)})
+        vars(runs).update({name: copy.copy(vars(part)[name]) for name in (*_hook_tables(part), _KIND)})
     for (at, name, number), hooks in added_hooks(whole, traced):
         vars(mine[at])[name][number] = _told_of(parts[at], names[at], hooks, number)
 
