@@ -70,6 +70,7 @@ def small_llama(**more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # MobileBert's own
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(a, id=a.name, marks=[] if a.stem in FAMILIES else [pytest.mark.slow]) for a in TABLE],
