@@ -394,7 +394,7 @@ def test_gradients_of_functions_are_not_planned() -> None:
 
     model = Surprise().eval()
     with graphplan.simulate({0: "1MiB"}) as machine:
-        with pytest.warns(graphplan.GraphplanWarning, match=r"torch\.func"):
+        with pytest.warns(graphplan.GraphplanWarning, match=r"torch\.(func|export)"):
             placed = graphplan.partition(model, machine.max_memory, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6
 

@@ -203,6 +203,9 @@ class Logs(LlamaForCausalLM):
         return found
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # transformers 5.24 renames it
 def test_models_of_transformers_change_lists_and_dicts_too() -> None:
     model = Logs(llama().config).eval()
     states: list[dict[str, Any]] = [{"log": [], "seen": {}} for _ in range(3)]
