@@ -242,6 +242,7 @@ def _if_it_goes_on(keep_grad: bool, own: Callable[..., Any]) -> Callable[..., An
     """What computes gradients: through those of a graph gradients flow, and none is left in ``grad``."""
 
     def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        # an edge of autograd's graph, which may stand for a tensor, always has a gradient
         if kwargs["accumulate_grad"] and any(getattr(one, "requires_grad", True) for one in outputs):
             raise NoGraphError(
                 "forward calls backward(), which adds to the grad of tensors: a graph does not"

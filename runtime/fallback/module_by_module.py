@@ -36,13 +36,14 @@ from graphplan.runtime.fallback.short_names import original_class
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
 TOGETHER = Way("where their weights are, with what they read", together=True)
-_KIND = "_is_full_backward_hook"
+_WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
+
+_KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Hook = tuple[int, str, int]
 """The place of its submodule, its table, its number there."""
 
-_GONE = object()
-_WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
+_GONE = object()  # in place of an attribute that is not there
 
 
 @dataclass
@@ -72,11 +73,14 @@ class Untraced:
     def __str__(self) -> str:
         return f"hooks run the model: {self.reason}"
 
-    def run(self, plain: nn.Module, entry: str, call: BoundCall) -> Any:
-        """Run a call, of any structure, of the model as its own class."""
+    def run(self, plain: nn.Module, entry: str, call: BoundCall, *, keeps_grad: bool) -> Any:
+        """Run a call, of any structure, of the model as its own class.
+
+        ``keeps_grad``: whether a backward pass may follow.
+        """
         _refuse_autocast(plain)
         device = device_of_inputs(call)
-        self.way = self.way or _first_way(plain, entry, call, device, self.main)
+        self.way = self.way or _first_way(plain, entry, call, device, self.main, keeps_grad)
         return run_hooked(plain, entry, HookedRun(self.way, device, self.main), call.args, call.kwargs)
 
 
@@ -129,6 +133,8 @@ class Modulewise:
         form: CallForm,
         call: BoundCall,
         instead: torch.device | None = None,
+        *,
+        keeps_grad: bool,
     ) -> Any:
         """Run a call.
 
@@ -138,6 +144,7 @@ class Modulewise:
             form: that the call has.
             call: its arguments.
             instead: where modules on the CPU compute; None: on the CPU.
+            keeps_grad: whether a backward pass may follow.
 
         Raises:
             CaptureError: no way of running works.
@@ -151,7 +158,7 @@ class Modulewise:
                 _share_tensors(outer, tree)
             _refuse_autocast(tree)
             device = device_of_inputs(call)
-            form.way = form.way or _first_way(tree, form.entry, call, device, instead)
+            form.way = form.way or _first_way(tree, form.entry, call, device, instead, keeps_grad)
             running = HookedRun(form.way, device, instead)
             result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
         finally:  # buffers that were made anew before an error stay, as in eager
@@ -177,10 +184,17 @@ def computes_instead(plan: PlanData) -> torch.device | None:
 
 
 def _first_way(
-    tree: nn.Module, entry: str, call: BoundCall, device: torch.device, instead: torch.device | None
+    tree: nn.Module,
+    entry: str,
+    call: BoundCall,
+    device: torch.device,
+    instead: torch.device | None,
+    keeps_grad: bool,
 ) -> Way:
     failures: list[Exception] = []
-    for way in _WAYS:
+    # what is copied below autograd, a backward pass does not find
+    ways = [way for way in _WAYS if not (keeps_grad and way is TOGETHER)]
+    for way in ways:
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
         try:
             with undone(tree), _without_hooks(tree):
@@ -189,14 +203,14 @@ def _first_way(
             failures.append(error)
         else:
             return way
-        if way is not _WAYS[-1]:  # the next needs the room of what its frames hold
+        if way is not ways[-1]:  # the next needs the room of what its frames hold
             failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
             gc.collect()
     if _is_the_models(failures):
         raise failures[-1]
     raise CaptureError(
         "no capture takes this call, and its modules do not run\n  "
-        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(_WAYS, failures, strict=True))
+        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(ways, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
     )

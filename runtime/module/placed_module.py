@@ -258,6 +258,7 @@ def _notice_changes(module: PlacedModule) -> None:
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
     state, call = module._graphplan, served.call
+    keeps_grad = state.keep_grad or state.step is not None
     ran: nn.Module | None = module
     if record is not None:
         why = state.untraced or "modules run this call one by one"
@@ -265,10 +266,12 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     if served.form is None:
         assert state.untraced is not None
         with as_written():
-            result = state.untraced.run(_as_original(module), served.entry, call)
+            result = state.untraced.run(_as_original(module), served.entry, call, keeps_grad=keeps_grad)
     else:
         instead = computes_instead(PlacedView(module).plan)
-        result = state.modulewise.run(module, unplaced(module), served.form, call, instead)
+        result = state.modulewise.run(
+            module, unplaced(module), served.form, call, instead, keeps_grad=keeps_grad
+        )
         ran = state.modulewise.tree
     return sent(result, device_of_inputs(call), ran) if state.return_outputs else result
 

@@ -779,3 +779,31 @@ def test_code_for_the_cpu_runs_over_accelerators() -> None:
         assert largest_difference(pickle.loads(data)(X), model(X)) < 1e-5
     with graphplan.simulate(room) as machine, pytest.raises(graphplan.CaptureError, match="same device"):
         graphplan.partition(model, machine.max_memory, (X,), grad=True)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_code_for_the_cpu_has_gradients_in_calls_without_a_graph() -> None:
+    class Asked(ForCpu):
+        def forward(self, x: torch.Tensor, decide: bool = False) -> torch.Tensor:
+            y = nn.Linear.forward(self, x) * self.kept
+            return y if not decide or float(y.sum()) < 1e9 else x
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = Asked(), Asked()
+
+        def forward(self, x: torch.Tensor, decide: bool = False) -> torch.Tensor:
+            found: torch.Tensor = self.b(self.a(x, decide), decide)
+            return found
+
+    model = Two()
+    model(X).sum().backward()
+    with graphplan.simulate({0: "20KiB", 1: "20KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), grad=True, pin={"a": 0, "b": 1})
+        with torch.no_grad():
+            placed(X, True)  # how it runs is settled by a call without a backward pass
+        placed(X, True).sum().backward()
+        for mine, own in zip(placed.parameters(), model.parameters(), strict=True):
+            assert largest_difference(mine.grad.cpu(), own.grad) < 1e-4

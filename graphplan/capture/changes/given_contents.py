@@ -54,13 +54,14 @@ class _Held:
 
 
 class GivenContents:
-    """The containers of a call's arguments, and what is in them before the call."""
+    """The containers of a call's arguments, and what is in them before the call.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Args:
+    Args:
         args: arguments without a name.
         kwargs: those by name.
-        """
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._held: dict[int, _Held] = {}
         self._places: dict[int, Given] = {}  # by identity, also of tensors and objects
         for index, value in enumerate(args):
@@ -100,6 +101,7 @@ class GivenContents:
                     "changes only lists and dicts, in arguments that forward has names for"
                 )
             found[held.place.name] = []
+        # those that keep what they have too: a changed one must not be another of them in a later call
         for key, held in self._held.items():
             if held.place is not None and held.place.name in found and _can_be_changed(held.value):
                 contents = _contents(held.value) if key in changed else held.value

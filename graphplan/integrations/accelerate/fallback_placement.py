@@ -275,7 +275,7 @@ class _Fallback:
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, host)}
             found.append(_Split(map_modules(self.model, alone, set(), _SIZES, quiet=True), key))
-        if not self.options.grad:  # what is copied below autograd, a backward pass does not find
+        if not self.options.differentiates:  # what is copied below autograd, a backward pass does not find
             found += [replace(split, way=TOGETHER) for split in found if split.way is STAYS]
         used = [split for split in found if set(split.entries.values()) & set(accelerators)]
         return [split for split in used if self._fits(split, budgets)]
