@@ -205,6 +205,16 @@ def test_what_fits_in_no_way_is_told_at_once() -> None:
         graphplan.partition(Undecided(), machine.max_memory, (X,))
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_budgets_that_would_do_have_room_for_workspaces() -> None:
+    model, given = Undecided(), {0: 3000}
+    with graphplan.simulate(given, workspace="1MiB"), pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.partition(model, given, (X,))
+    needed = caught.value.needed
+    with graphplan.simulate(needed, workspace="1MiB"), torch.no_grad():
+        assert largest_difference(graphplan.partition(model, needed, (X,))(X), model(X)) < 1e-6
+
+
 def test_nothing_is_offloaded_where_that_is_not_wanted() -> None:
     model = Undecided()
     budgets = {0: int(0.6 * bytes_of(model)), "cpu": "1GiB"}

@@ -304,7 +304,7 @@ class _Fallback:
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
         given = self.topology.budgets
         first = next(spec for spec in self.topology.devices if spec.key in budgets)
-        needed = {**given, first.key: total + peak + first.reserve}
+        needed = {**given, first.key: total + peak + first.withheld}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
             f"accelerator) do not fit one by one: max_memory allows {given}. Budgets that would do: "
