@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,6 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from graphplan._compat.torch import run_scan, storage_of
 from graphplan._compat.traced_tensors import untraced
@@ -20,6 +18,7 @@ from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shor
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import round_up
 from graphplan.ir.liveness import LiveStorages
+from graphplan.passes.frontend.flop_formulas import flops_of
 from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe, stand_in
 
 aten = torch.ops.aten
@@ -31,14 +30,6 @@ _ELEMENTWISE = (
     aten.binary_cross_entropy.default,
 )
 """Losses whose result has memory for the loss of each element, also where it is their sum or mean."""
-
-_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)
-"""torch 2.11 counts none whose keys have fewer heads."""
 
 _LENGTHS = (64, 128)
 """Tokens at which longer recurrences are run, each round of which takes and computes the same."""
@@ -178,7 +169,7 @@ class _Tracker(TorchDispatchMode):
             with self:  # in a branch or a round, operations arrive whole
                 return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        self.flops += _flops(func, args, kwargs or {}, out)
+        self.flops += flops_of(func, args, kwargs or {}, out)
         if func is aten.view.default:
             return out.as_strided(out.shape, _viewed_strides(args[0], args[1]))
         if func in _ELEMENTWISE or func is aten.col2im.default:
@@ -256,17 +247,3 @@ def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
     with _Tracker(tensors, operation) as tracker:
         run_in_torch(operation, args)
     return tracker.live.peak, tracker.flops
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in _ATTENTION:
-        return _attention_flops(*args[:3])
-    formula = flop_registry.get(packet)
-    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
-
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Of two products of matrices a head of the query; keys and values may have fewer heads."""
-    *heads, length, width = query.shape
-    return 2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1])

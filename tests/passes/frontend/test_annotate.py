@@ -113,6 +113,29 @@ def test_branches_and_rounds_have_the_work_of_their_operations() -> None:
     assert graph.operations["cond"].flops == 2 * 8 * 16 * 16 == graph.operations["map_impl"].flops
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_the_work_of_their_matrices(kind: Any) -> None:
+    model = kind(16, 32, num_layers=2, bidirectional=True, batch_first=True)
+    graph = graph_of(model, torch.randn(3, 5, 16))
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    assert sum(operation.flops for operation in graph.operations.values()) == 2 * 3 * 5 * matrices
+
+
+def test_layers_of_experts_have_the_work_of_their_matrices() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    plan = graphplan.plan(
+        MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval(),
+        {0: "1GiB"},
+        kwargs={"input_ids": torch.zeros(2, 8, dtype=torch.long), "use_cache": False},
+    )
+    of_experts = [o.flops for o in plan.graph.operations.values() if "grouped_mm" in o.target]
+    rows = 2 * 2 * 8  # each token goes to two experts
+    assert sum(of_experts) == 2 * rows * 32 * (64 + 64) + 2 * rows * 64 * 32
+
+
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 def test_attention_of_fewer_heads_of_keys_is_measured() -> None:
     # torch 2.11 refuses to count its FLOPs: its workspace was 0 bytes

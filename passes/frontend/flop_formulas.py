@@ -1,0 +1,81 @@
+"""FLOPs of one operation: torch's formulas, and those of operations that torch's counter does not know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of a call of ``func``, from the shapes of its arguments and its result; 0 where unknown."""
+    own = _FORMULAS.get(func.name().partition(".")[0]) if isinstance(func, torch._ops.OpOverload) else None
+    if own is not None:
+        return own(args, out)
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _attention(args: tuple[Any, ...], _: Any) -> int:
+    """Of two products of matrices a head of the query; keys and values may have fewer heads."""
+    query, key, value = args[:3]
+    *heads, length, width = query.shape
+    return int(2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1]))
+
+
+def _product(args: tuple[Any, ...], out: torch.Tensor) -> int:
+    """Each element of the first meets each column of the result: packed or grouped matrices, distances."""
+    return int(2 * args[0].numel() * out.shape[-1])
+
+
+def _grouped_backward(args: tuple[Any, ...], _: Any) -> int:
+    """Two products, for the gradients of the rows and of the matrices."""
+    return int(2 * 2 * args[0].numel() * args[3].shape[-1])
+
+
+def _recurrent(
+    weights: Callable[[tuple[Any, ...]], Any], products: int
+) -> Callable[[tuple[Any, ...], Any], int]:
+    """Each matrix is multiplied with each token, ``products`` times."""
+
+    def formula(args: tuple[Any, ...], _: Any) -> int:
+        tokens = args[0].numel() // args[0].shape[-1]
+        return int(2 * products * tokens * sum(w.numel() for w in weights(args) if w.dim() == 2))
+
+    return formula
+
+
+_FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
+    # torch 2.11 counts no attention whose keys have fewer heads
+    **dict.fromkeys(
+        (
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            "aten::_grouped_mm",
+            "aten::_int_mm",
+            "aten::_weight_int8pack_mm",
+            "aten::_weight_int4pack_mm",
+            "aten::_weight_int4pack_mm_for_cpu",
+            "aten::_cdist_forward",
+            "aten::_euclidean_dist",
+            "transformers::grouped_mm_fallback",
+        ),
+        _product,
+    ),
+    "transformers::grouped_mm_fallback_backward": _grouped_backward,
+    # of cuDNN: a list of the weights of all layers; of oneDNN: the two matrices of one layer
+    "aten::_cudnn_rnn": _recurrent(lambda args: args[1], 1),
+    "aten::_cudnn_rnn_backward": _recurrent(lambda args: args[1], 2),
+    "aten::mkldnn_rnn_layer": _recurrent(lambda args: args[1:3], 1),
+    "aten::mkldnn_rnn_layer_backward": _recurrent(lambda args: args[1:3], 2),
+}
