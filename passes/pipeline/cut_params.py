@@ -25,6 +25,7 @@ class PipelineParams:
         searches: of these, that seem enough and are searched for stages, at most.
         bisections: of the bound on the slowest stage.
         lack: by which the bytes grow that a stage is estimated to need, where its share was too little.
+        time_share: part of what is left of a caller's time limit that the placement of one stage gets.
         shares: parts of the budgets of a machine, which are divided among its stages.
     """
 
@@ -41,6 +42,7 @@ class PipelineParams:
     searches: int = 8
     bisections: int = 40
     lack: float = 1.05
+    time_share: float = 0.125
     shares: int = 256
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from graphplan.api.machines import plan_machines, read_cluster
 from graphplan.api.plan_options import PlanOptions
 from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
 from graphplan.compiler.cluster.stage_step import StepPlan
+from graphplan.compiler.pipeline import Compiler
 from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
@@ -290,6 +292,24 @@ def test_training_in_little_memory_computes_again_what_microbatches_in_flight_wo
         replace(plan, stages=stages).verify()
     with pytest.raises(graphplan.InfeasibleError, match="gradients and optimizer state"):
         planned_training("4MiB", "gpipe", recompute=False)
+
+
+def test_a_time_limit_is_for_all_stages_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+    plan = Compiler.plan
+
+    def slowly(self: Compiler, *arguments: Any) -> Any:
+        given.append(self.options.time_limit)
+        time.sleep(0.1)
+        return plan(self, *arguments)
+
+    monkeypatch.setattr(Compiler, "plan", slowly)
+    planned_training("8MiB", "gpipe")
+    without_limit = len(given)
+    given.clear()
+    planned_training("8MiB", "gpipe", time_limit=0.2)
+    assert len(given) < without_limit
+    assert sum(limit for limit in given if limit is not None) <= 0.2
 
 
 def test_frozen_stages_come_first() -> None:

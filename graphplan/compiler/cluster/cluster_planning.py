@@ -32,6 +32,7 @@ from graphplan.passes.pipeline.estimates import Estimates, operation_seconds
 from graphplan.passes.pipeline.stage_bound import FORWARD, PROOF, bound_stages
 from graphplan.passes.pipeline.stage_dp import StageDP, states_of
 from graphplan.passes.placement.certificate import Bound, checked
+from graphplan.passes.placement.params import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class StageSearch:
     def found(self) -> list[Stretch] | None:
         """The best stages that are found, in order; None where none fit."""
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
+        limits = Limits.within(self.options.time_limit)
         if training is not None:
             graph = training.held(graph, self.annotator.capture, frozenset())
         self.boundaries = Boundaries(graph)
@@ -130,6 +132,7 @@ class StageSearch:
             self.estimates.cuts.tolist(),
             cluster.class_machines,
             cluster.flight,
+            limits,
         )
         best: list[Stretch] | None = None
         least, placed, refused = math.inf, 0, 0
@@ -142,6 +145,8 @@ class StageSearch:
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
+                if best is not None and limits.over:
+                    return best
                 self._place(stage)
             if any(self.placed[stage] is None for stage in stages):
                 refused += 1

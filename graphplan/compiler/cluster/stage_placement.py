@@ -29,6 +29,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.structural_hash import renamed, structure_of
 from graphplan.passes.placement.certificate import Bound
+from graphplan.passes.placement.params import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class StagePlacement:
         cuts: candidate positions in the order.
         machines: one of each class.
         flight: what is on its way.
+        limits: when to stop.
     """
 
     model_copy: ModelCopy
@@ -71,6 +73,7 @@ class StagePlacement:
     cuts: Sequence[int]
     machines: Sequence[Topology]
     flight: Flight
+    limits: Limits = field(default_factory=Limits)
     sources: dict[tuple[int, int, int], StageSource] = field(default_factory=dict)
 
     def search(self, stretch: Stretch) -> StepPlan:
@@ -82,12 +85,20 @@ class StagePlacement:
         """
         source, topology = self.source(stretch), self._topology(stretch)
         if source.step is None:
-            return StepPlan(source.compiler(topology, self.options).plan(source.example()).plan, {}, {})
+            return StepPlan(source.compiler(topology, self._timed).plan(source.example()).plan, {}, {})
 
         def plan_beside(others: Kept) -> Plan:
-            return source.compiler(withholding(topology, others), self.options).plan(source.example()).plan
+            return source.compiler(withholding(topology, others), self._timed).plan(source.example()).plan
 
-        return plan_step(plan_beside, stretch.kept - 1, self._shared(stretch))
+        return plan_step(plan_beside, stretch.kept - 1, self._shared(stretch), self.limits)
+
+    @property
+    def _timed(self) -> Options:
+        """The caller's options, with a part of the time that is left."""
+        left = self.limits.left
+        if left is None:
+            return self.options
+        return replace(self.options, time_limit=max(left * PARAMS.time_share, 1e-3))
 
     def stage(self, stretch: Stretch, placed: StepPlan, machine: int) -> MachineStage[Plan]:
         """A stretch on a machine, as it was placed, or an equal one."""

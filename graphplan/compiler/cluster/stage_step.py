@@ -21,6 +21,7 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.ir.liveness import saved_bytes
 from graphplan.message_text import readable_bytes
+from graphplan.passes.placement.params import Limits
 
 _TRIES = 6  # plans of one stage
 _NEAR = 1.05  # times the seconds of a step alone, that are near enough
@@ -66,13 +67,19 @@ class StepPlan:
     kept_bytes: Kept
 
 
-def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]) -> StepPlan:
+def plan_step(
+    plan_beside: Callable[[Kept], Plan],
+    others: int,
+    shared: Set[str],
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+) -> StepPlan:
     """The quickest plan of a stage that is found for which enough was withheld.
 
     Args:
         plan_beside: plans one microbatch's step while so many bytes of devices are withheld.
         others: microbatches that are in flight beside it.
         shared: parameters that other stages read too.
+        limits: when any that was found is enough.
 
     Raises:
         InfeasibleError: no placement fits.
@@ -85,6 +92,8 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     lacking: InfeasibleError | None = None
     alone = math.inf  # seconds of a step that has the machine for itself
     for _ in range(_TRIES):
+        if best is not None and limits.over:
+            break
         try:
             plan = plan_beside(tried)
         except InfeasibleError as error:
