@@ -19,7 +19,7 @@ from graphplan.api.rank_builder import RankBuilder
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.sizes.dynamic_axes import BATCH
-from graphplan.capture.sizes.microbatches import batch_of, microbatches_of
+from graphplan.capture.sizes.microbatches import batch_of, divided_in, microbatches_of
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, whole_compiler
 from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
@@ -60,9 +60,7 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
         InputError: an argument is not what it should be.
         BudgetError, DeviceError: a ``max_memory`` cannot be read.
     """
-    many = isinstance(machines, Sequence) and not isinstance(machines, str)
-    if not many or not machines or not all(isinstance(one, Mapping) for one in machines):
-        raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
+    _require_list(machines)
     count = asked.microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"microbatches must be a positive integer, not {count!r}")
@@ -79,6 +77,12 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
     trains = grad or asked.train, asked.train
     flight = Flight(count, asked.schedule, *trains, len(machines), each)
     return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
+
+
+def _require_list(machines: Any) -> None:
+    many = isinstance(machines, Sequence) and not isinstance(machines, str)
+    if not many or not machines or not all(isinstance(one, Mapping) for one in machines):
+        raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
 
 
 def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions, *, grad: bool) -> Topology:
@@ -242,6 +246,7 @@ def partition_machines(
 
     ``everywhere``: whether all ranks get results, or the last only.
     """
+    _require_list(machines)
     require_group(len(machines))
 
     def read_for_ranks() -> Cluster:
@@ -278,7 +283,15 @@ def partition_machines(
     text = broadcast_text(on_all("planning", plan_on_first), "the plan")
     source = on_all("reading the checkpoint", lambda: read_source(request, checkpoint, strict=strict))
     found = ClusterPlan.from_json(text)
-    builder = RankBuilder(request, example.compiler.annotated, cluster, found, source, everywhere=everywhere)
+    builder = RankBuilder(
+        request,
+        example.compiler.annotated,
+        cluster,
+        found,
+        source,
+        everywhere=everywhere,
+        divided=divided_in(example.call) if example.microbatches > 1 else {},
+    )
     return builder.build(annotator)
 
 

@@ -18,6 +18,7 @@ from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
+from graphplan.capture.sizes.microbatches import Divided
 from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster.cluster_planning import Cluster
 from graphplan.compiler.cluster.stage_compiler import StageSource, stage_source
@@ -60,6 +61,7 @@ class RankBuilder:
         traffic: bytes that this rank has sent, by name of the value.
         group: of the ranks that have stages; None for all.
         dims: name of a tensor of the example -> how many dimensions it has.
+        divided: what was divided in the example.
     """
 
     request: Request
@@ -68,6 +70,7 @@ class RankBuilder:
     plan: ClusterPlan
     source: Checkpoint | None
     everywhere: bool = field(kw_only=True)
+    divided: Divided = field(kw_only=True)
     stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
     traces: list[tuple[Annotator, bool]] = field(default_factory=list)
@@ -106,6 +109,7 @@ class RankBuilder:
             everywhere=self.everywhere,
             traffic=self.traffic,
             shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
+            divided=self.divided,
         )
         made.generate_with(generator_of(model, made.forward_in_place, self._ranks[-1], self.traffic))
         return made

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
-from graphplan.capture.sizes.microbatches import batch_of, microbatches_of, targets_of
+from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
 from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
@@ -94,11 +94,12 @@ class ClusterModule(nn.Module):
         everywhere: bool,
         traffic: Counter[str],
         shared: SharedGradients,
+        divided: Divided,
     ) -> None:
         super().__init__()
         self.plan, self.stage = plan, stage
         self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
-        self.traffic, self._shared = traffic, shared
+        self.traffic, self._shared, self._divided = traffic, shared, divided
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
         self._trainer: tuple[Form, Loss, StageRunner | None] | None = None
@@ -129,7 +130,7 @@ class ClusterModule(nn.Module):
             ClusterError: ranks were called with inputs of different sizes, or one of them does not answer.
         """
         call = bind_call(self._signature, args, kwargs)
-        parts = microbatches_of(call, self.plan.microbatches)
+        parts = self._parts(call)
         known, chunks = self._run(parts, caches_stay=False)
         here = dist.get_rank() == known.last
         if not here and not self._everywhere:
@@ -157,7 +158,7 @@ class ClusterModule(nn.Module):
 
         Call the module before, so that what only the first call does is not measured.
         """
-        parts = microbatches_of(bind_call(self._signature, args, kwargs), self.plan.microbatches)
+        parts = self._parts(bind_call(self._signature, args, kwargs))
         gather_texts("", "the start of a measured batch")
         began = time.perf_counter()
         known, _ = self._run(parts, caches_stay=False)
@@ -189,8 +190,9 @@ class ClusterModule(nn.Module):
         """
         require_backward_stages()
         call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)
-        parts = microbatches_of(call, self.plan.microbatches)
-        targets = targets_of(target, len(parts), batch_of(call) if len(parts) > 1 else 1)
+        parts = self._parts(call)
+        rows = batch_of(call, self._divided) if len(parts) > 1 else 1
+        targets = targets_of(target, len(parts), rows)
         form = Form(_described(parts[0]), trains=True)
         known = self._known(parts[0], form)
         if self._trainer is None or self._trainer[:2] != (form, loss):
@@ -230,6 +232,9 @@ class ClusterModule(nn.Module):
     def generate_with(self, generate: Callable[..., Any] | None) -> None:
         """Have :meth:`generate` be this function, whose forward passes are :meth:`forward_in_place`."""
         self._generate = generate
+
+    def _parts(self, call: BoundCall) -> list[BoundCall]:
+        return microbatches_of(call, self.plan.microbatches, self._divided)
 
     def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
         form = Form(_described(parts[0]), caches_stay)

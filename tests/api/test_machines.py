@@ -406,6 +406,9 @@ def test_empty_constraints_are_none() -> None:
 def test_without_torchrun_there_is_no_group() -> None:
     with pytest.raises(graphplan.ClusterError, match="torchrun"):
         graphplan.partition(Stack(), machines=[{"cpu": "1GiB"}], args=(X,))
+    many: Any = 2
+    with pytest.raises(graphplan.InputError, match="one max_memory for each rank"):
+        graphplan.partition(Stack(), machines=many, args=(X,))
 
 
 @pytest.mark.parametrize(

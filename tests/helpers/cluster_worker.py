@@ -281,6 +281,20 @@ def differs() -> None:
             say(f"ClusterError: {error}")
 
 
+class Rows(torch.nn.Module):
+    """Takes a table whose rows are places, a mask that all rows of a batch may share, and one row each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Any, places: Any, mask: Any, last: Any) -> torch.Tensor:
+        x = x + places
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * mask
+        return x + last[:, None]
+
+
 def no_batches() -> None:
     """Calls whose first dimension is no batch that divides; the ranks go on."""
     machines = [{"cpu": "1GiB"}] * dist.get_world_size()
@@ -295,6 +309,20 @@ def no_batches() -> None:
         except graphplan.InputError as error:
             say(f"InputError: {error}")
     say(f"then {difference(placed(torch.ones(6, 8)), model(torch.ones(6, 8))) < 1e-6}")
+    rows = Rows().eval()
+    example = torch.randn(4, 3, 8), torch.randn(3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
+    placed = graphplan.partition(
+        rows, machines=machines, args=example, microbatches=2, return_outputs="all", network=QUICK
+    )
+    for batch, length, masks, ends in ((2, 2, 1, 2), (4, 4, 4, 4), (6, 2, 6, 1), (2, 2, 1, 4)):
+        given = (
+            torch.randn(batch, length, 8), torch.randn(length, 8),
+            torch.randn(masks, length, 8), torch.randn(ends, 8),
+        )  # fmt: skip
+        try:
+            say(f"rows {difference(placed(*given), rows(*given)) < 1e-6}")
+        except graphplan.InputError as error:
+            say(f"InputError: {error}")
 
 
 def weights() -> None:

@@ -1,57 +1,86 @@
 """A batch, divided along its first dimension.
 
-Tensors whose first size is that of the batch are divided; all else goes with each microbatch as it is.
+Tensors whose first size is that of the batch are divided; all else goes with each microbatch as it is. In
+later calls, what was not divided in the example is not, though it may have as many rows by chance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.errors import InputError
 
+Divided = Mapping[str, bool]
+"""Name of a tensor -> whether it is divided."""
 
-def batch_of(call: BoundCall) -> int:
+
+def divided_in(example: BoundCall) -> Divided:
+    """The tensors of an example, without those of one row, which stand for any number of them."""
+    rows, named = batch_of(example), zip(leaf_names(example), example.leaves, strict=True)
+    return {name: leaf.shape[0] == rows for name, leaf in named if _rows(leaf) not in (None, 1)}
+
+
+def batch_of(call: BoundCall, divided: Divided = MappingProxyType({})) -> int:
     """Rows of a batch: the first size of its first tensor that has sizes.
+
+    Args:
+        call: with the batch.
+        divided: what was divided in the example; of what was not, the sizes do not count.
 
     Raises:
         InputError: there is none.
     """
-    for tensor in call.tensors:
-        if tensor.dim():
-            return int(tensor.shape[0])
+    for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
+        if divided.get(name, True) and (rows := _rows(leaf)) is not None:
+            return rows
     raise InputError("no input is a tensor with a batch dimension: leave microbatches at 1")
 
 
-def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
+def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxyType({})) -> list[BoundCall]:
     """The calls into which a batch is divided.
 
     Args:
         call: of the whole batch.
         count: of microbatches; with 1 the call stays as it is.
+        divided: what was divided in the example.
 
     Raises:
-        InputError: the batch cannot be divided into so many equal parts.
+        InputError: the batch cannot be divided into so many equal parts, or what was divided in the example
+            has other rows than the batch.
     """
     if count == 1:
         return [call]
-    rows = batch_of(call)
+    rows = batch_of(call, divided)
     if rows % count or not rows:
         raise InputError(
             f"a batch of {rows} rows does not divide into {count} microbatches of equal size: pad it to "
             f"{max(1, -(-rows // count)) * count} rows, or choose other microbatches"
         )
-    each = rows // count
+    each, named = rows // count, list(zip(leaf_names(call), call.leaves, strict=True))
+    for name, leaf in named:
+        if divided.get(name) and _rows(leaf) not in (None, 1, rows):
+            raise InputError(
+                f"{name} has {_rows(leaf)} rows, and the batch has {rows}: it was divided in the example"
+            )
+    parts = [divided.get(name, True) and _rows(leaf) == rows for name, leaf in named]
 
-    def part(leaf: Any, start: int) -> Any:
-        divided = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf[start : start + each] if divided else leaf
+    def part(start: int) -> BoundCall:
+        is_part = iter(parts)
+        return call.mapped(lambda leaf: leaf[start : start + each] if next(is_part) else leaf)
 
-    return [call.mapped(partial(part, start=at)) for at in range(0, rows, each)]
+    return [part(at) for at in range(0, rows, each)]
+
+
+def _rows(leaf: Any) -> int | None:
+    """The first size of a tensor, if it has one."""
+    return int(leaf.shape[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
 def targets_of(target: Any, count: int, rows: int) -> list[Any]:
