@@ -263,6 +263,7 @@ def partition_machines(
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=": repr(machines),
             **{f"{each.name}=": repr(getattr(asked, each.name)) for each in fields(asked) if each.repr},
+            "return_outputs=": "all" if everywhere else "of the last stage",
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()

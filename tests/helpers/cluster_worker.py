@@ -268,14 +268,17 @@ def closed() -> None:
 
 
 def differs() -> None:
-    """Rank 1 has another budget, other weights, other code: all find out, and go on."""
+    """Rank 1 has another budget, other weights, other code, more results: all find out, and go on."""
     here = dist.get_rank() == 1
-    for kind in ("budgets", "weights", "code"):
+    for kind in ("budgets", "weights", "code", "results"):
         width = 9 if here and kind == "weights" else 8
         machines = [{"cpu": "2GiB" if here and kind == "budgets" else "1GiB"}] * dist.get_world_size()
         try:
             model = chain(width, wrong=here and kind == "code")
-            graphplan.partition(model, machines=machines, args=(torch.ones(4, width),))
+            results: Any = "all" if here and kind == "results" else True
+            graphplan.partition(
+                model, machines=machines, args=(torch.ones(4, width),), return_outputs=results
+            )
             say("no error")
         except graphplan.ClusterError as error:
             say(f"ClusterError: {error}")

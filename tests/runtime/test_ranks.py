@@ -195,10 +195,11 @@ def test_no_port_is_opened_and_nothing_unpickled(two: list[dict[str, str]]) -> N
 
 def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, str]]) -> None:
     for cases in three:
-        budgets, weights, code = said(cases["differs"])
+        budgets, weights, code, results = said(cases["differs"])
         assert "ClusterError: ranks 0, 2 and rank 1 differ in machines=" in budgets
         assert "ClusterError: ranks 0, 2 and rank 1 differ in the weights' names and sizes" in weights
         assert "ClusterError: ranks 0, 2 and rank 1 differ in the traced graph" in code
+        assert "ClusterError: ranks 0, 2 and rank 1 differ in return_outputs=" in results
 
 
 def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
