@@ -29,7 +29,6 @@ from graphplan._compat.torch import storage_of
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
-from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 from graphplan.message_text import lines_around
 
@@ -267,12 +266,15 @@ class _Sweep:
 
     def _step_bytes(self) -> dict[DeviceKey, int]:
         """Bytes that the optimizer takes, beside its state, for the parameters that reside on each device."""
-        sizes: dict[DeviceKey, list[int]] = defaultdict(list)
+        most: dict[DeviceKey, int] = defaultdict(int)
+        together: dict[DeviceKey, int] = defaultdict(int)
         for weight in self.graph.weights.values():
             home = self.schedule.assignment.weights[weight.name]
-            if nbytes := step_bytes(weight, self.specs[home]):
-                sizes[home].append(self.allocated(home, nbytes))
-        return {k: sum(each) if steps_together(self.specs[k]) else max(each) for k, each in sizes.items()}
+            if weight.step_bytes:
+                most[home] = max(most[home], self.allocated(home, weight.step_bytes))
+            if weight.together_bytes and steps_together(self.specs[home]):
+                together[home] += self.allocated(home, weight.together_bytes)
+        return {key: max(most[key], together[key]) for key in {*most, *together}}
 
     def _workspace(self, step: Step) -> int:
         """Bytes that an allocator takes for what an operation needs while it runs."""
@@ -293,13 +295,8 @@ def _device_of(step: Step) -> DeviceKey:
 
 
 def steps_together(spec: DeviceSpec) -> bool:
-    """Whether optimizers change all parameters of a device at once, by default, and not one by one."""
+    """Whether optimizers change all parameters of a device at once, if they can: torch's default on GPUs."""
     return spec.type in _TOGETHER
-
-
-def step_bytes(weight: Weight, spec: DeviceSpec) -> int:
-    """Bytes that the optimizer takes on a device for a weight that resides there."""
-    return weight.together_bytes if steps_together(spec) else weight.step_bytes
 
 
 class LiveStorages:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, round_up
-from graphplan.ir.liveness import step_bytes, steps_together
+from graphplan.ir.liveness import steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
 from graphplan.passes.placement.params import SearchParams
@@ -429,21 +429,25 @@ class Arrays:
 
     @cached_property
     def _steps(self) -> Floats:
-        """(devices that compute, weights) bytes that the optimizer takes for each, beside its state."""
+        """(2, devices that compute, weights) bytes that the optimizer takes beside its state.
+
+        Where it changes one weight after the other, and each weight's part where it changes all at once.
+        """
         return np.array(
-            [[self._allocated(spec, step_bytes(w, spec)) for w in self.weights] for spec in self.specs]
-        ).reshape(self.computing, len(self.weights))
+            [
+                [[self._allocated(spec, w.step_bytes) for w in self.weights] for spec in self.specs],
+                [
+                    [self._allocated(spec, w.together_bytes) * steps_together(spec) for w in self.weights]
+                    for spec in self.specs
+                ],
+            ]
+        ).reshape(2, self.computing, len(self.weights))
 
     def _stepping(self, home: Ints) -> Floats:
         """(devices that compute,) bytes that the optimizer takes for the weights that reside there."""
-        where = home[self.values :]
-        here = [self._steps[d][where == d] for d in range(self.computing)]
-        return np.array(
-            [
-                steps.sum() if steps_together(spec) else steps.max(initial=0.0)
-                for steps, spec in zip(here, self.specs, strict=True)
-            ]
-        )
+        here = home[self.values :] == np.arange(self.computing)[:, None]
+        alone, together = self._steps * here
+        return np.asarray(np.maximum(alone.max(axis=1, initial=0.0), together.sum(axis=1)))
 
     @cached_property
     def _apart(self) -> Bools:

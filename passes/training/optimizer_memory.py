@@ -2,9 +2,9 @@
 
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
 parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
-most that lives in the second beyond that is what a step takes. What is on the CPU all the same, such as
-Adam's ``step``, is a scalar, and is not counted. Floating-point numbers that a step reads out of tensors,
-as Adafactor does, are ones: they scale values.
+most that lives in the second beyond that is what a step takes. If a third parameter makes that more, all are
+changed at once. What is on the CPU all the same, such as Adam's ``step``, is a scalar, and is not counted.
+Floating-point numbers that a step reads out of tensors, as Adafactor does, are ones: they scale values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OptimizerMemory:
         state: of each tensor that the optimizer keeps.
         step: the most that it takes beyond these while it changes parameters of this size one by one.
         together: this parameter's part of the most that it takes where it changes all at once
-            (``foreach=True``, torch's default on GPUs).
+            (``foreach=True``, torch's default on GPUs); 0 where it never does.
     """
 
     state: tuple[int, ...] = ()
@@ -75,21 +75,21 @@ def _measure(
     if optimizer is None:
         return OptimizerMemory()
     try:
-        kept, step = _dry_steps(shape, dtype, optimizer, foreach=False)
-        _, together = _dry_steps(shape, dtype, optimizer, foreach=True)
+        kept, step = _dry_steps(2, shape, dtype, optimizer, foreach=False)
+        two, three = (_dry_steps(count, shape, dtype, optimizer, foreach=True)[1] for count in (2, 3))
     except Exception as error:  # the optimizer's own code may raise anything
         raise InputError(
             f"optimizer={optimizer!r} does not step on the meta device ({first_line(error)}): give "
             "optimizer_bytes_per_element= instead, the bytes of its state for each element of a parameter"
         ) from error
-    return OptimizerMemory(kept, step, together // 2)
+    return OptimizerMemory(kept, step, two // 2 if three > two else 0)
 
 
 def _dry_steps(
-    shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
+    count: int, shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Bytes of the state of one parameter, and the most beyond that in the second step of two parameters."""
-    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(2)]
+    """Bytes of the state of one parameter, and the most beyond that in the second step of ``count``."""
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     stepping = optimizer(parameters)
@@ -97,7 +97,7 @@ def _dry_steps(
     for group in stepping.param_groups:
         if group in fused:  # there is no fused kernel for meta tensors; others take more
             group["fused"] = False
-        elif "foreach" in group:
+        elif group.get("foreach", False) is not False:  # the caller's own False stays
             group["foreach"] = foreach
     with _NumbersAreOnes():  # type: ignore[no-untyped-call]  # torch's
         stepping.step()
