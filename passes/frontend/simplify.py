@@ -54,7 +54,9 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     step = capture.step  # its gradients are known by their names
     _fold(graph, folds, () if step is None else {*step.gradients, *step.input_gradients})
     _let_views_copy(graph)
-    _keep_copies(graph)
+    written = {storage_of(_val(argument)) for node in graph.nodes for argument in mutated_arguments(node)}
+    _keep_copies(graph, written)
+    _conjugate_at_once(graph, written)
     _copy_windows(capture)
     _name_states(graph)
     kept = ("placeholder", "output")
@@ -172,9 +174,8 @@ _MAY_COPY = (aten.contiguous.default, aten.reshape.default, aten.flatten.using_i
 """They copy where strides ask for it, and what was moved, or made by another kernel, has other strides."""
 
 
-def _keep_copies(graph: fx.Graph) -> None:
+def _keep_copies(graph: fx.Graph, written: set[int]) -> None:
     """What copied in the trace copies, where it or its source is written to."""
-    written = {storage_of(_val(argument)) for node in graph.nodes for argument in mutated_arguments(node)}
     for node in graph.nodes if written else ():
         if node.target not in _MAY_COPY:
             continue
@@ -193,6 +194,16 @@ def _keep_copies(graph: fx.Graph) -> None:
             )
             copied.meta = {**node.meta, "val": made.view(source.shape)}
         node.replace_input_with(node.args[0], copied)
+
+
+_LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+
+
+def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
+    """Conjugates are copies, with bytes that are known: as views, most kernels that read them copy them."""
+    for node in graph.nodes:
+        if node.target in _LAZY and storage_of(_val(node)) not in written:
+            node.target = _LAZY[node.target]
 
 
 def _copy_windows(capture: Capture) -> None:

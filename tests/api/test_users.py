@@ -693,16 +693,28 @@ def test_pickling_keeps_parameters_of_simulated_devices() -> None:
         assert again.plan.placement == placed.plan.placement
 
 
-def test_conjugates_on_simulated_devices() -> None:
+@pytest.mark.parametrize("train", [False, True])
+def test_conjugates_are_in_the_plan(train: bool) -> None:
     class Conjugate(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            z = torch.complex(x, x * 2)
-            return z.conj().imag + (z.conj() * z).real
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
 
-    model = Conjugate()
-    with graphplan.simulate({0: "1MiB"}) as machine:
-        placed = graphplan.partition(model, machine.max_memory, (X,))
-        assert largest_difference(placed(X), model(X)) < 1e-5
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = torch.complex(x @ self.weight, x)
+            return (z.conj() * torch.fft.fft(z)).real + z.conj().imag
+
+    model, x = Conjugate(), torch.randn(256, 64)
+    with graphplan.simulate({0: "4MiB"}) as machine:
+        placed = graphplan.partition(model, {0: machine.max_memory[0]}, (x,), train=train)
+        machine.reset_peaks()
+        result, expected = placed(x), model(x)
+        torch.testing.assert_close(result, expected)
+        if train:
+            expected.sum().backward()
+            result.sum().backward()
+            torch.testing.assert_close(placed.weight.grad.cpu(), model.weight.grad)
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
 def test_sizes_without_a_bound_are_warned_of() -> None:
