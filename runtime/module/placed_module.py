@@ -29,7 +29,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.hooked_run import as_outside, is_on_one_device
 from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
-from graphplan.runtime.fallback.replaced_tensors import sent
+from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -66,6 +66,14 @@ class PlacedModule(ShortNames, KeptInPlace):
         """A module of the model's own class: code makes them of a placed one's, for slices, say."""
         self.__class__ = original_class(self)  # type: ignore[assignment]  # what it is to be
         self.__init__(*args, **kwargs)  # type: ignore[misc]  # of that class
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; what a ``forward`` that it has been given makes comes back to the inputs."""
+        result = super().__call__(*args, **kwargs)
+        if "forward" not in self.__dict__ or not self._graphplan.return_outputs:
+            return result
+        given = tensors_in((args, kwargs))
+        return sent(result, given[0].device, self) if given else result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""

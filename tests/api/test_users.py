@@ -682,6 +682,28 @@ def test_written_attributes_of_equal_values_stay_apart() -> None:
             assert largest_difference(placed(x), model(x)) < 1e-5
 
 
+@pytest.mark.parametrize("mode", [{}, {"grad": True}, {"train": True}])
+def test_results_of_a_forward_that_reads_weights_come_back(mode: dict[str, bool]) -> None:
+    def loss(self: nn.Sequential, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self[0](x).to(self[2].weight.device)  # as trainers that compute the loss by parts do
+        return {"loss": (hidden @ self[2].weight).sum()}
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    x = torch.randn(4, 16)
+    expected = loss(model, x)["loss"]
+    with graphplan.simulate({0: 1 << 20}) as machine, torch.set_grad_enabled(bool(mode)):
+        placed = graphplan.partition(model, {0: machine.max_memory[0]}, (x,), **mode)
+        placed.forward = MethodType(loss, placed)
+        found = placed(x)["loss"]
+        assert found.device == x.device
+        torch.testing.assert_close(found, expected, check_device=False)
+        if mode:
+            found.backward()
+            expected.backward()
+            for ours, theirs in zip(placed.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(None if ours.grad is None else ours.grad.cpu(), theirs.grad)
+
+
 def test_pickling_keeps_parameters_of_simulated_devices() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with graphplan.simulate({0: 1 << 28, "cpu": 1 << 28}):
