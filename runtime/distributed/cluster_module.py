@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +18,8 @@ from torch import nn
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
-from graphplan.errors import InputError
+from graphplan.errors import ClusterError, InputError
+from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
 from graphplan.runtime.distributed.machine_stages import MachineStages
@@ -103,6 +105,7 @@ class ClusterModule(nn.Module):
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
         self._trainer: tuple[Form, Loss, StageRunner | None] | None = None
+        self._failed = ""
         self.training = training
 
     def train(self, mode: bool = True) -> Self:
@@ -127,7 +130,8 @@ class ClusterModule(nn.Module):
 
         Raises:
             InputError: the batch does not divide into the microbatches.
-            ClusterError: ranks were called with inputs of different sizes, or one of them does not answer.
+            ClusterError: ranks were called with inputs of different sizes, one of them does not answer, or a
+                call before this one failed.
         """
         call = bind_call(self._signature, args, kwargs)
         parts = self._parts(call)
@@ -187,6 +191,7 @@ class ClusterModule(nn.Module):
             InputError: the model was placed without ``train=True`` or ``grad=True``; the batch does not
                 divide into the microbatches, or the target not as the batch; the loss is not one number, or
                 has no gradient.
+            ClusterError: a rank does not answer, or a call before this one failed.
         """
         require_backward_stages()
         call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)
@@ -202,7 +207,7 @@ class ClusterModule(nn.Module):
             return None
         if trainer is None:
             raise InputError("a training step needs a model that was placed with train=True or grad=True")
-        with self._shared.summed(self.stage):
+        with self._in_step(), self._shared.summed(self.stage):
             losses = trainer.train([known.own(part) for part in parts], form.number, targets)
         return losses if dist.get_rank() == known.last else None
 
@@ -241,8 +246,23 @@ class ClusterModule(nn.Module):
         known = self._known(parts[0], form)
         if known.runner is None:
             return known, []
-        chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
+        with self._in_step():
+            chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
         return known, chunks
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A block that ranks go through together: where it failed, others may be at another microbatch."""
+        if self._failed:
+            raise ClusterError(
+                f"a call before this one failed on this rank ({self._failed}), and the other ranks may be "
+                "apart from it since: end the processes, and go on from a checkpoint"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._failed = f"{type(error).__name__}: {first_line(error)}"
+            raise
 
     def _known(self, part: BoundCall, form: Form) -> ClusterCall:
         """How calls of a form are run, with the parameters that are here now."""
