@@ -58,7 +58,7 @@ class Captures:
                 return annotator
         if known.annotators:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
-            logger.info("planning for larger sizes: %s", outgrown)
+            logger.info("planning again: %s", outgrown or "there was no room for the largest sizes")
         enter_stage("annotate")
         kinds = self.model_copy.device_types
         known.annotators.append(Annotator(bound, self.model_copy.weights, kinds, self.bench))

@@ -178,3 +178,20 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "encoder": (Encoder, lambda: torch.randn(2, 6, 32)),
     "unused": (Unused, lambda: torch.randn(4, 16)),
 }
+
+
+class StoreCache:
+    """Keys and values of each layer, in lists: of no class of transformers."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if layer == len(self.keys):
+            self.keys.append(keys)
+            self.values.append(values)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], keys], 2)
+            self.values[layer] = torch.cat([self.values[layer], values], 2)
+        return self.keys[layer], self.values[layer]

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from builders import largest_difference
+from plain_modules import StoreCache
+from torch import nn
 
 import graphplan
 
@@ -154,3 +156,42 @@ def test_an_offloaded_cache_runs_module_by_module() -> None:
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
         with pytest.warns(graphplan.GraphplanWarning, match="'owner', a DynamicCache"):
             agree(placed, model, ours, theirs)
+
+
+class Decoder(nn.Module):
+    """Of no class of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for index, layer in enumerate(self.layers):
+            q, k, v = (part[:, None] for part in layer(x).chunk(3, -1))
+            k, v = cache.update(k, v, index)
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)[:, 0]
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("make", [StoreCache, DynamicCache])
+def test_caches_of_plain_modules_are_extended_by_graphs(make: Callable[[], Any]) -> None:
+    """The file of the model defines neither class."""
+    model = Decoder().eval()
+    steps = [torch.randint(0, 50, (1, count)) for count in (5, 1, 3, 1, 7, 4, 1)]
+    with graphplan.simulate({0: "200KiB", 1: "200KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(
+            model, machine.max_memory, (steps[0], make()), max_length=32, balance=True
+        )
+        assert set(placed.plan.placement.values()) == {0, 1}
+        ours, theirs = make(), make()
+        for step in steps:
+            assert largest_difference(placed(step, ours), model(step, theirs)) < 1e-5
+        graphs = len(placed.plans)
+        placed(steps[1], ours)
+        assert len(placed.plans) == graphs < len(steps)

@@ -170,11 +170,12 @@ def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None
 def test_the_first_card_says_which_speeds_are_defaults(show: Open) -> None:
     model, x = torch.nn.Linear(64, 64, device="meta"), torch.empty(4, 64, device="meta")
     links = {(0, "cpu"): graphplan.Link(bandwidth=12e9)}
-    memory, known = {0: "1GiB", "cpu": "1GiB"}, {0: "H100"}
+    memory, known = {0: "1GiB", "cpu": "1GiB"}, {0: graphplan.Speed(1e15, 3e12, 4e-6)}
     for devices, given, said in (
         (None, None, "estimated, at default speeds of GPU 0, copies"),  # the CPU computes nothing
         (known, None, "estimated, at default speeds of copies"),
         (known, links, "estimated"),
+        ({0: "H100"}, None, "estimated"),  # its bandwidth to the CPU is known too
     ):
         plan = graphplan.plan(model, memory, (x,), devices=devices, links=given)
         assert show(plan).page.locator(".figure .note").first.inner_text() == said

@@ -13,7 +13,6 @@ the layer's tensors. For a cache of one layer::
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from collections import defaultdict
@@ -55,7 +54,7 @@ _ROOM_FOR_ALL = "max_cache_len"
 _OWN_ENDING = "Cache"
 """How a cache's class ends that is no subclass of transformers' ``Cache``.
 
-It is known if a class of the model's modules that derives from one of transformers is in the same file.
+It is known if a file that defines a class of the model's modules defines or imports it.
 """
 
 _CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
@@ -97,14 +96,10 @@ _ours: set[type] = set()
 
 
 def know_caches(module: nn.Module) -> None:
-    """Look inside the caches of a model with modules of transformers, before a call that has one is bound."""
-    classes = dict.fromkeys(map(type, module.modules()))
-    own = [cls for cls in classes if any(c.__module__.startswith("transformers.") for c in cls.__mro__)]
-    if not own:
-        return
-    from transformers.cache_utils import Cache  # optional package
-
-    for cls in (Cache, *_subclasses(Cache), *_own_caches(own)):
+    """Look inside the caches of a model's modules, before a call that has one is bound."""
+    cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    known = () if cache is None else (cache, *_subclasses(cache))
+    for cls in (*known, *_own_caches(map(type, module.modules()))):
         if cls not in _ours:
             know(cls, _flatten, _unflatten)
             _ours.add(cls)
@@ -117,11 +112,13 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 def _own_caches(classes: Iterable[type]) -> Iterator[type]:
-    """Caches of a model's own files that are not transformers' ``Cache``; they are named so."""
-    for name in dict.fromkeys(cls.__module__ for cls in classes):
-        for _, found in inspect.getmembers(sys.modules.get(name), inspect.isclass):
-            if found.__module__ == name and found.__name__.endswith(_OWN_ENDING):
-                yield found
+    """Classes that the files of a model define or import, and that are named as caches."""
+    for name in {cls.__module__ for cls in classes}:
+        if name in sys.modules and name.partition(".")[0] != "torch":
+            for found in list(vars(sys.modules[name]).values()):
+                # of the type alone: what stands for another object would be asked for its class
+                if issubclass(type(found), type) and found.__name__.endswith(_OWN_ENDING):
+                    yield found
 
 
 def is_cache(value: Any) -> bool:
