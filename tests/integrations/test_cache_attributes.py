@@ -195,3 +195,45 @@ def test_caches_of_plain_modules_are_extended_by_graphs(make: Callable[[], Any])
         graphs = len(placed.plans)
         placed(steps[1], ours)
         assert len(placed.plans) == graphs < len(steps)
+
+
+class KVCache(nn.Module):
+    """A module of the model, and no argument: buffers that its calls fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(8, 32))
+
+    def forward(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        self.rows[at : at + x.shape[0]] = x
+        return self.rows
+
+
+class FieldsCache(dict[str, torch.Tensor]):
+    """A dict, and how many tokens it has."""
+
+    tokens = 0
+
+
+class OwnCaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.cache = nn.Linear(32, 32), KVCache()
+
+    def forward(self, x: torch.Tensor, fields: FieldsCache) -> torch.Tensor:
+        found: torch.Tensor = self.cache(self.layer(x), 2)
+        fields["last"] = found[-1]
+        fields.tokens += 1
+        return found.sum(1)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_modules_and_dicts_that_are_named_as_caches_are_what_they_are() -> None:
+    model, ours, theirs, x = OwnCaches().eval(), FieldsCache(), FieldsCache(), torch.randn(3, 32)
+    with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (x, FieldsCache()))
+        for _ in range(2):
+            assert largest_difference(placed(x, ours), model(x, theirs)) < 1e-5
+            assert largest_difference(dict(ours), dict(theirs)) < 1e-5
+            assert ours.tokens == theirs.tokens

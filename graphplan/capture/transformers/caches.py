@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,9 @@ _OWN_ENDING = "Cache"
 
 It is known if a file that defines a class of the model's modules defines or imports it.
 """
+
+_OTHERWISE = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
+"""Their subclasses are more than what their ``__dict__`` has, whatever they are named."""
 
 _CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 
@@ -117,7 +121,8 @@ def _own_caches(classes: Iterable[type]) -> Iterator[type]:
         if name in sys.modules and name.partition(".")[0] != "torch":
             for found in list(vars(sys.modules[name]).values()):
                 # of the type alone: what stands for another object would be asked for its class
-                if issubclass(type(found), type) and found.__name__.endswith(_OWN_ENDING):
+                named = issubclass(type(found), type) and found.__name__.endswith(_OWN_ENDING)
+                if named and not issubclass(found, _OTHERWISE):
                     yield found
 
 
