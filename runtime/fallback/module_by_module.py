@@ -26,7 +26,7 @@ from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, CounterLeaf, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
-from graphplan.errors import CaptureError, GraphplanError, PlanError
+from graphplan.errors import CaptureError, GraphplanError, PlanError, SimulatedOutOfMemoryError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
@@ -208,8 +208,10 @@ def _first_way(
             gc.collect()
     if _is_the_models(failures):
         raise failures[-1]
+    lacking = all(isinstance(error, torch.OutOfMemoryError | SimulatedOutOfMemoryError) for error in failures)
+    why = "have no memory for it" if lacking else "do not run"
     raise CaptureError(
-        "no capture takes this call, and its modules do not run\n  "
+        f"no capture takes this call, and its modules {why}\n  "
         + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(ways, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"

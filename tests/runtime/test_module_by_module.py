@@ -79,6 +79,12 @@ def expected_of(model: nn.Module, *args: Any) -> Any:
         return copy.deepcopy(model)(*args)
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_call_without_memory_says_so() -> None:
+    with placed() as (_, _, made), pytest.raises(graphplan.CaptureError, match="have no memory for it"):
+        made(torch.randn(100, 16).to("sim:0"), STOP)
+
+
 def test_it_runs_over_the_weights_where_they_are() -> None:
     with placed() as (model, machine, made):
         assert set(made.plan.placement.values()) == {0, 1}
