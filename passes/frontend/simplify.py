@@ -200,9 +200,13 @@ _LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default:
 
 
 def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
-    """Conjugates are copies, with bytes that are known: as views, most kernels that read them copy them."""
+    """Conjugates are copies, with bytes that are known: as views, most kernels that read them copy them.
+
+    Not where their memory itself is asked for: to be written to, or by ``as_strided``.
+    """
+    strided = {storage_of(_val(node)) for node in graph.nodes if node.target is aten.as_strided.default}
     for node in graph.nodes:
-        if node.target in _LAZY and storage_of(_val(node)) not in written:
+        if node.target in _LAZY and storage_of(_val(node)) not in written | strided:
             node.target = _LAZY[node.target]
 
 

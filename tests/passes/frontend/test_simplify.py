@@ -126,3 +126,21 @@ def test_what_copies_and_is_written_to_copies_wherever_it_runs() -> None:
         placed = partition(model, machine.max_memory, (whole[:, ::2],))
         assert torch.allclose(placed(whole[:, ::2]), model(whole[:, ::2]), atol=1e-6)
         assert torch.equal(whole, torch.ones(4, 32))
+
+
+class Strides(nn.Module):
+    """Reads beside a part of a tensor that it has conjugated, and conjugates another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x + 1)
+        return (z[:, ::2].conj().as_strided((2, 4), (8, 1)) * (z[:2, :4] * 2).conj()).real
+
+
+def test_conjugates_whose_memory_is_read_stay_views() -> None:
+    model, x = Strides(), torch.randn(4, 8)
+    found = calls(model, x)
+    assert sum(text.startswith("_conj.") for text in found) == 1
+    assert sum(text.startswith("conj_physical.") for text in found) == 1
+    with torch.no_grad():
+        placed = partition(model, {"cpu": "1GiB"}, (x,))
+        torch.testing.assert_close(placed(x), model(x))
