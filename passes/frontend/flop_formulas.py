@@ -27,8 +27,13 @@ def _attention(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _product(args: tuple[Any, ...], out: torch.Tensor) -> int:
-    """Each element of the first meets each column of the result: packed or grouped matrices, distances."""
+    """Each element of the first meets each column of the result: packed or grouped matrices."""
     return int(2 * args[0].numel() * out.shape[-1])
+
+
+def _distances(args: tuple[Any, ...], out: torch.Tensor) -> int:
+    """Of each pair of rows; those of one batch may meet all batches of the other."""
+    return int(2 * out.numel() * args[0].shape[-1])
 
 
 def _grouped_backward(args: tuple[Any, ...], _: Any) -> int:
@@ -66,12 +71,12 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
             "aten::_weight_int8pack_mm",
             "aten::_weight_int4pack_mm",
             "aten::_weight_int4pack_mm_for_cpu",
-            "aten::_cdist_forward",
-            "aten::_euclidean_dist",
+            "aten::_cdist_backward",
             "transformers::grouped_mm_fallback",
         ),
         _product,
     ),
+    **dict.fromkeys(("aten::_cdist_forward", "aten::_euclidean_dist"), _distances),
     "transformers::grouped_mm_fallback_backward": _grouped_backward,
     # of cuDNN: a list of the weights of all layers; of oneDNN: the two matrices of one layer
     "aten::_cudnn_rnn": _recurrent(lambda args: args[1], 1),

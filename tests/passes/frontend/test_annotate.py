@@ -121,6 +121,24 @@ def test_recurrent_layers_have_the_work_of_their_matrices(kind: Any) -> None:
     assert sum(operation.flops for operation in graph.operations.values()) == 2 * 3 * 5 * matrices
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0])
+@pytest.mark.parametrize("rows", [5, 50])
+def test_distances_have_the_work_of_all_pairs(p: float, rows: int) -> None:
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.cdist(x * self.scale, y, p=p)
+
+    given = torch.randn(1, rows, 16), torch.randn(3, rows, 16)
+    for train in (False, True):
+        plan = graphplan.plan(Distances(), {0: "1GiB"}, given, train=train)
+        found = sum(operation.flops for operation in plan.graph.operations.values())
+        assert found == (1 + train) * 2 * 3 * rows * rows * 16
+
+
 def test_layers_of_experts_have_the_work_of_their_matrices() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
