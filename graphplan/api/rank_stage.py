@@ -20,6 +20,7 @@ from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import MachineStage
+from graphplan.passes.placement.params import Limits
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.stage_runner import make_ready
 
@@ -129,5 +130,6 @@ class RankStage:
             compiler.topology = withholding(machine, others)
             return compiler.plan(cut.example(values=values)).plan
 
-        found = plan_step(plan_beside, flight.kept(self.after) - 1, shared)
+        limits = Limits.within(compiler.options.time_limit)
+        found = plan_step(plan_beside, flight.kept(self.after) - 1, shared, limits)
         compiler.topology = withholding(machine, found.withheld)

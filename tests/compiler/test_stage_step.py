@@ -19,6 +19,7 @@ from graphplan.compiler.cluster.stage_compiler import withholding
 from graphplan.compiler.cluster.stage_step import plan_step
 from graphplan.compiler.training import trained_values
 from graphplan.devices.topology import DeviceSpec, Topology
+from graphplan.passes.placement.params import Limits
 
 GB = 10**9
 MACHINE = Topology(
@@ -50,7 +51,7 @@ def test_an_error_names_the_device_the_bytes_needed_and_those_there() -> None:
             graphplan.InfeasibleError, match=r"3 other microbatches.* on device 0: the nearest"
         ) as found,
     ):
-        plan_step(nothing_beside, 3, frozenset())
+        plan_step(nothing_beside, 3, frozenset(), Limits())
     error = found.value
     assert (error.device, error.needed[0], error.available[0]) == (0, 14 * GB, 10 * GB)
 
@@ -61,9 +62,24 @@ def test_an_error_names_them_where_every_plan_saves_more_than_was_withheld() -> 
         patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: next(kept) * GB}),
         pytest.raises(graphplan.InfeasibleError, match=r"device 0 needs .* and may hold") as found,
     ):
-        plan_step(planned, 3, frozenset())
+        plan_step(planned, 3, frozenset(), Limits())
     error = found.value
     assert (error.device, error.needed[0], error.available[0]) == (0, 19 * GB, 10 * GB)
+
+
+@pytest.mark.parametrize(("limits", "tries"), [(Limits(), 6), (Limits.within(0), 2)])
+def test_once_time_is_up_a_slow_step_that_fits_is_enough(limits: Limits, tries: int) -> None:
+    tried: list[Mapping[Any, int]] = []
+
+    def slower_beside(kept: Mapping[Any, int]) -> Any:
+        tried.append(kept)
+        plan = planned(kept)
+        plan.makespan += bool(kept)
+        return plan
+
+    with patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: GB}):
+        assert plan_step(slower_beside, 3, frozenset(), limits).withheld == {0: GB}
+    assert len(tried) == tries
 
 
 class Writes(nn.Module):

@@ -67,12 +67,7 @@ class StepPlan:
     kept_bytes: Kept
 
 
-def plan_step(
-    plan_beside: Callable[[Kept], Plan],
-    others: int,
-    shared: Set[str],
-    limits: Limits = Limits(),  # noqa: B008  # frozen
-) -> StepPlan:
+def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str], limits: Limits) -> StepPlan:
     """The quickest plan of a stage that is found for which enough was withheld.
 
     Args:
