@@ -205,8 +205,9 @@ def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
     Not where their memory itself is asked for: to be written to, or by ``as_strided``.
     """
     strided = {storage_of(_val(node)) for node in graph.nodes if node.target is aten.as_strided.default}
+    shared = written | strided
     for node in graph.nodes:
-        if node.target in _LAZY and storage_of(_val(node)) not in written | strided:
+        if node.target in _LAZY and storage_of(_val(node)) not in shared:
             node.target = _LAZY[node.target]
 
 
