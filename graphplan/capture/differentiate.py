@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -71,6 +71,11 @@ def differentiate(
             traced = make_fx(tracing.step)(*values, *tracing.tangents(values))
     except (InputError, NoGraphError):
         raise
+    except DynamicOutputShapeException as error:
+        raise NoGraphError(
+            f"values decide how much {error.func} returns, and a training step is planned for sizes that are "
+            "known: multiply by a mask instead of choosing rows"
+        ) from error
     except Exception as error:  # autograd runs the formulas of any operation, which may raise anything
         raise NoGraphError(f"the training step could not be traced: {first_line(error)}") from error
     return tracing.capture_of(traced, nodes)
