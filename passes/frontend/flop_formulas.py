@@ -27,8 +27,11 @@ def _attention(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _product(args: tuple[Any, ...], out: torch.Tensor) -> int:
-    """Each element of the first meets each column of the result: packed or grouped matrices."""
-    return int(2 * args[0].numel() * out.shape[-1])
+    """Each element of the first meets each column of the result: packed or grouped matrices.
+
+    Where either has all groups, the other's elements are those of one.
+    """
+    return int(2 * min(args[0].numel() * out.shape[-1], out.numel() * args[0].shape[-1]))
 
 
 def _distances(args: tuple[Any, ...], out: torch.Tensor) -> int:

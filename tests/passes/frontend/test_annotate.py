@@ -20,6 +20,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend import fake_operation
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.fake_operation import Effect, run_fake
+from graphplan.passes.frontend.flop_formulas import flops_of
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.passes.frontend.two_readings import upper_bound_graph
@@ -137,6 +138,17 @@ def test_distances_have_the_work_of_all_pairs(p: float, rows: int) -> None:
         plan = graphplan.plan(Distances(), {0: "1GiB"}, given, train=train)
         found = sum(operation.flops for operation in plan.graph.operations.values())
         assert found == (1 + train) * 2 * 3 * rows * rows * 16
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((48, 16), (3, 16, 32)), ((3, 16, 32), (32, 48)), ((16, 48), (48, 32)), ((3, 16, 32), (3, 32, 16))],
+)
+def test_grouped_products_have_the_work_of_their_groups(left: Any, right: Any) -> None:
+    a, b = (torch.empty(size, dtype=torch.bfloat16) for size in (left, right))
+    ends = torch.tensor([16, 32, 48], dtype=torch.int32) if 2 in (a.dim(), b.dim()) else None
+    grouped = torch.ops.aten._grouped_mm.default
+    assert flops_of(grouped, (a, b), {}, grouped(a, b, ends)) == 2 * 48 * 16 * 32
 
 
 def test_layers_of_experts_have_the_work_of_their_matrices() -> None:
