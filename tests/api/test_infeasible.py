@@ -111,7 +111,12 @@ def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "machines", [[{0: "50KiB"}] * 2, [{0: "20KiB"}] * 3, [{0: 1000}, {0: "60KiB", "cpu": 1000}]]
+    "machines",
+    [
+        [{0: "50KiB"}] * 2,
+        [{0: "20KiB"}] * 3,
+        pytest.param([{0: 1000}, {0: "60KiB", "cpu": 1000}], marks=pytest.mark.slow),
+    ],
 )
 def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
     with pytest.raises(graphplan.InfeasibleError) as caught:

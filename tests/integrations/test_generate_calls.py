@@ -69,6 +69,7 @@ def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
         assert len(placed.plans) == len(plans)
 
 
+@pytest.mark.slow
 def test_room_is_left_for_a_fast_prefill() -> None:
     # beside the weights of the fastest forward pass without a cache, it had room on the CPU alone
     transformers = pytest.importorskip("transformers")
@@ -84,6 +85,7 @@ def test_room_is_left_for_a_fast_prefill() -> None:
     assert max(prefill.makespan, decode.makespan) < 2 * forward.makespan
 
 
+@pytest.mark.slow
 def test_where_no_call_can_be_fast_the_first_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # all were planned together, for more seconds than one by one
     monkeypatch.setattr(generate_plan, "lacks_room", lambda plan: bool(plan.fixed_weights))

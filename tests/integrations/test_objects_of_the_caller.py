@@ -220,6 +220,7 @@ def test_models_of_transformers_change_lists_and_dicts_too() -> None:
     assert [state["seen"] for state in states] == [{}, {"count": 4}, {"count": 4}]
 
 
+@pytest.mark.slow
 def test_each_graph_has_the_hidden_states_once() -> None:
     model = llama()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():

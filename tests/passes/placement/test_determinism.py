@@ -45,6 +45,7 @@ def _planned_by_another_process() -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_plans_do_not_depend_on_the_order_of_sets(capsys: pytest.CaptureFixture[str]) -> None:
     exec(_SCRIPT, {"__name__": "__main__"})
