@@ -117,6 +117,7 @@ def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:
 
 
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+@pytest.mark.slow
 def test_a_generator_holds_no_tensors() -> None:
     model = llama()
     ours, theirs = WatchingCache(torch.Generator), WatchingCache(torch.Generator)

@@ -54,6 +54,7 @@ def test_generate_needs_no_further_plan(family: str) -> None:
             assert len(placed.plans) == len(plans)
 
 
+@pytest.mark.slow
 def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
     # its calls were planned for a caller on the CPU, wherever the example was
     model = build("llama")

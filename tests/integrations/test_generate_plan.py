@@ -129,6 +129,7 @@ def test_static_caches(family: str) -> None:
         same_tokens(model, placed, inputs_of(family), **options)
 
 
+@pytest.mark.slow
 def test_layers_of_a_static_cache_may_be_on_different_devices() -> None:
     """Each layer has the size of the batch, which is no tensor, and on no device."""
     options = {"max_new_tokens": 6, "cache_implementation": "static"}
