@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -238,3 +239,27 @@ def test_modules_and_dicts_that_are_named_as_caches_are_what_they_are() -> None:
             assert largest_difference(placed(x, ours), model(x, theirs)) < 1e-5
             assert largest_difference(dict(ours), dict(theirs)) < 1e-5
             assert ours.tokens == theirs.tokens
+
+
+class ArrayCache:
+    """Read only, with what a graph does not see."""
+
+    def __init__(self, lock: bool = False) -> None:
+        self.table, self.rows = np.ones(3), torch.ones(32)
+        self.lock = threading.Lock() if lock else None
+
+
+class Reads(nn.Linear):
+    def forward(self, x: torch.Tensor, cache: ArrayCache) -> torch.Tensor:
+        return super().forward(x) * float(cache.table.sum()) + cache.rows
+
+
+def test_a_cache_of_an_example_that_cannot_be_looked_into_is_there_again() -> None:
+    torch.manual_seed(0)
+    model, x, cache = Reads(32, 32).eval(), torch.randn(2, 32), ArrayCache()
+    with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="'table', a ndarray"):
+            placed = graphplan.partition(model, machine.max_memory, (x, cache))
+        assert largest_difference(placed(x, cache), model(x, cache)) < 1e-5
+        with pytest.raises(graphplan.InputError, match="its arguments must be copied"):
+            graphplan.partition(model, machine.max_memory, (x, ArrayCache(lock=True)))

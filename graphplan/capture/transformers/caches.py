@@ -17,7 +17,7 @@ import sys
 import types
 from collections import UserDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -76,6 +76,7 @@ class LayoutPart:
         parts: in their order.
         value: of a constant; of what is opaque, its name and class.
             For a leaf: the axes along which it grows with the length, or None of a counter.
+        held: what is opaque itself, so that it is there again where no graph is asked for.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class LayoutPart:
     keys: tuple[Any, ...] = ()
     parts: tuple[LayoutPart, ...] = ()
     value: Any = None
+    held: Any = field(default=None, compare=False, repr=False)
 
     def walk(self, name: Any = "") -> Iterator[tuple[Any, LayoutPart]]:
         """This part and all in it, in order, each with its name; items of a sequence have that of it."""
@@ -241,7 +243,7 @@ def _describe(
         return LayoutPart("device")
     cls = type(value)
     if id(value) in above or not _can_be_made(value):
-        return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}")
+        return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}", held=value)
     above = (*above, id(value))
     if isinstance(value, dict):
         parts = (_describe(v, leaves, str(k), fixed, above) for k, v in value.items())
@@ -292,6 +294,8 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if part.kind == "constant":
         return part.value
+    if part.kind == "opaque":
+        return part.held
     if part.kind == "device":
         return torch.device("cpu")  # until the tensors beside it are known
     made = [_make(p, leaves) for p in part.parts]

@@ -32,7 +32,7 @@ from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import EntryCall
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
-from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, InputError, NoGraphError
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
@@ -199,7 +199,7 @@ class _Fallback:
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
             made = start.place(self.model, self.source)
-            args, kwargs = copy.deepcopy(self._arguments)
+            args, kwargs = self._arguments()
             with undone(made):
                 self._run(made)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
@@ -209,10 +209,19 @@ class _Fallback:
             return f"over {where}: {first_line(error)}"
         return made
 
-    @property
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of the call; a run may change what it is given, caches say."""
-        return self.asked.call.args, self.asked.call.kwargs
+        """Copies of those of the call: a run may change what it is given, caches say.
+
+        Raises:
+            InputError: they cannot be copied.
+        """
+        try:
+            return copy.deepcopy((self.asked.call.args, self.asked.call.kwargs))
+        except Exception as error:  # objects of the caller, which may raise anything
+            raise InputError(
+                "no graph is traced of this call, and to be tried out module by module its arguments must be "
+                f"copied, which fails: {first_line(error)}. Pass what copy.deepcopy takes"
+            ) from error
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
         """What is asked for of a module, without what its class has around its call."""
@@ -230,7 +239,7 @@ class _Fallback:
         shared = {id(parameter): parameter for parameter in self.model.parameters()}
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         try:
-            args, kwargs = map_leaves(leaf_on_cpu, copy.deepcopy(self._arguments))
+            args, kwargs = map_leaves(leaf_on_cpu, self._arguments())
             with untouched(module):
                 run, keep_grad = self._run(module), self.options.grad
                 return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
