@@ -12,10 +12,12 @@ from torch.utils.flop_counter import flop_registry
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs of a call of ``func``, from the shapes of its arguments and its result; 0 where unknown."""
-    own = _FORMULAS.get(func.name().partition(".")[0]) if isinstance(func, torch._ops.OpOverload) else None
+    if not isinstance(func, torch._ops.OpOverload):
+        return 0  # what operations of higher order run is counted as it runs
+    own = _FORMULAS.get(func.name().partition(".")[0])
     if own is not None:
         return own(args, out)
-    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 

@@ -196,6 +196,7 @@ def _keep_copies(graph: fx.Graph, written: set[int]) -> None:
         node.replace_input_with(node.args[0], copied)
 
 
+# views that are marked as yet to be computed, and what computes them
 _LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 

@@ -31,6 +31,9 @@ from graphplan.passes.pipeline.structural_hash import renamed, structure_of
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.params import Limits
 
+_LEAST = 1e-3
+"""Seconds: a limit is positive, and once it is over, the first placement that is found is enough."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -98,7 +101,7 @@ class StagePlacement:
         left = self.limits.left
         if left is None:
             return self.options
-        return replace(self.options, time_limit=max(left * PARAMS.time_share, 1e-3))
+        return replace(self.options, time_limit=max(left * PARAMS.time_share, _LEAST))
 
     def stage(self, stretch: Stretch, placed: StepPlan, machine: int) -> MachineStage[Plan]:
         """A stretch on a machine, as it was placed, or an equal one."""

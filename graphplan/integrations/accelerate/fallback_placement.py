@@ -215,12 +215,16 @@ class _Fallback:
         Raises:
             InputError: they cannot be copied.
         """
+        args, kwargs = self.asked.call.args, self.asked.call.kwargs
         try:
-            return copy.deepcopy((self.asked.call.args, self.asked.call.kwargs))
+            return copy.deepcopy((args, kwargs))
         except Exception as error:  # objects of the caller, which may raise anything
+            named = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+            others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
+            kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
             raise InputError(
                 "no graph is traced of this call, and to be tried out module by module its arguments must be "
-                f"copied, which fails: {first_line(error)}. Pass what copy.deepcopy takes"
+                f"copied ({kinds}), which fails: {first_line(error)}. Pass what copy.deepcopy takes"
             ) from error
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
