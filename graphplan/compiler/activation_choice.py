@@ -3,9 +3,8 @@
 Segments are treated whole (:mod:`graphplan.passes.training.segments`). The step as it is, and the one that
 computes every block again, are tried first, the latter unless its operations alone take longer than what is
 known. Then the cheapest segments are treated (:mod:`graphplan.passes.training.knapsack`): as many as free the
-bytes that are lacking, corrected by the bytes that are lacking then (secant method); of a large step that
-streams weights, some beside the faster of the two. A quick search places each step. Where the accelerators
-hold the step as it is, nothing else is tried.
+bytes that are lacking (secant method), and else a count beside the best one (golden-section search). A quick
+search places each step. Where the accelerators hold the step as it is, nothing else is tried.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device
-from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
 
-_STEPS = 3  # of the secant method, to a share that fits
+_STEPS = 4  # counts of segments that are tried beside none and all
+_GOLDEN = 0.382  # share of a gap, of golden-section search
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
 
@@ -73,11 +73,11 @@ class _Choice:
 
     Attributes:
         state: with the step as its only member.
-        tried: share of what could be freed -> the trial.
+        tried: how many segments save less -> the trial.
     """
 
     state: CompileState
-    tried: dict[float, Trial] = field(default_factory=dict)
+    tried: dict[int, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.member,) = self.state.members
@@ -92,7 +92,7 @@ class _Choice:
     def trials(self) -> list[Trial]:
         """Steps to place, the fastest first."""
         if self._fits_as_it_is():
-            return [self.tried[0.0]]
+            return [self.tried[0]]
         items = self._items()
         if items:
             self._search(items)
@@ -162,31 +162,31 @@ class _Choice:
 
     def _fits_as_it_is(self) -> bool:
         """Whether the accelerators hold the step: anything else takes longer."""
-        best = self._tried(0.0, self.member, self.problem).found
+        best = self._tried(0, self.member, self.problem).found
         if best is None or best.schedule.prefetch_buffers:
             return False
         cpu = self.problem.topology.cpu
         return not any(run.device == cpu for run in best.schedule.runs())
 
     def _search(self, items: Sequence[Item]) -> None:
-        """Try every block, then what should be enough, and what it lacks or has too much of.
+        """Try every block, then as many as should be enough, and what lies beside the best of these.
 
-        Of a large step that streams weights, only the share beside the faster of what was tried.
+        Of a large step that streams weights, whose trials take long, half as many.
         """
-        whole = sum(item.nbytes for item in items)
+        most, streams = len(items), self.tried[0].found is not None
         savings, again = self.every_block()
-        if again and sum(self.least.values()) + again < self.tried[0.0].seconds:
-            self._try(1.0, savings)
-        share, steps = self._lacking(self.problem) / whole, _STEPS
-        if self.large and self.tried[0.0].found:
-            share, steps = self._beside(), 1
-        for _ in range(steps):
-            share = min(share, 1.0)
-            if share <= 0 or share in self.tried:
-                share = self._beside()
-            share += self._try(share, cheapest(items, share)) / whole
+        if again and sum(self.least.values()) + again < self.tried[0].seconds:
+            self._try(most, savings)
         if not any(trial.found for trial in self.tried.values()):
-            self._try(1.0, cheapest(items, 1.0))
+            self._try(most, cheapest(items, most))
+        if not any(trial.found for trial in self.tried.values()):
+            return
+        count, lacking = 0, self._lacking(self.problem)
+        for _ in range(_STEPS // 2 if streams and self.large else _STEPS):
+            count = self._next(enough(items, freed(items, count) + lacking), most)
+            if count in self.tried:
+                break
+            lacking = self._try(count, cheapest(items, count))
 
     def every_block(self) -> tuple[Savings, float]:
         """The layers of stacks, each computed again, as torch.utils.checkpoint on each; the seconds at least.
@@ -198,26 +198,36 @@ class _Choice:
         blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
         return Savings(tuple(block.path for block in blocks)), sum(block.seconds for block in blocks)
 
-    def _beside(self) -> float:
-        """A quarter of the way from the best share to the better one beside it."""
-        shares = sorted({*self.tried, 1.0})
-        seconds = {share: self.tried[share].seconds if share in self.tried else math.inf for share in shares}
-        best = min(shares, key=seconds.__getitem__)
-        at = shares.index(best)
-        beside = shares[max(0, at - 1) : at] + shares[at + 1 : at + 2]
-        return best + (min(beside, key=seconds.__getitem__) - best) / 4
+    def _next(self, guess: int, most: int) -> int:
+        """The guess where it lies next to the best count, else one between that and the more promising side.
 
-    def _try(self, share: float, savings: Savings) -> int:
-        """Find a placement for this share; the bytes that are lacking then, below 0 where some are left."""
+        One that was tried where none is left.
+
+        Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
+        """
+        counts = sorted({*self.tried, most})
+        seconds = {one: self.tried[one].seconds if one in self.tried else math.inf for one in counts}
+        best = min(counts, key=seconds.__getitem__)
+        at = counts.index(best)
+        left, right = counts[max(0, at - 1)], counts[min(at + 1, len(counts) - 1)]
+        if left < guess < right and guess != best:
+            return guess
+        lacks = {one for one, trial in self.tried.items() if trial.found is None}
+        beside = [one for one in (left, right) if one != best]
+        side = min(beside, key=lambda one: 0.0 if one in lacks else seconds[one])
+        return best + round((side - best) * _GOLDEN)
+
+    def _try(self, count: int, savings: Savings) -> int:
+        """Find a placement for so many segments; the bytes that are lacking then, below 0 where some are left."""
         member = member_with(self.member, savings)
         problem = self._posed(member)
-        self._tried(share, member, problem)
+        self._tried(count, member, problem)
         return self._lacking(problem)
 
-    def _tried(self, share: float, member: Member, problem: Problem) -> Trial:
+    def _tried(self, count: int, member: Member, problem: Problem) -> Trial:
         found = probe(problem, deadline=self.state.limits.deadline, climbs=True)
-        self.tried[share] = Trial(member, found)
-        return self.tried[share]
+        self.tried[count] = Trial(member, found)
+        return self.tried[count]
 
     def _lacking(self, problem: Problem) -> int:
         """Bytes that all accelerators together lack, were the step on one of them."""

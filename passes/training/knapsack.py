@@ -92,16 +92,29 @@ def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
     return sum(graph.values[root].nbytes for root in roots if root in graph.values)
 
 
-def cheapest(items: Sequence[Item], share: float) -> Savings:
-    """The items that free at least this share of what all of them do, in the least time."""
-    left, taken = round(share * sum(item.nbytes for item in items)), list[Item]()
+def cheapest(items: Sequence[Item], count: int) -> Savings:
+    """So many items, those that free bytes in the least time."""
+    taken = list[Item]()
+    for group in _by_price(items):
+        taken += spread(group, min(len(group), count - len(taken)))
+    again = tuple(item.path for item in taken if item.again)
+    return Savings(again, tuple(item.path for item in taken if not item.again))
+
+
+def freed(items: Sequence[Item], count: int) -> int:
+    """Bytes that so many of the cheapest free."""
+    each = [item.nbytes for group in _by_price(items) for item in group]
+    return sum(each[:count])
+
+
+def enough(items: Sequence[Item], nbytes: int) -> int:
+    """How many of the cheapest free so many bytes; all where these do not."""
+    return next((n for n in range(len(items)) if freed(items, n) >= nbytes), len(items))
+
+
+def _by_price(items: Sequence[Item]) -> list[list[Item]]:
+    """Items that nothing tells apart, the cheapest first."""
     alike: dict[tuple[bool, int, float], list[Item]] = {}
     for item in items:
         alike.setdefault((item.again, item.nbytes, item.seconds), []).append(item)
-    for group in sorted(alike.values(), key=lambda group: group[0].price):
-        nbytes = group[0].nbytes
-        count = min(len(group), -(-max(0, left) // nbytes))
-        taken += spread(group, count)
-        left -= count * nbytes
-    again = tuple(item.path for item in taken if item.again)
-    return Savings(again, tuple(item.path for item in taken if not item.again))
+    return sorted(alike.values(), key=lambda group: group[0].price)

@@ -17,6 +17,7 @@ from training_steps import ROOMY, needed
 
 import graphplan
 from graphplan.compiler.activation_choice import Trial, _Choice
+from graphplan.passes.training.knapsack import savings_of
 
 CHOICE = "graphplan.compiler.activation_choice._Choice"
 
@@ -75,8 +76,8 @@ def test_no_step_is_slower_than_every_block_again_by_the_same_search(
 
     def beside(choice: _Choice) -> list[Trial]:
         other = _Choice(choice.state)
-        other._try(1.0, other.every_block()[0])
-        blocks.append(other.tried[1.0].seconds)
+        other._try(1, other.every_block()[0])
+        blocks.append(other.tried[1].seconds)
         return trials(choice)
 
     for share in (0.9, 0.7, 0.5):
@@ -95,7 +96,7 @@ def test_no_step_is_slower_than_every_block_again_by_the_same_search(
 def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
     model, example = linear()
     size = needed(model, {"input": example})
-    tried: list[dict[float, Trial]] = []
+    tried: list[dict[int, Trial]] = []
     trials = _Choice.trials
 
     def kept(choice: _Choice) -> list[Trial]:
@@ -103,9 +104,19 @@ def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
         savings, again = choice.every_block()
         tried.append(choice.tried)
         assert len(savings.again) == 6
-        assert 1.0 in choice.tried or sum(choice.least.values()) + again >= found[0].seconds
+        assert len(choice._items()) in choice.tried or sum(choice.least.values()) + again >= found[0].seconds
         return found
 
     with graphplan.simulate({0: int(0.6 * size), "cpu": ROOMY}) as machine, patch(f"{CHOICE}.trials", kept):
         graphplan.plan(model, machine.max_memory, kwargs={"input": example}, train=True)
     assert len(tried) == 1
+
+
+def test_two_devices_that_lack_little_do_not_compute_every_block_again() -> None:
+    """What two lack is more than what one as large as both lacks: layers are not cut."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(nn.Linear(8192, 8192)) for _ in range(12)))
+        step: dict[str, Any] = {"kwargs": {"input": torch.zeros(1 << 15, 8192)}, "train": True}
+    size = graphplan.plan(model, {0: "99GiB"}, **step).peak_bytes[0]
+    plan = graphplan.plan(model, dict.fromkeys(range(2), size // 2), **step)
+    assert 0 < len(savings_of(plan.graph).again) < 6

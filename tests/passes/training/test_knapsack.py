@@ -7,7 +7,7 @@ from torch import fx
 
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
-from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of
 from graphplan.passes.training.segments import ModuleSegment
 
 CHEAP = [Item(f"layers.{i}", True, 100, 1.0) for i in range(4)]
@@ -16,11 +16,16 @@ DEAR = Item("head", False, 100, 9.0)
 
 def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     items = [DEAR, *CHEAP]
-    assert cheapest(items, 0.0) == Savings()
-    assert cheapest(items, 0.4) == Savings(again=("layers.1", "layers.3"))
-    assert cheapest(items, 0.3) == Savings(again=("layers.1", "layers.3"))  # one would free too little
-    assert cheapest(items, 0.8) == Savings(again=tuple(item.path for item in CHEAP))
-    assert cheapest(items, 1.0) == Savings(tuple(item.path for item in CHEAP), ("head",))
+    assert cheapest(items, 0) == Savings()
+    assert cheapest(items, 2) == Savings(again=("layers.1", "layers.3"))
+    assert cheapest(items, 4) == Savings(again=tuple(item.path for item in CHEAP))
+    assert cheapest(items, 5) == Savings(tuple(item.path for item in CHEAP), ("head",))
+
+
+def test_enough_segments_free_the_bytes_that_are_asked_for() -> None:
+    items = [DEAR, *CHEAP]
+    assert [enough(items, nbytes) for nbytes in (-1, 0, 1, 100, 101, 500, 501)] == [0, 0, 1, 1, 2, 5, 5]
+    assert [freed(items, count) for count in range(6)] == [0, 100, 200, 300, 400, 500]
 
 
 def test_equal_segments_take_equally_long() -> None:
