@@ -3,16 +3,18 @@
 Segments are treated whole (:mod:`graphplan.passes.training.segments`). The step as it is, and the one that
 computes every block again, are tried first, the latter unless its operations alone take longer than what is
 known. Then the cheapest segments are treated (:mod:`graphplan.passes.training.knapsack`): as many as free the
-bytes that are lacking (secant method), and else a count beside the best one (golden-section search). A quick
+bytes that are lacking (false position), and else a count beside the best one (golden-section search). A quick
 search places each step. Where the accelerators hold the step as it is, nothing else is tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
 
 from graphplan.compiler.compile_state import CompileState, Member
 from graphplan.compiler.fixed_point import place_calls
@@ -100,8 +102,8 @@ class _Choice:
         if found:
             return found
         # the most that the caller allows to free, whose budgets an error is to name
-        paths = tuple(item.path for item in items)
-        savings = Savings(paths if self.recomputes else (), paths if self.offloads else ())
+        paths = tuple(dict.fromkeys(item.path for item in items))
+        savings = Savings(again=paths if self.recomputes else (), offloaded=paths if self.offloads else ())
         return [Trial(member_with(self.member, savings), None)]
 
     def placed(self, trial: Trial) -> CompileState:
@@ -175,18 +177,18 @@ class _Choice:
         """
         most, streams = len(items), self.tried[0].found is not None
         savings, again = self.every_block()
+        lacking = {0: self._lacking(self.problem)}
         if again and sum(self.least.values()) + again < self.tried[0].seconds:
-            self._try(most, savings)
+            lacking[most] = self._try(most, savings)
         if not any(trial.found for trial in self.tried.values()):
-            self._try(most, cheapest(items, most))
+            lacking[most] = self._try(most, cheapest(items, most))
         if not any(trial.found for trial in self.tried.values()):
             return
-        count, lacking = 0, self._lacking(self.problem)
         for _ in range(_STEPS // 2 if streams and self.large else _STEPS):
-            count = self._next(enough(items, freed(items, count) + lacking), most)
+            count = self._next(_enough(items, lacking), most)
             if count in self.tried:
                 break
-            lacking = self._try(count, cheapest(items, count))
+            lacking[count] = self._try(count, cheapest(items, count))
 
     def every_block(self) -> tuple[Savings, float]:
         """The layers of stacks, each computed again, as torch.utils.checkpoint on each; the seconds at least.
@@ -196,7 +198,8 @@ class _Choice:
         segments = segments_of(self.member.annotator.capture) if self.recomputes else []
         numbered = [segment for segment in segments if segment.path.rpartition(".")[2].isdigit()]
         blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
-        return Savings(tuple(block.path for block in blocks)), sum(block.seconds for block in blocks)
+        paths = dict.fromkeys(block.path for block in blocks)
+        return Savings(again=tuple(paths)), sum(block.seconds for block in blocks)
 
     def _next(self, guess: int, most: int) -> int:
         """The guess where it lies next to the best count, else one between that and the more promising side.
@@ -218,7 +221,7 @@ class _Choice:
         return best + round((side - best) * _GOLDEN)
 
     def _try(self, count: int, savings: Savings) -> int:
-        """Find a placement for so many segments; the bytes that are lacking then, below 0 where some are left."""
+        """Find a placement for so many segments; the bytes that lack then, below 0 if some are left."""
         member = member_with(self.member, savings)
         problem = self._posed(member)
         self._tried(count, member, problem)
@@ -238,6 +241,14 @@ class _Choice:
 
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)
+
+
+def _enough(items: Sequence[Item], lacking: Mapping[int, int]) -> int:
+    """How many of the cheapest items should do, from the bytes that are lacking with some counts of them."""
+    known = {len(items): lacking[0] - freed(items, len(items)), **lacking}
+    counts = sorted(known)
+    nbytes = np.interp(0, [-known[count] for count in counts], [freed(items, count) for count in counts])
+    return enough(items, float(nbytes))
 
 
 def _least_seconds(problem: Problem) -> dict[str, float]:
@@ -260,6 +271,7 @@ def member_with(member: Member, savings: Savings) -> Member:
     """The same call, with less saved."""
     capture = copied(member.annotator.capture)
     segments = segments_of(capture)
-    recompute(capture, (one for one in segments if one.path in savings.again))
+    again = {*savings.selectively, *savings.again}
+    recompute(capture, (one for one in segments if one.path in again), savings.selectively)
     offload(capture, (one for one in segments if one.path in savings.offloaded))
     return replace(member, annotator=member.annotator.of(capture))

@@ -41,7 +41,7 @@ def _as_planned(member: Member, plan: PlanData) -> Member:
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
     if parts:
         member = in_parts(member, parts)
-    savings = savings_of(plan.graph)
+    savings = savings_of(plan.graph, member.annotator.capture)
     return member if savings == Savings() else member_with(member, savings)
 
 

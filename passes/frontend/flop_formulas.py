@@ -21,6 +21,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
+def multiplies(func: Any) -> bool:
+    """Whether it has a formula: products of matrices, convolutions, attention, recurrent layers."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return func.name().partition(".")[0] in _FORMULAS or func.overloadpacket in flop_registry
+
+
 def _attention(args: tuple[Any, ...], _: Any) -> int:
     """Of two products of matrices a head of the query; keys and values may have fewer heads."""
     query, key, value = args[:3]

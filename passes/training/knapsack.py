@@ -1,53 +1,67 @@
 """Which segments save less, and how: the cheapest seconds for each byte that is freed, first.
 
 The greedy method for the knapsack problem (Dantzig, 1957), as for rematerialization in Jain et al.,
-"Checkmate" (2020). A segment is either computed again or waits in CPU memory, whichever takes less time for
-what it frees. Segments that nothing tells apart are taken evenly spread, so that devices that have
-contiguous ones have their part of them.
+"Checkmate" (2020). A segment is computed again, or waits in CPU memory, whichever takes less time for what it
+frees; selectively first, where that is cheaper for each byte. Segments that nothing tells apart are taken
+evenly spread, so that devices that have contiguous ones have their part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx
 
+from graphplan.capture.captured_graph import Capture
 from graphplan.ir.graph import Graph
 from graphplan.passes.training.offload import offloadable
 from graphplan.passes.training.recompute import repeated
-from graphplan.passes.training.segments import ModuleSegment, segment_path, spread
+from graphplan.passes.training.segments import ModuleSegment, segment_path, segments_of, spread
+
+Way = Literal["selectively", "again", "offloaded"]
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What a step does to save less: paths of the segments that it computes again, and that it offloads."""
+    """What a step does to save less: paths of segments that it computes again, some in part, or offloads."""
 
+    selectively: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
 
 
-def savings_of(graph: Graph) -> Savings:
-    """What a planned step does to save less."""
+def savings_of(graph: Graph, capture: Capture) -> Savings:
+    """What a planned step does to save less, given what it was planned from."""
     operations = graph.operations.values()
-    again = dict.fromkeys(segment_path(op.module_path) for op in operations if op.repeats)
     offloaded = dict.fromkeys(segment_path(op.module_path) for op in operations if op.offloads)
-    return Savings(tuple(again), tuple(offloaded))
+    repeats = dict[str, set[str]]()
+    for operation in operations:
+        if operation.repeats:
+            repeats.setdefault(segment_path(operation.module_path), set()).add(operation.repeats)
+    selectively, again = list[str](), list[str]()
+    for segment in segments_of(capture):
+        if segment.path in repeats:
+            _, some = repeated(segment, selectively=True)
+            part = repeats[segment.path] <= {node.name for node in some}
+            (selectively if part else again).append(segment.path)
+    return Savings(tuple(selectively), tuple(again), tuple(offloaded))
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A segment that can save less.
+    """A segment that can save less, or less than an item before it lets it.
 
     Attributes:
         path: of the segment.
-        again: whether it is computed again; else what it saves waits in CPU memory.
-        nbytes: that it frees between the two passes.
-        seconds: that this takes.
+        way: how.
+        nbytes: that it frees between the two passes, beside that item.
+        seconds: that this takes, likewise.
     """
 
     path: str
-    again: bool
+    way: Way
     nbytes: int
     seconds: float
 
@@ -63,7 +77,9 @@ def items_of(
     operation_seconds: Callable[[str], float] | None,
     copy_seconds: Callable[[int], float] | None,
 ) -> list[Item]:
-    """The segments that can save less, each the cheaper way.
+    """The segments that can save less, each the cheaper way, after what can be computed again selectively.
+
+    Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979), without what is dominated.
 
     Args:
         segments: of a training step.
@@ -71,19 +87,33 @@ def items_of(
         operation_seconds: of an operation by its name; None where nothing may be computed again.
         copy_seconds: of a value of so many bytes to CPU memory and back; None where none may wait there.
     """
-    found = []
+    found: list[Item] = []
     for segment in segments:
-        ways = []
+        ways = list[Item]()
         if operation_seconds is not None:
-            saved, again = repeated(segment)
-            names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
-            seconds = sum(map(operation_seconds, names))
-            ways.append(Item(segment.path, True, _nbytes(graph, saved), seconds))
+            ways.append(_again(segment, graph, operation_seconds, "again"))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]
-            ways.append(Item(segment.path, False, sum(sizes), sum(map(copy_seconds, sizes))))
-        found += sorted((way for way in ways if way.nbytes), key=lambda way: way.price)[:1]
+            ways.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
+        ways = [way for way in ways if way.nbytes]
+        if not ways:
+            continue
+        best = min(ways, key=lambda way: way.price)
+        if operation_seconds is not None:
+            first = _again(segment, graph, operation_seconds, "selectively")
+            rest = replace(best, nbytes=best.nbytes - first.nbytes, seconds=best.seconds - first.seconds)
+            if first.nbytes and rest.nbytes > 0 and first.price < rest.price:
+                found.append(first)
+                best = rest
+        found.append(best)
     return found
+
+
+def _again(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
+    """A segment that is computed again, selectively or as a whole."""
+    saved, again = repeated(segment, selectively=way == "selectively")
+    names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
+    return Item(segment.path, way, _nbytes(graph, saved), sum(map(seconds, names)))
 
 
 def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
@@ -94,11 +124,19 @@ def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
 
 def cheapest(items: Sequence[Item], count: int) -> Savings:
     """So many items, those that free bytes in the least time."""
-    taken = list[Item]()
+    ways = dict[str, Way]()
     for group in _by_price(items):
-        taken += spread(group, min(len(group), count - len(taken)))
-    again = tuple(item.path for item in taken if item.again)
-    return Savings(again, tuple(item.path for item in taken if not item.again))
+        ways.update((item.path, item.way) for item in spread(group, min(len(group), count)))
+        count -= min(len(group), count)
+    return taken(ways)
+
+
+def taken(ways: Mapping[str, Way]) -> Savings:
+    """Path of a segment -> how it saves less."""
+    selectively, again, offloaded = (
+        tuple(path for path in ways if ways[path] == way) for way in ("selectively", "again", "offloaded")
+    )
+    return Savings(selectively, again, offloaded)
 
 
 def freed(items: Sequence[Item], count: int) -> int:
@@ -107,14 +145,14 @@ def freed(items: Sequence[Item], count: int) -> int:
     return sum(each[:count])
 
 
-def enough(items: Sequence[Item], nbytes: int) -> int:
+def enough(items: Sequence[Item], nbytes: float) -> int:
     """How many of the cheapest free so many bytes; all where these do not."""
     return next((n for n in range(len(items)) if freed(items, n) >= nbytes), len(items))
 
 
 def _by_price(items: Sequence[Item]) -> list[list[Item]]:
     """Items that nothing tells apart, the cheapest first."""
-    alike: dict[tuple[bool, int, float], list[Item]] = {}
+    alike: dict[tuple[Way, int, float], list[Item]] = {}
     for item in items:
-        alike.setdefault((item.again, item.nbytes, item.seconds), []).append(item)
+        alike.setdefault((item.way, item.nbytes, item.seconds), []).append(item)
     return sorted(alike.values(), key=lambda group: group[0].price)

@@ -76,7 +76,7 @@ def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:
 def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
     """Those that write, and all whose memory is written to, or is a view of such."""
     base: Mapping[fx.Node, fx.Node] = {
-        node: node.args[0] for node in nodes if _is_view(node) and isinstance(node.args[0], fx.Node)
+        node: node.args[0] for node in nodes if is_view(node) and isinstance(node.args[0], fx.Node)
     }
 
     def root(node: fx.Node) -> fx.Node:
@@ -89,7 +89,7 @@ def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
     return roots | {node for node in nodes if root(node) in roots}
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether its memory is its first argument's; of what torch calls unsafe the schema does not say so."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

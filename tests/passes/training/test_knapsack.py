@@ -10,8 +10,8 @@ from graphplan.ir.graph_elements import Operation, Value
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of
 from graphplan.passes.training.segments import ModuleSegment
 
-CHEAP = [Item(f"layers.{i}", True, 100, 1.0) for i in range(4)]
-DEAR = Item("head", False, 100, 9.0)
+CHEAP = [Item(f"layers.{i}", "again", 100, 1.0) for i in range(4)]
+DEAR = Item("head", "offloaded", 100, 9.0)
 
 
 def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
@@ -19,7 +19,7 @@ def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     assert cheapest(items, 0) == Savings()
     assert cheapest(items, 2) == Savings(again=("layers.1", "layers.3"))
     assert cheapest(items, 4) == Savings(again=tuple(item.path for item in CHEAP))
-    assert cheapest(items, 5) == Savings(tuple(item.path for item in CHEAP), ("head",))
+    assert cheapest(items, 5) == Savings(again=tuple(item.path for item in CHEAP), offloaded=("head",))
 
 
 def test_enough_segments_free_the_bytes_that_are_asked_for() -> None:
