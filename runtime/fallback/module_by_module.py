@@ -26,7 +26,7 @@ from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, CounterLeaf, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
-from graphplan.errors import CaptureError, GraphplanError, PlanError, SimulatedOutOfMemoryError
+from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError, SimulatedOutOfMemoryError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
@@ -195,7 +195,7 @@ def _first_way(
     # what is copied below autograd, a backward pass does not find
     ways = [way for way in _WAYS if not (keeps_grad and way is TOGETHER)]
     for way in ways:
-        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        args, kwargs = copied_arguments(call)
         try:
             with undone(tree), _without_hooks(tree):
                 run_hooked(tree, entry, HookedRun(way, device, instead), args, kwargs)
@@ -216,6 +216,24 @@ def _first_way(
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
     )
+
+
+def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of those of a call: a trial may change what it is given, caches say.
+
+    Raises:
+        InputError: they cannot be copied.
+    """
+    try:
+        return copy.deepcopy((call.args, call.kwargs))
+    except Exception as error:  # objects of the caller, which may raise anything
+        named = {**{str(at): value for at, value in enumerate(call.args)}, **call.kwargs}
+        others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
+        kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
+        raise InputError(
+            "no graph runs this call, and to be tried out module by module its arguments must be copied "
+            f"({kinds}), which fails: {first_line(error)}. Pass what copy.deepcopy takes"
+        ) from error
 
 
 def _is_the_models(failures: Sequence[Exception]) -> bool:

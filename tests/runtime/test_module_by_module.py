@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,24 @@ def expected_of(model: nn.Module, *args: Any) -> Any:
 def test_a_call_without_memory_says_so() -> None:
     with placed() as (_, _, made), pytest.raises(graphplan.CaptureError, match="have no memory for it"):
         made(torch.randn(100, 16).to("sim:0"), STOP)
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, note: object = None) -> torch.Tensor:
+        return self.part(x)  # type: ignore[no-any-return]  # of torch
+
+
+@pytest.mark.filterwarnings("ignore:hooks were added")
+def test_arguments_that_cannot_be_copied_for_a_trial_are_named() -> None:
+    with graphplan.simulate({0: "64KiB"}) as machine:
+        placed = graphplan.partition(Noted().eval(), machine.max_memory, (X,))
+        placed.part.register_forward_hook(lambda *_: None)
+        with pytest.raises(graphplan.InputError, match=r"must be copied \(note, lock\).*pickle"):
+            placed(X, note=threading.Lock())
 
 
 def test_it_runs_over_the_weights_where_they_are() -> None:

@@ -8,7 +8,6 @@ another, on the example inputs, until one runs.
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import EntryCall
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
-from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, InputError, NoGraphError
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
@@ -44,7 +43,13 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_run import Way, undone
-from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, TOGETHER, Untraced
+from graphplan.runtime.fallback.module_by_module import (
+    RETURNS,
+    STAYS,
+    TOGETHER,
+    Untraced,
+    copied_arguments,
+)
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -199,7 +204,7 @@ class _Fallback:
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
             made = start.place(self.model, self.source)
-            args, kwargs = self._arguments()
+            args, kwargs = copied_arguments(self.asked.call)
             with undone(made):
                 self._run(made)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
@@ -208,24 +213,6 @@ class _Fallback:
             where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
             return f"over {where}: {first_line(error)}"
         return made
-
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copies of those of the call: a run may change what it is given, caches say.
-
-        Raises:
-            InputError: they cannot be copied.
-        """
-        args, kwargs = self.asked.call.args, self.asked.call.kwargs
-        try:
-            return copy.deepcopy((args, kwargs))
-        except Exception as error:  # objects of the caller, which may raise anything
-            named = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
-            others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
-            kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
-            raise InputError(
-                "no graph is traced of this call, and to be tried out module by module its arguments must be "
-                f"copied ({kinds}), which fails: {first_line(error)}. Pass what copy.deepcopy takes"
-            ) from error
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
         """What is asked for of a module, without what its class has around its call."""
@@ -243,7 +230,7 @@ class _Fallback:
         shared = {id(parameter): parameter for parameter in self.model.parameters()}
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         try:
-            args, kwargs = map_leaves(leaf_on_cpu, self._arguments())
+            args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
             with untouched(module):
                 run, keep_grad = self._run(module), self.options.grad
                 return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
