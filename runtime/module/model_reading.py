@@ -68,7 +68,7 @@ class ModelReading:
     Attributes:
         facts: by name, for people.
         root: the plain attributes of the module.
-        tables: what holds all other attributes and items: dictionaries, sequences, namespaces of classes.
+        tables: what holds all else: dictionaries of modules, containers, namespaces of classes.
         keys: of these, there.
         parts: the submodules.
         children: the tables of submodules.
@@ -90,6 +90,9 @@ class ModelReading:
         self.weights: list[dict[str, Any]] = [
             table for part in named.values() for table in (part._parameters, part._buffers)
         ]
+        for table in (*self.children, *self.weights):
+            for key in table:
+                self._watch(table, key)
         self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []

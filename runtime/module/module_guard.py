@@ -72,12 +72,9 @@ class _Snapshot:
         sized = tuple(table for key, table in {id(one): one for one in sized}.items() if key not in hooks)
         self._sized, self._empty = [table for table in sized if table], [one for one in sized if not one]
         self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
-        self._child_tables = [table for table in reading.children if table]
-        self._weight_tables = [table for table in reading.weights if table]
-        self._names = list(chain.from_iterable(self._child_tables))
-        self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
-        self._weights = list(chain.from_iterable(map(dict.values, self._weight_tables)))
-        self._tensors = [tensor for tensor in self._weights if tensor is not None]
+        self._order = list(chain.from_iterable(reading.children))
+        weights = chain.from_iterable(map(dict.values, reading.weights))
+        self._tensors = [tensor for tensor in weights if tensor is not None]
         self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
         self._contents = [reading.facts[name].value for name in reading.containers]
@@ -98,9 +95,7 @@ class _Snapshot:
                 and not any(self._empty)
                 and list(map(len, self._sized)) == self._sizes
                 and list(map(type, reading.parts)) == self._types
-                and list(chain.from_iterable(self._child_tables)) == self._names
-                and all(map(is_, chain.from_iterable(map(dict.values, self._child_tables)), self._children))
-                and all(map(is_, chain.from_iterable(map(dict.values, self._weight_tables)), self._weights))
+                and list(chain.from_iterable(reading.children)) == self._order
                 and list(map(_shape, self._tensors)) == self._shapes
                 and list(map(_version, reading.tensors)) == self._versions
                 and list(reading.containers.values()) == self._contents
