@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -13,7 +14,7 @@ from graphplan.analysis.plan_problem import constrained_problem, plain_problem
 from graphplan.analysis.sensitivity import Bottleneck
 from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.plan_json import read_plan, write_plan
+from graphplan.ir.plan_json import PLAN_FORMAT, decode_plan, encode_plan
 from graphplan.ir.remarks import Remarks
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import to_dot
@@ -80,7 +81,7 @@ class Plan(PlanData, JsonFile):
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
-        return write_plan(self)
+        return json.dumps(encode_plan(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -89,7 +90,7 @@ class Plan(PlanData, JsonFile):
         Raises:
             PlanError: the text is no plan, one of an unknown version, or one that does not hold.
         """
-        return read_plan(cls, text)
+        return decode_plan(cls, PLAN_FORMAT.parse(text))
 
     def save_dot(self, path: str | Path) -> None:
         """Write the plan for Graphviz: a cluster per device and stage, an edge per value.

@@ -1,8 +1,7 @@
-"""A plan as JSON text: written whole, checked when it is read."""
+"""A plan as data for JSON: written whole, checked when it is read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,29 +13,19 @@ from graphplan.versioned_json import Format, decode, decode_fields, encode, enco
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-_FORMAT = Format("graphplan.plan", 4, "plan")
+PLAN_FORMAT = Format("graphplan.plan", 4, "plan")
 _FIELDS = fields_but(PlanData, "graph", "schedule", "others")
 _STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Move, Load, Wait, Release)}
 
 
-def write_plan(plan: PlanData) -> str:
-    """A plan as text."""
-    return json.dumps(encode_plan(plan), indent=1)
-
-
-def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
-    """The plan, of a class, that :func:`write_plan` wrote.
+def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
+    """The plan, of a class, that :func:`encode_plan` made data of.
 
     Raises:
-        PlanError: the text is no plan, one of an unknown version, or one that does not add up.
+        PlanError: the data is no plan, one of an unknown version, or one that does not add up.
     """
-    return decode_plan(cls, _FORMAT.parse(text))
-
-
-def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
-    """The plan, of a class, that :func:`encode_plan` made data of; PlanError as :func:`read_plan`."""
     try:
-        data, apart = _FORMAT.checked(data), fields_but(Schedule, "steps")
+        data, apart = PLAN_FORMAT.checked(data), fields_but(Schedule, "steps")
         steps = tuple(map(_decode_step, data["schedule"]["steps"]))
         made = cls(
             graph=Graph.from_dict(data["graph"]),
@@ -57,7 +46,7 @@ def encode_plan(plan: PlanData) -> dict[str, Any]:
     """A plan as data for JSON."""
     steps = [{"step": type(step).__name__.lower(), **encode(step)} for step in plan.schedule.steps]
     return {
-        **_FORMAT.head(),
+        **PLAN_FORMAT.head(),
         **encode_fields(plan, (*_FIELDS, "peak_bytes")),
         "schedule": {**encode_fields(plan.schedule, fields_but(Schedule, "steps")), "steps": steps},
         "graph": plan.graph.to_dict(),
