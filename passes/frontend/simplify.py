@@ -15,7 +15,7 @@ made it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -50,7 +50,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     graph = capture.graph
     drop_checks(graph)
     _fold_lifted_constants(graph)
-    folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
+    folds = _FOLDS if keep_grad else {**_FOLDS, **dict.fromkeys(_DETACHES, lambda _: True)}
     step = capture.step  # its gradients are known by their names
     _fold(graph, folds, () if step is None else {*step.gradients, *step.input_gradients})
     _let_views_copy(graph)
@@ -136,24 +136,22 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 _DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)
-_Fold = tuple[tuple[Any, ...], Callable[[fx.Node], bool]]
-_FOLDS: list[_Fold] = [
-    (
-        (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other),
-        _same_type,
+_FOLDS: dict[Any, Callable[[fx.Node], bool]] = {
+    **dict.fromkeys((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other), _same_type),
+    aten.slice.Tensor: _whole_slice,
+    **dict.fromkeys(
+        (aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape
     ),
-    ((aten.slice.Tensor,), _whole_slice),
-    ((aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape),
-    ((aten.dropout.default,), _drops_nothing),  # of torch.dropout: a trace has no other that drops nothing
-]
+    aten.dropout.default: _drops_nothing,  # of torch.dropout: a trace has no other that drops nothing
+}
+"""Operation -> whether a call of it returns what it is given."""
 
 
-def _fold(graph: fx.Graph, folds: Iterable[_Fold], kept: Collection[str]) -> None:
-    rule = {target: holds for targets, holds in folds for target in targets}
+def _fold(graph: fx.Graph, folds: Mapping[Any, Callable[[fx.Node], bool]], kept: Collection[str]) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.name in kept:
             continue
-        holds = rule.get(node.target)
+        holds = folds.get(node.target)
         if holds is None or not isinstance(node.args[0], fx.Node) or not holds(node):
             continue
         node.replace_all_uses_with(node.args[0])
