@@ -60,12 +60,14 @@ class Rehearsed:
     Attributes:
         number: of its structure, in the order in which they come.
         asked: the first call of that structure.
+        capture: of it.
         made_by: leaf -> what has made it: the number of an earlier call, and the position among its results.
         count: of calls of that structure.
     """
 
     number: int
     asked: EntryCall
+    capture: Capture
     made_by: Mapping[int, tuple[int, int]]
     count: int = 1
 
@@ -84,13 +86,11 @@ class Rehearsal:
     def __init__(self, compiler: Compiler, example: BoundCall | None = None) -> None:
         self.compiler = compiler
         self.calls: list[Rehearsed] = []
-        self._seen: list[Capture] = []
         self._made: dict[int, tuple[int, int]] = {}  # identity of a result -> as in Rehearsed
         self._kept: list[Any] = []  # so that no identity comes again
         self._until_repeated = False
         if example is not None:
-            self._seen.append(compiler.trace(example))
-            self.calls.append(Rehearsed(0, EntryCall(example), {}))
+            self.calls.append(Rehearsed(0, EntryCall(example), compiler.trace(example), {}))
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -117,19 +117,18 @@ class Rehearsal:
         call = bind_call(signature, args, kwargs)
         with as_written():
             capture = self.compiler.trace(call, entry)
-        number = next((i for i, seen in enumerate(self._seen) if seen is capture), len(self._seen))
         made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
-        if number == len(self._seen):
-            self._seen.append(capture)
-            self.calls.append(Rehearsed(number, EntryCall(call, entry), made))
+        known = next((one for one in self.calls if one.capture is capture), None)
+        if known is None:
+            known = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made)
+            self.calls.append(known)
         else:
-            self.calls[number].count += 1
+            known.count += 1
         if self._until_repeated and any(index in made for index in capture.states.values()):
             raise _Repeated
-        return self._answer(number, call)
+        return self._answer(capture, known.number, call)
 
-    def _answer(self, number: int, call: BoundCall) -> Any:
-        capture = self._seen[number]
+    def _answer(self, capture: Capture, number: int, call: BoundCall) -> Any:
         traced = call if capture.prepare is None else capture.prepare(call)
         sizes = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
         flat = [_zeros(result, sizes) for result in capture.outputs]
