@@ -18,7 +18,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import constant_attribute
-from graphplan.passes.lowering.emit import host_device, lower
+from graphplan.passes.lowering.emit import lower, torch_devices
 from graphplan.passes.lowering.specialize_calls import quicken
 from graphplan.passes.lowering.split_step import split_step
 from graphplan.passes.lowering.stage_modules import cut_stages
@@ -64,7 +64,7 @@ def lower_planned(
         dense=_made_dense(captured, inputs),
         on_host=_read_on_host(plan, inputs),
         changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
-        host=host_device(plan.schedule, topology),
+        host=torch_devices(plan.schedule, topology)[plan.schedule.host],
         out_spec=captured.out_spec,
         modes=modes,
         prepare=captured.prepare,

@@ -208,8 +208,7 @@ class PlanData:
 
         A :class:`~graphplan.ir.schedule.Load` copies the weights of one segment, ahead of their use.
         """
-        copies = self.schedule.copies()
-        return tuple(c for c in copies if isinstance(c, Load) or c.kind == "weight")
+        return tuple(self.schedule.weight_copies())
 
     @property
     def transfer_bytes(self) -> int:

@@ -239,6 +239,10 @@ class Schedule:
         """Everything that crosses between devices, in order."""
         return (step for step in self.steps if isinstance(step, Move | Load))
 
+    def weight_copies(self) -> Iterator[Move | Load]:
+        """Copies of weights to where they are used, in order."""
+        return (copy for copy in self.copies() if isinstance(copy, Load) or copy.kind == "weight")
+
     def segment(self, step: Load | Wait | Release) -> PrefetchSegment:
         """What a step copies, waits for or releases."""
         buffer = next(buffer for buffer in self.prefetch_buffers if buffer.device == step.device)

@@ -44,18 +44,18 @@ def lower(
     return _Lowering(capture, graph, schedule, topology).run()
 
 
-def host_device(schedule: Schedule, topology: Topology) -> torch.device:
-    """The torch device that ``schedule.host`` means."""
-    if schedule.host in topology:
-        return topology[schedule.host].torch_device
-    return torch.device(str(schedule.host))
+def torch_devices(schedule: Schedule, topology: Topology) -> dict[DeviceKey, torch.device]:
+    """Each key, and ``schedule.host``, which may be a name instead -> the torch device that it means."""
+    found = {spec.key: spec.torch_device for spec in topology.devices}
+    if schedule.host not in found:
+        found[schedule.host] = torch.device(str(schedule.host))
+    return found
 
 
 class _Lowering:
     def __init__(self, capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> None:
         self.capture, self.graph, self.schedule = capture, graph, schedule
-        self.devices = {spec.key: spec.torch_device for spec in topology.devices}
-        self.devices.setdefault(schedule.host, host_device(schedule, topology))
+        self.devices = torch_devices(schedule, topology)
         self.source = {node.name: node for node in capture.graph.nodes}
         self.out = fx.Graph()
         self.env: dict[tuple[str, DeviceKey], fx.Node] = {}

@@ -19,7 +19,7 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.lowered_ops import constant_attribute, part_attribute
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step
 from graphplan.message_text import lines_around
-from graphplan.passes.lowering.emit import host_device
+from graphplan.passes.lowering.emit import torch_devices
 
 
 def verify_lowered(code: fx.Graph, graph: Graph, schedule: Schedule, topology: Topology) -> None:
@@ -33,10 +33,8 @@ def verify_lowered(code: fx.Graph, graph: Graph, schedule: Schedule, topology: T
 class _Proof:
     def __init__(self, code: fx.Graph, graph: Graph, schedule: Schedule, topology: Topology) -> None:
         self.code, self.graph, self.schedule = code, graph, schedule
-        devices = {spec.key: spec.torch_device for spec in topology.devices}
-        self.host = host_device(schedule, topology)
-        devices.setdefault(schedule.host, self.host)
-        self.devices = devices
+        self.devices = devices = torch_devices(schedule, topology)
+        self.host = devices[schedule.host]
         self.residence: dict[str, torch.device] = {}
         for name, key in schedule.assignment.weights.items():
             self.residence[name] = devices[key]

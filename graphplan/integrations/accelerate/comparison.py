@@ -27,7 +27,7 @@ from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.module_map import entry_of
-from graphplan.ir.schedule import Assignment, Load, Schedule
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
@@ -133,12 +133,8 @@ def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Ass
         planning=planning,
         excess=evaluation.excess,
         transfer_bytes=sum(move.nbytes for move in evaluation.schedule.moves("activation")),
-        streamed_bytes=_streamed(evaluation.schedule),
+        streamed_bytes=sum(copy.nbytes for copy in evaluation.schedule.weight_copies()),
     )
-
-
-def _streamed(schedule: Schedule) -> int:
-    return sum(copy.nbytes for copy in schedule.copies() if isinstance(copy, Load) or copy.kind == "weight")
 
 
 def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int]:
