@@ -31,7 +31,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
-from graphplan.runtime.fallback.short_names import original_class
+from graphplan.runtime.fallback.short_names import original_class, unplaced
 
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
@@ -129,7 +129,6 @@ class Modulewise:
     def run(
         self,
         whole: nn.Module,
-        plain: nn.Module,
         form: CallForm,
         call: BoundCall,
         instead: torch.device | None = None,
@@ -140,7 +139,6 @@ class Modulewise:
 
         Args:
             whole: the placed module, whose weights are used.
-            plain: the same as its own class.
             form: that the call has.
             call: its arguments.
             instead: where modules on the CPU compute; None: on the CPU.
@@ -150,7 +148,7 @@ class Modulewise:
             CaptureError: no way of running works.
             Exception: what the model itself raises for this call, unchanged.
         """
-        tree, outer = _shared(plain) if self.tree is None else self.tree, self.running
+        tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
             _follow(tree, whole, self.traced, self.names)

@@ -277,9 +277,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
             result = state.untraced.run(_as_original(module), served.entry, call, keeps_grad=keeps_grad)
     else:
         instead = computes_instead(PlacedView(module).plan)
-        result = state.modulewise.run(
-            module, unplaced(module), served.form, call, instead, keeps_grad=keeps_grad
-        )
+        result = state.modulewise.run(module, served.form, call, instead, keeps_grad=keeps_grad)
         ran = state.modulewise.tree
     return sent(result, device_of_inputs(call), ran) if state.return_outputs else result
 
