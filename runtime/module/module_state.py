@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Condition, get_ident
 from typing import Any, Protocol
 
 import torch
@@ -26,29 +25,6 @@ from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ResidentPart
 from graphplan.runtime.weights.weight_streams import ModuleStreams
-
-
-class RunningCalls:
-    """A block for each call, in any thread: who moves the weights waits until there is none."""
-
-    def __init__(self) -> None:
-        self._threads: list[int] = []
-        self._ended = Condition()
-
-    def __enter__(self) -> None:
-        with self._ended:
-            self._threads.append(get_ident())
-
-    def __exit__(self, *_: Any) -> None:
-        with self._ended:
-            self._threads.remove(get_ident())
-            self._ended.notify_all()
-
-    def wait_for_others(self) -> None:
-        """Return when no other thread has a call under way."""
-        here = get_ident()
-        with self._ended:
-            self._ended.wait_for(lambda: all(thread == here for thread in self._threads))
 
 
 class CallTurns:
@@ -130,7 +106,7 @@ class ModuleState:
 
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
-    ``turns`` is held by each run: a plan has room for one. ``running`` has the calls that read weights now.
+    ``turns`` is held by each run: a plan has room for one, and who moves the weights waits for it.
     """
 
     programs: list[Program]
@@ -158,7 +134,6 @@ class ModuleState:
     streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict, init=False)
     turns: CallTurns = field(default_factory=CallTurns, init=False)
-    running: RunningCalls = field(default_factory=RunningCalls, init=False)
 
     def watch(self, module: nn.Module) -> None:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""

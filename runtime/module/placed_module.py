@@ -117,7 +117,7 @@ class PlacedModule(ShortNames, KeptInPlace):
                     raise
                 _move_weights(self, state, entry, args, kwargs)
             if served is not None:
-                with state.running:  # before it looks at start, which is set before weights move
+                with state.turns:  # before it looks at start, which is set before weights move
                     if state.start is None:
                         if untold:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
@@ -166,17 +166,16 @@ def _run(
     record: Record | None,
     step: Differentiation | None,
 ) -> Any:
-    with state.turns:
-        if isinstance(served, ServedByModules):
-            with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
-                return _run_modulewise(module, served, record)
-        program = state.programs[served.index]
-        code = code_of(module, state, served.index)
-        if record is not None:
-            code = record(program, code)
-        if program.backward is not None:
-            return run_step(module, state, program, code, served)
-        return run(module, program, code, served)
+    if isinstance(served, ServedByModules):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
+            return _run_modulewise(module, served, record)
+    program = state.programs[served.index]
+    code = code_of(module, state, served.index)
+    if record is not None:
+        code = record(program, code)
+    if program.backward is not None:
+        return run_step(module, state, program, code, served)
+    return run(module, program, code, served)
 
 
 def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
@@ -195,7 +194,8 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
             state = module._graphplan
             if state.start is None:
                 return
-        state.running.wait_for_others()  # without the lock: a call under way may wait for a capture
+        with state.turns:  # without the lock: a call under way may wait for a capture
+            pass
         with CAPTURE_LOCK:
             if module._graphplan is state:
                 _start(module, state, entry, args, kwargs)

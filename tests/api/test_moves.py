@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import weakref
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from torch import nn
 import graphplan
 from graphplan.capture.model.model_weights import is_wrapper
 from graphplan.compiler.pipeline import Compiler
-from graphplan.runtime.module.module_state import RunningCalls
 
 MOVED = "so weights move"
 
@@ -111,30 +111,34 @@ def test_a_move_without_memory_loses_nothing_and_is_tried_again() -> None:
         assert machine.peak_bytes(0) <= machine.max_memory[0]
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_who_moves_weights_waits_for_calls_of_others() -> None:
-    running, inside, go_on = RunningCalls(), threading.Event(), threading.Event()
+    model, inside, go_on = layers(), threading.Event(), threading.Event()
     order: list[str] = []
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
 
-    def call() -> None:
-        with running:
-            inside.set()
-            assert go_on.wait(60)
-            order.append("call")
+        def call() -> None:
+            with placed._graphplan.turns:
+                inside.set()
+                assert go_on.wait(60)
+                assert set(placed.plan.placement.values()) == {0}
+                order.append("call")
 
-    def move() -> None:
-        with running:  # its own calls do not count
-            running.wait_for_others()
-        order.append("move")
+        def move() -> None:
+            same(model, placed, 100)
+            order.append("move")
 
-    threads = [threading.Thread(target=call)]
-    threads[0].start()
-    assert inside.wait(60)
-    threads.append(threading.Thread(target=move))
-    threads[1].start()
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert order == ["call", "move"]
+        threads = [threading.Thread(target=copy_context().run, args=(one,)) for one in (call, move)]
+        threads[0].start()
+        assert inside.wait(60)
+        threads[1].start()
+        threads[1].join(1)
+        go_on.set()
+        for thread in threads:
+            thread.join(60)
+        assert order == ["call", "move"]
+        assert "cpu" in placed.plan.placement.values()
 
 
 def test_weights_move_between_accelerators() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -248,6 +251,35 @@ def test_a_copy_has_the_hooks_that_were_added(machine: Any) -> None:
     with pytest.warns(GraphplanWarning, match="hooks"):
         assert torch.allclose(made(x), net(x), atol=1e-5)
     assert seen == [made.act]
+
+
+@pytest.mark.filterwarnings("ignore:hooks were added")
+def test_a_hook_that_changes_a_module_and_calls_the_whole_waits_for_no_thread_that_waits_for_it(
+    machine: Any,
+) -> None:
+    placed, net, x = placed_net(machine)
+    inside, results = threading.Event(), list[torch.Tensor]()
+
+    def change(*_: Any) -> None:
+        if not inside.is_set():
+            inside.set()
+            time.sleep(0.5)  # until the other thread waits for its turn
+            placed.steps = [1, 2, 3]
+            results.append(placed(x[:2]))
+
+    def call() -> None:
+        assert inside.wait(60)
+        results.append(placed(x))
+
+    placed.act.register_forward_hook(change)
+    other = threading.Thread(target=copy_context().run, args=(call,))
+    other.start()
+    with pytest.warns(GraphplanWarning, match="captured again"):
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+    other.join(60)
+    net.steps = [1, 2, 3]
+    assert torch.allclose(results[0], net(x[:2]), atol=1e-5)
+    assert torch.allclose(results[1], net(x), atol=1e-5)
 
 
 def test_a_hook_may_call_the_whole(machine: Any) -> None:
