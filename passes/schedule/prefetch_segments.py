@@ -38,20 +38,10 @@ from graphplan.ir.schedule import (
     backward_start,
 )
 
+SMALL = 4.0
+"""A copy is small while it takes less than so many times its latency; small ones are joined."""
+_SLOTS = 2  # of a device of which an assignment says nothing: one is read while the next one is copied
 _ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchParams:
-    """How weights share copies and slots.
-
-    Attributes:
-        slots: of a device of which an assignment says nothing: one is read while the next one is copied.
-        small: a copy is small while it takes less than so many times its latency; small ones are joined.
-    """
-
-    slots: int = 2
-    small: float = 4.0
 
 
 class Streamed:
@@ -138,7 +128,7 @@ def add_streams(
         if not spans and not least.get(spec.key):
             continue
         source = order.source(topology, spans)
-        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, PrefetchParams().slots))
+        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
         buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
         _place_steps(buffer, spans, order, _leading_moves(steps), backward, extra)
         prefetch_buffers.append(buffer)
@@ -224,7 +214,7 @@ def _merge_small(
     graph = order.graph
     link = topology.link(order.source(topology, spans), spec.key)
     largest = max(_bytes(graph, span.weights) for span in spans)
-    limit = min(PrefetchParams().small * link.latency * link.bandwidth, largest)
+    limit = min(SMALL * link.latency * link.bandwidth, largest)
     merged = [spans[0]]
     for span in spans[1:]:
         last = merged[-1]

@@ -20,7 +20,7 @@ from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import Frontier
 from graphplan.passes.placement.bounds.linear_program import LinearProgram, branch_and_bound
 from graphplan.passes.placement.params import Effort
-from graphplan.passes.schedule.prefetch_segments import PrefetchParams
+from graphplan.passes.schedule.prefetch_segments import SMALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class _Program:
         arrays, cpu = self.arrays, self.cpu
         assert cpu is not None
         latency, per_byte = float(arrays.latency[cpu, d]), float(arrays.per_byte[cpu, d])
-        joined = max(read, PrefetchParams().small * latency / per_byte)
+        joined = max(read, SMALL * latency / per_byte)
         # bytes of weights are rounded up here, those of a copy are not
         exact = max(0.0, nbytes - 511.0)
         return exact * per_byte + latency * exact / max(joined, 1.0)
@@ -239,7 +239,7 @@ class _Program:
         program.at_most([*everything, (self.makespan, -count)], 0.0)
         assert self.cpu is not None
         per_byte = float(self.arrays.per_byte[self.cpu, place[0]])
-        credit = buffers, -self.byte_scale * per_byte * (1 + 1 / PrefetchParams().small) / self.scale
+        credit = buffers, -self.byte_scale * per_byte * (1 + 1 / SMALL) / self.scale
         for start in range(self.windows):
             terms: list[tuple[int, float]] = [] if start == 0 else [credit]
             for window in range(start, self.windows):
