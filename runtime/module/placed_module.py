@@ -189,16 +189,16 @@ def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Dif
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Place the module at this call of it, unless another thread has done so meanwhile."""
     while True:
-        with CAPTURE_LOCK:
-            _notice_changes(module)  # from here on, no call begins
-            state = module._graphplan
-            if state.start is None:
-                return
+        state = module._graphplan
+        closed = state.start is not None  # from here on, no call begins
         with state.turns:  # without the lock: a call under way may wait for a capture
             pass
         with CAPTURE_LOCK:
-            if module._graphplan is state:
+            if closed and module._graphplan is state:
                 _start(module, state, entry, args, kwargs)
+                return
+            _notice_changes(module)  # what a hook had assigned for the time of its call is gone
+            if module._graphplan.start is None:
                 return
 
 

@@ -253,6 +253,31 @@ def test_a_copy_has_the_hooks_that_were_added(machine: Any) -> None:
     assert seen == [made.act]
 
 
+@pytest.mark.filterwarnings("error", "ignore:hooks were added")
+def test_what_a_hook_assigns_for_its_call_is_no_change_for_another_thread(machine: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
+    placed: Any = graphplan.partition(model, machine.max_memory, (x,))
+    model[1].scale = 2.0
+    wanted, inside, results = model(x).detach(), threading.Event(), list[torch.Tensor]()
+
+    def before(module: Any, _: Any) -> None:
+        module.scale = 2.0
+        inside.set()
+        time.sleep(0.5)  # while the other thread looks
+
+    def call() -> None:
+        assert inside.wait(60)
+        results.append(placed(x))
+
+    placed[1].register_forward_pre_hook(before)
+    other = threading.Thread(target=copy_context().run, args=(call,))
+    other.start()
+    results.append(placed(x))
+    other.join(60)
+    assert len(results) == 2
+    assert all(torch.allclose(one, wanted, atol=1e-5) for one in results)
+
+
 @pytest.mark.filterwarnings("ignore:hooks were added")
 def test_a_hook_that_changes_a_module_and_calls_the_whole_waits_for_no_thread_that_waits_for_it(
     machine: Any,
