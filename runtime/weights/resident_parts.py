@@ -6,8 +6,6 @@ The parameter is the model's own, whole. Its part is copied anew when torch has 
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from graphplan.ir.graph_elements import Weight
@@ -26,7 +24,6 @@ class ResidentPart:
 
     def __init__(self, part: Weight, whole: torch.Tensor, device: torch.device) -> None:
         self.part, self.shape, self.host = part, whole.shape, whole.device
-        self.lock = threading.Lock()
         self.state = _state(whole)
         with allocating(device, f"{part.name!r} of {readable_bytes(part.nbytes)}"):
             self.copy = rows_of(whole, part).to(device, copy=True)
@@ -36,16 +33,13 @@ class ResidentPart:
 
     def current(self, weight: torch.Tensor) -> torch.Tensor:
         """The part, with the values that the weight has now."""
-        if _state(weight) != self.state:
-            self._refresh(weight)
-        return self.copy
-
-    def _refresh(self, weight: torch.Tensor) -> None:
-        require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
-        with self.lock, torch.no_grad():
-            state = _state(weight)
-            self.copy.copy_(rows_of(weight, self.part))
+        state = _state(weight)
+        if state != self.state:
+            require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
+            with torch.no_grad():
+                self.copy.copy_(rows_of(weight, self.part))
             self.state = state
+        return self.copy
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
