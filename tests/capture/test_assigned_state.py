@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import graphplan
+from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.eager_run import unwritten
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
@@ -1128,3 +1129,11 @@ def test_a_sparse_buffer_that_is_assigned_is_in_no_graph() -> None:
     # torch's own error, of storages, came through
     with pytest.raises(graphplan.CaptureError, match=r"Sparse\.graph is assigned a tensor of the layout"):
         graphplan.partition(Sparse(), {"cpu": "1MiB"}, (X[:, :4],))
+
+
+def test_a_table_whose_entry_has_another_name_is_restored() -> None:
+    value = object()
+    table = {"first": value}
+    with restored([table]):
+        table["second"] = table.pop("first")
+    assert table == {"first": value}

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
         yield
     finally:
         for table, entries in before:
-            if list(map(id, table.values())) != list(map(id, entries.values())):
+            if list(table) != list(entries) or any(map(is_not, table.values(), entries.values())):
                 table.clear()
                 table.update(entries)
 
@@ -102,13 +103,14 @@ class AssignedState:
         for label, own in _modules(module):
             self._write_buffers(tracer.graph, label, own["_buffers"])
             self._note_attributes(label, own)
-            self._note_history(label, own["_buffers"])
         return result
 
     def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
         before = self._buffers.get(id(table), table)  # that of a module made in the call is not written
         for name in {**before, **table}:
             value, buffer = table.get(name), before.get(name)
+            if value is not None and value.requires_grad and id(value) not in self._requiring:
+                self._with_history.append(f"{label}.{name}")
             if value is buffer:
                 continue
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
@@ -119,11 +121,6 @@ class AssignedState:
             buffer.copy_(value.detach())
             next(iter(reversed(graph.nodes))).meta[ASSIGNS] = True
             self._written[id(table), name] = value
-
-    def _note_history(self, label: str, table: dict[str, Any]) -> None:
-        for name, value in table.items():
-            if value is not None and value.requires_grad and id(value) not in self._requiring:
-                self._with_history.append(f"{label}.{name}")
 
     def refuse_history(self) -> None:
         """Raise NoGraphError where a call leaves a buffer through which gradients flow: eager keeps them."""
@@ -168,15 +165,13 @@ class AssignedState:
         self.makes_tensors = bool(carried or grown or self._made)
         plain = any(one.is_plain for one in self._changes)
         new = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
-        had = [(one, one.owner.get(one.name, _ABSENT)) for one in new]
-        values = [_without_trace(one.after) for one in new]
-        for one, value in zip(new, values, strict=True):
-            _put(one, value)
-        try:
+        with restored(one.owner for one in new):
+            for one in new:
+                if one.after is _ABSENT:
+                    one.owner.pop(one.name, None)
+                else:
+                    one.owner[one.name] = _without_trace(one.after)
             yield bool(new)
-        finally:
-            for one, value in had:
-                _put(one, value)
 
     def refuse_other(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
         """Raise KeptStateError where the next call, ``again``, is another by what this one has left."""
@@ -293,13 +288,6 @@ def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
     read = [one.detach() for one in _read(program)]
     return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]
-
-
-def _put(change: _Change, value: Any) -> None:
-    if value is _ABSENT:
-        change.owner.pop(change.name, None)
-    else:
-        change.owner[change.name] = value
 
 
 def _any_of(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
