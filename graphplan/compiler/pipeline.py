@@ -3,7 +3,7 @@
 ::
 
     capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
-    plan            PASSES, below           over one CompileState, of one call or several
+    plan            Compiler._passed        over one CompileState, of one call or several
         reuse_slices                        weights that are in parts already
         place_step                          constrain, save less or slice, place: where everything is
         check_budgets                       proof that nothing passes a budget, in any call
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 
 from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
@@ -268,15 +267,10 @@ class Compiler:
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
 
-    def _passes(self) -> Sequence[Callable[[CompileState], CompileState]]:
-        if self.given is None or self.homes is not None:
-            return PASSES
-        return partial(place_as_planned, plan=self.given), check_budgets
-
     def _passed(self, state: CompileState) -> CompileState:
-        for step in self._passes():
-            state = step(state)
-        return state
+        if self.given is None or self.homes is not None:
+            return check_budgets(place_step(reuse_slices(state)))
+        return check_budgets(place_as_planned(state, self.given))
 
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
         enter_stage("search")
@@ -306,13 +300,6 @@ def check_budgets(state: CompileState) -> CompileState:
         schedule = choice.solution.evaluation.schedule
         check_schedule(choice.problem.graph, state.formulation.topology, schedule)
     return state
-
-
-PASSES: Sequence[Callable[[CompileState], CompileState]] = (
-    reuse_slices,
-    place_step,
-    check_budgets,
-)
 
 
 def plan_of(choice: Choice) -> Plan:
