@@ -204,15 +204,16 @@ class StageSearch:
         """The best stages by estimate, none of them as one that was found not to fit."""
         while True:
             stages = self.stages(self.estimates, self.cluster, self.cluster.counted)
-            refused = [
-                stage
-                for stage in dict.fromkeys(stages or ())
-                if stage not in self.placed and self.known.get(self.placement.structure(stage), stage) is None
-            ]
+            refused = [stage for stage in dict.fromkeys(stages or ()) if self._is_refused(stage)]
             if not refused:
                 return stages
             for stage in refused:
                 self._place(stage)
+
+    def _is_refused(self, stretch: Stretch) -> bool:
+        if stretch in self.placed:
+            return self.placed[stretch] is None
+        return self.known.get(self.placement.structure(stretch), stretch) is None
 
     def _place(self, stretch: Stretch) -> None:
         """Place a stretch, unless an equal one was placed before."""

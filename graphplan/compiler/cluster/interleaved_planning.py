@@ -57,15 +57,28 @@ class InterleavedSearch(StageSearch):
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
         """The stages of least seconds by estimate, in order; None where none fit."""
-        while True:
-            found = self._stages(estimates, cluster, microbatches)
-            if found is None or estimates is not self.estimates:
-                return found
-            failed = [one for one in found if one in self.placed and self.placed[one] is None]
-            if not failed:
-                return found
-            for one in failed:
-                self.refuse(one)
+        flight, count = self.cluster.flight, self.most_stages
+        class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
+        classes = [class_of[index % flight.machines] for index in range(count)]
+        kept = [flight.kept(count - 1 - index) for index in range(count)]
+        # how much less a training step saves is not estimated: all of it decides shares, and weights cuts
+        needs = [self._asked(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
+        least = [self._asked(estimates, c, estimates.weights) for c in classes] if flight.train else needs
+        costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
+        loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
+        found = InterleavedDP(loads, least, rooms, microbatches).solve()
+        if found is None or found.excess > 0:
+            if estimates is self.estimates:
+                self.fullest = _fullest(found.cuts if found else None, least, rooms)
+            return None
+        pairs = list(pairwise(found.cuts))
+        asked = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
+        shares = _shares(asked, flight.machines)
+        keeps = kept if flight.train else [0] * count
+        return [
+            Stretch(c, *pair, keep, share)
+            for c, pair, keep, share in zip(classes, pairs, keeps, shares, strict=True)
+        ]
 
     def refuse(self, stretch: Stretch) -> None:
         """Let the estimates know that a stretch, and all that contain it, need more."""
@@ -101,30 +114,6 @@ class InterleavedSearch(StageSearch):
         return bound_interleaved(self.boundaries, cluster.machines, cluster.network, cluster.flight)
 
     # -- cuts and shares -------------------------------------------------------------------------------
-
-    def _stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
-        flight, count = self.cluster.flight, self.most_stages
-        class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
-        classes = [class_of[index % flight.machines] for index in range(count)]
-        kept = [flight.kept(count - 1 - index) for index in range(count)]
-        # how much less a training step saves is not estimated: all of it decides shares, and weights cuts
-        needs = [self._asked(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
-        least = [self._asked(estimates, c, estimates.weights) for c in classes] if flight.train else needs
-        costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
-        loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
-        found = InterleavedDP(loads, least, rooms, microbatches).solve()
-        if found is None or found.excess > 0:
-            if estimates is self.estimates:
-                self.fullest = _fullest(found.cuts if found else None, least, rooms)
-            return None
-        pairs = list(pairwise(found.cuts))
-        asked = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
-        shares = _shares(asked, flight.machines)
-        keeps = kept if flight.train else [0] * count
-        return [
-            Stretch(c, *pair, keep, share)
-            for c, pair, keep, share in zip(classes, pairs, keeps, shares, strict=True)
-        ]
 
     def _asked(self, estimates: Estimates, c: int, nbytes: Floats) -> Floats:
         """(cuts, cuts) bytes with the buffers of a machine that streams, and what placements have added."""
