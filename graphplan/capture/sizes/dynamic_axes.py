@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import conditions_of
 from graphplan.capture.signature import Guard
-from graphplan.capture.structure import node_of_class
+from graphplan.capture.structure import flatten_with_path, node_of_class
 from graphplan.errors import CaptureError
 
 BATCH, LENGTH, SIZE = "batch", "length", "size"
@@ -91,10 +92,8 @@ def written_guard(text: str, code: str) -> Guard:
     return Guard(text, eval(f"lambda v: {code}", {"math": math, "torch": torch}), code)
 
 
-def conditions(
-    program: torch.export.ExportedProgram, leaves: Sequence[Any], paths: Sequence[str]
-) -> tuple[Guard, ...]:
-    """The trace's conditions as one function of the leaves, which the tracer knows by these paths.
+def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, Any]) -> tuple[Guard, ...]:
+    """The trace's conditions as one function of the leaves of all arguments, by their names in the trace.
 
     Raises:
         CaptureError: one cannot be read, or does not hold for the example.
@@ -102,16 +101,18 @@ def conditions(
     texts = list(dict.fromkeys(conditions_of(program)))
     if not texts:
         return ()
-    places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))
+    found = flatten_with_path(arguments)
+    paths = {f"L{pytree.keystr(path)}": f"v[{index}]" for index, (path, _) in enumerate(found)}
+    longest_first = sorted(paths, key=len, reverse=True)
     written = []
     for text in texts:
-        for path, place in places:
-            text = text.replace(path, place)
+        for path in longest_first:
+            text = text.replace(path, paths[path])
         written.append(text)
     code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
     guard = written_guard("sizes do not fulfil " + " and ".join(texts), code)
     try:
-        holds = guard.holds(leaves)
+        holds = guard.holds([leaf for _, leaf in found])
     except (NameError, TypeError, IndexError, AttributeError) as error:
         raise CaptureError(f"a condition of the trace cannot be checked: {error}") from error
     if not holds:

@@ -15,32 +15,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
-from graphplan._compat.torch import hide_tracer, unbacked_like_backed
+from graphplan._compat.torch import unbacked_like_backed
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import restored
-from graphplan.capture.changes.given_contents import GivenContents
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import flatten_with_path, leaves_of
+from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.caches import caches_in, with_changes
+from graphplan.capture.transformers.caches import with_changes
 from graphplan.errors import CaptureError, InputError
 
 _SQUEEZES = (
@@ -120,8 +117,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
         patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
-    paths = ["L" + pytree.keystr(path) for path, _ in flatten_with_path(given)]
-    guards = conditions(program, call.leaves, paths)
+    guards = conditions(program, given)
     single = _squeezed(program.graph)
     found = _with_operations(from_program(program, call, model_copy, roles))
     values = values_of(found.graph)
@@ -206,16 +202,7 @@ def _export(
     module = model_copy.module
     own = model_copy.method == "forward"
     original = module.forward if own else pure_method(module, model_copy.method, loops=keep_grad)
-
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        hide_tracer()
-        caches = caches_in(kwargs)
-        others = {name: value for name, value in kwargs.items() if name not in caches}
-        contents = GivenContents(args, others)
-        result = original(*args, **kwargs)
-        return with_changes(result, caches, *contents.changes())
-
+    forward = with_changes(original, call.kwargs)
     if names:
         kinds = [Parameter.POSITIONAL_ONLY] * len(call.args) + [Parameter.KEYWORD_ONLY] * len(call.kwargs)
         forward.__signature__ = Signature(list(map(Parameter, names, kinds)))  # type: ignore[attr-defined]

@@ -16,16 +16,18 @@ from __future__ import annotations
 import sys
 import types
 from collections import UserDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import hide_tracer
+from graphplan.capture.changes.given_contents import GivenContents
 from graphplan.capture.structure import (
     CONSTANTS,
     Given,
@@ -138,32 +140,36 @@ def caches_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if is_cache(value)}
 
 
-def with_changes(
-    result: Any,
-    caches: Mapping[str, Any],
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    marks: Mapping[int, Given] = MappingProxyType({}),
-) -> Any:
-    """The result, in which marks stand for what was given; and what became of it.
+def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callable[..., Any]:
+    """The ``forward`` to trace: its result, with marks for what was given, and what became of that.
 
     Args:
-        result: of the model.
-        caches: of the call, by the names of the arguments.
-        changes: what became of other arguments.
-        marks: by the identity of an object that is part of these.
+        original: of the model.
+        owned: names of the arguments that are the caller's.
     """
-    know_containers((result, changes))
-    tell_torch()
-    if not caches and not changes:
-        return result
-    for name, cache in caches.items():
-        refuse_opaque(name, cache)
-    marks = {**marks, **{id(cache): Given(name) for name, cache in caches.items()}}
 
-    def marked(tree: Any) -> Any:
-        return map_leaves(lambda leaf: marks.get(id(leaf), leaf), tree, lambda value: id(value) in marks)
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hide_tracer()
+        caches = caches_in(kwargs)
+        others = {name: kwargs[name] for name in kwargs if name in owned and name not in caches}
+        contents = GivenContents(args, others)
+        result = original(*args, **kwargs)
+        changes, marks = contents.changes()
+        know_containers((result, changes))
+        tell_torch()
+        if not caches and not changes:
+            return result
+        for name, cache in caches.items():
+            refuse_opaque(name, cache)
+        marks |= {id(cache): Given(name) for name, cache in caches.items()}
 
-    return Returned(marked(result), {**caches, **marked(dict(changes))})
+        def marked(tree: Any) -> Any:
+            return map_leaves(lambda leaf: marks.get(id(leaf), leaf), tree, lambda value: id(value) in marks)
+
+        return Returned(marked(result), {**caches, **marked(changes)})
+
+    return forward
 
 
 def is_described(node: Any) -> bool:

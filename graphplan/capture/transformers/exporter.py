@@ -22,16 +22,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphplan._compat.symbolic_numbers import plain_comparisons
-from graphplan._compat.torch import hide_tracer, unbacked_like_backed
+from graphplan._compat.torch import unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import bound_call
-from graphplan.capture.changes.given_contents import GivenContents
 from graphplan.capture.export_here import export
 from graphplan.capture.model_methods import with_forward
-from graphplan.capture.signature import BoundCall, Guard
+from graphplan.capture.signature import BoundCall, Guard, leaf_names
 from graphplan.capture.sizes.dynamic_axes import (
     BATCH,
     LENGTH,
@@ -41,7 +39,7 @@ from graphplan.capture.sizes.dynamic_axes import (
     shapes_for,
     text_roles,
 )
-from graphplan.capture.structure import flatten_with_path, leaves_of, map_leaves
+from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
@@ -115,32 +113,25 @@ def _export(
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
-        hide_tracer()
-        caches = caches_in(kwargs)
-        for name, cache in caches.items() if varying else ():
+        for name, cache in caches_in(kwargs).items() if varying else ():
             take_for_one(cache, inputs[name], roles[name])
-        others = {name: kwargs[name] for name in kwargs if name in call.kwargs and name not in caches}
-        contents = GivenContents((), others)
-        result = original(**kwargs)
-        return with_changes(result, caches, *contents.changes())
+        return original(**kwargs)
 
     bounds = bounds_of_segments(inputs)
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
     codes = forwards_of(module)
     with (
-        with_forward(module, forward),
+        with_forward(module, with_changes(forward, call.kwargs)),
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
         program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes, sizes=SIZE in varying)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
-    found = flatten_with_path(inputs)
-    paths = ["L" + pytree.keystr(path) for path, _ in found]
-    guards = conditions(program, [leaf for _, leaf in found], paths)
+    guards, call = conditions(program, inputs), bound_call(inputs)
     if uniform:
-        guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
+        guards += (_same_lengths(list(map(leaf_names(call).index, bounds))),)
     flat = tuple(role for name in inputs for role in roles[name])
-    return Exported(program, bound_call(inputs), flat, guards)
+    return Exported(program, call, flat, guards)
 
 
 @contextmanager
