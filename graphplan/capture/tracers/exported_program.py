@@ -267,17 +267,14 @@ def _leaf(
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
     shape: list[int | None] = []
     bounds: list[tuple[int, int] | None] = []
-    for size in val.shape:
-        symbol = getattr(size, "node", None)  # a torch.SymInt has one
-        if symbol is not None and symbol.expr.is_number:
-            symbol = None
-        shape.append(int(size) if symbol is None else None)
-        known = None if symbol is None else (ranges or {}).get(symbol.expr)
-        here = UNBOUNDED if len(bounds) in (roles or {}) else leaf.shape[len(bounds)]
-        found = _bounds(known, here)
-        if found[1] == 2 and leaf.shape[len(bounds)] < 2:  # torch's range of what can only be 0 or 1
-            found = found[0], 1
-        bounds.append(None if symbol is None else found)
+    for axis, (size, here) in enumerate(zip(val.shape, leaf.shape, strict=True)):
+        if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
+            shape.append(int(size))
+            bounds.append(None)
+            continue
+        low, high = _bounds((ranges or {}).get(size.node.expr), UNBOUNDED if axis in (roles or {}) else here)
+        shape.append(None)
+        bounds.append((low, 1 if high == 2 and here < 2 else high))  # torch says 2 of what can only be 0 or 1
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 
