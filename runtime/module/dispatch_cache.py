@@ -28,8 +28,7 @@ from graphplan.capture.signature import (
     bind_call,
     same_constant,
 )
-from graphplan.capture.structure import node_of
-from graphplan.capture.transformers.caches import COUNTERS, is_described
+from graphplan.capture.transformers.caches import COUNTERS, is_cache
 from graphplan.runtime.module.result_structure import make
 
 Match = Callable[[Any, list[Any]], bool]
@@ -187,9 +186,8 @@ class _FormReader:
         if kind is dict:
             matches, marked = self.read_all(value.values())
             return _mapping(tuple(value), matches), dict(zip(value, marked, strict=True))
-        described = (node := node_of(kind)) is not None and is_described(node)
         inner = self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL)
-        if not described and not inner:
+        if not inner and not is_cache(value):
             raise _Unknown
         outside, self.objects = self.objects, True
         parts = [self._attribute(name, part) for name, part in vars(value).items()]

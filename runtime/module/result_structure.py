@@ -25,7 +25,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import Given, Returned, node_of
-from graphplan.capture.transformers.caches import LayoutPart, is_described, layout_of, tensors_in
+from graphplan.capture.transformers.caches import LayoutPart, is_cache_class, layout_of, tensors_in
 from graphplan.errors import InputError
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -46,8 +46,7 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
     """The layout of each cache that the caller passes in: of those of these arguments of a bound call."""
     named = spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))
-    nodes = {name: node_of(specs[name].type) for name in names}
-    return {name: layout_of(specs[name]) for name, node in nodes.items() if node and is_described(node)}
+    return {name: layout_of(specs[name]) for name in names if is_cache_class(specs[name].type)}
 
 
 class _StructureWriter:
@@ -95,10 +94,10 @@ class _StructureWriter:
             return self._leaf()
         if spec.type is Given:
             return self._place(spec.context)
+        if is_cache_class(spec.type):
+            return self._made(layout_of(spec))
         node = node_of(spec.type)
         assert node is not None, f"{spec.type} was known when this structure was made"
-        if is_described(node):
-            return self._made(layout_of(spec))
         parts = [self._structure(child) for child in spec.children()]
         if spec.type is tuple:
             return _tuple(parts)

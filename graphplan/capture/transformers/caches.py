@@ -36,7 +36,6 @@ from graphplan.capture.structure import (
     know_containers,
     leaves_of,
     map_leaves,
-    node_of,
     tell_torch,
 )
 from graphplan.errors import NoGraphError
@@ -132,7 +131,12 @@ def _own_caches(classes: Iterable[type]) -> Iterator[type]:
 
 def is_cache(value: Any) -> bool:
     """Whether this is a cache that :func:`know_caches` has made known."""
-    return type(value) in _ours
+    return is_cache_class(type(value))
+
+
+def is_cache_class(cls: Any) -> bool:
+    """Whether this is the class of such caches."""
+    return cls in _ours
 
 
 def caches_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,11 +176,6 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
     return forward
 
 
-def is_described(node: Any) -> bool:
-    """Whether a pytree node is one of ours: attributes, with leaves as they are."""
-    return node.unflatten_fn is _unflatten
-
-
 def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     """The layout of a cache, from its structure."""
     found: LayoutPart = spec.context
@@ -190,8 +189,7 @@ def tensors_in(part: LayoutPart, name: Any = "") -> list[bool]:
 
 def caches_at(spec: pytree.TreeSpec, start: int = 0) -> Iterator[tuple[int, pytree.TreeSpec]]:
     """The caches in a structure, each with the index of its first leaf."""
-    node = None if spec.is_leaf() else node_of(spec.type)
-    if node is not None and is_described(node):
+    if is_cache_class(spec.type):
         yield start, spec
         return
     for child in spec.children():
