@@ -72,17 +72,11 @@ def _class_for_models(plain: type, symbolic: type) -> Any:
 class SymbolicInt(torch.SymInt):
     """An int argument while it is traced."""
 
-    def __init__(self, node: Any) -> None:
-        super().__init__(node)  # type: ignore[no-untyped-call]  # of torch
-
     __class__ = _class_for_models(int, torch.SymInt)
 
 
 class SymbolicFloat(torch.SymFloat):
     """A float argument while it is traced."""
-
-    def __init__(self, node: Any) -> None:
-        super().__init__(node)  # type: ignore[no-untyped-call]  # of torch
 
     __class__ = _class_for_models(float, torch.SymFloat)
 
@@ -110,11 +104,10 @@ def _made_symbol(utils: Any, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(mode, path, leaf, *args, sourced_prefixes=sourced_prefixes)
         source, env = utils.key_path_to_source(path, sourced_prefixes=sourced_prefixes), mode.shape_env
         symbol = env.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
-        made: Any
-        if isinstance(number, int):
-            made = SymbolicInt(env.create_symintnode(symbol, hint=number, source=source).node)
-        else:
-            made = SymbolicFloat(env.create_symfloatnode(symbol, hint=number, source=source).node)
+        is_int = isinstance(number, int)
+        create = env.create_symintnode if is_int else env.create_symfloatnode
+        kind: Any = SymbolicInt if is_int else SymbolicFloat
+        made = kind(create(symbol, hint=number, source=source).node)
         env.tracked_fakes.append(utils.TrackedFake(made, source, None))
         return made
 
