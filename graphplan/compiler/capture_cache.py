@@ -96,7 +96,7 @@ class Captures:
         return self.known[-1]
 
     def _trace(self, call: BoundCall, entry: str, *, sizes: bool) -> Capture:
-        """A call, from the folder of captures; or traced and simplified, and saved there."""
+        """A call, from the folder of captures; or traced, simplified and differentiated, and saved there."""
         part, how, saved = self.model_copy.part(entry), self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
         keep_grad, step = self.options.grad or how is not None, how is not None
@@ -108,16 +108,12 @@ class Captures:
             with overheard() as warnings:
                 traced = capture(part, call, shapes, keep_grad=keep_grad, step=step, sizes=sizes)
                 known = origin is not None and is_known(traced, origin)
-                found = self._finished(traced, part, call, keep_grad=keep_grad)
+                simplify(traced, keep_grad=keep_grad)
+                found = traced if how is None else with_backward(traced, part.weights, call, how)
             if saved and origin and known:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
         return found
-
-    def _finished(self, traced: Capture, part: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Capture:
-        """A trace, simplified; with its backward pass where a training step is asked for."""
-        simplify(traced, keep_grad=keep_grad)
-        return traced if part.step is None else with_backward(traced, part.weights, call, part.step)
 
 
 def _more_differs(signature: InputSignature, call: BoundCall) -> bool:
