@@ -117,8 +117,7 @@ class _Tracing:
         return _fake(tensor, requires_grad=name in self.how.trained)
 
     def _leaf(self, name: str) -> int:
-        index = self.capture.inputs.index(name)
-        found = self.capture.order[index] if self.capture.order else index
+        found = self.capture.order[self.capture.inputs.index(name)]
         if found is None:
             raise NoGraphError(f"the trace takes {name!r}, which is not among the arguments")
         return found

@@ -119,9 +119,9 @@ def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
 
 def _made_dense(captured: Capture, inputs: Sequence[str]) -> tuple[int, ...]:
     """Positions of the inputs that may have any strides: they were traced with the usual ones."""
-    found = []
+    found, places = [], dict(zip(captured.inputs, captured.order, strict=True))
     for position, name in enumerate(inputs):
-        index = captured.order[captured.inputs.index(name)] if captured.order else None
+        index = places[name]
         leaf = None if index is None else captured.signature.leaves[index]
         if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
             found.append(position)
