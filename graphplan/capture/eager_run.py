@@ -23,7 +23,7 @@ from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.capture.structure import named_arguments, unflatten, written_arguments
+from graphplan.capture.structure import unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
 from graphplan.errors import GraphplanError, InputError
@@ -111,10 +111,7 @@ class _BeforeWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        statistics = named_arguments(func, args, kwargs) if isinstance(func, torch._ops.OpOverload) else {}
-        # kernels of BatchNorm write to these, of which their schema does not say so
-        hidden = (statistics.get(name) for name in ("running_mean", "running_var"))
-        for written in (*written_arguments(func, args, kwargs), *hidden):
+        for written in written_arguments(func, args, kwargs):
             self._keep(written)
         return func(*args, **kwargs)
 

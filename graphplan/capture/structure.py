@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import TRACED_NUMBERS, Registry
 
+aten = torch.ops.aten
+
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Iterable[Any], Any], Any]
 IsLeaf = Callable[[Any], bool]
@@ -271,10 +273,31 @@ def named_arguments(
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of an operation's arguments, or of the items of its lists, that its schema says it writes to."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+    """Those of an operation's arguments, or of the items of its lists, that it writes to.
+
+    From its schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
+    """
+    told = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    if not told and func not in _UNTOLD_WRITERS:
         return []
-    aliases = {one.name: one.alias_info for one in func._schema.arguments}
     given = named_arguments(func, args, kwargs)
-    written = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
-    return [leaf for name in written for leaf in leaves_of(given.get(name))]
+    if told:
+        aliases = {one.name: one.alias_info for one in func._schema.arguments}
+        names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
+    else:
+        flag = _UNTOLD_WRITERS[func]
+        names = ["running_mean", "running_var"] if flag is None or given.get(flag) else []
+    return [leaf for name in names for leaf in leaves_of(given.get(name)) if leaf is not None]
+
+
+_UNTOLD_WRITERS: dict[Any, str | None] = {
+    aten.batch_norm.default: "training",
+    aten.instance_norm.default: "use_input_stats",
+    aten.native_batch_norm.default: "training",
+    aten.cudnn_batch_norm.default: "training",
+    aten.miopen_batch_norm.default: "training",
+    aten.batch_norm_update_stats.default: None,
+    aten.batch_norm_gather_stats.default: None,
+    aten.batch_norm_gather_stats_with_counts.default: None,
+}
+"""What writes to running statistics, of which its schema does not say so; and the flag with which it does."""

@@ -227,34 +227,15 @@ def _copy_windows(capture: Capture) -> None:
 
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
-_UNTOLD_WRITERS = (
-    aten.batch_norm.default,
-    aten.instance_norm.default,
-    aten.native_batch_norm.default,
-    aten.cudnn_batch_norm.default,
-    aten.miopen_batch_norm.default,
-)
-"""Their schemas do not say that they write to running statistics."""
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values this one writes to.
-
-    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
-    """
-    target = node.target
-    if target is _GRAD_MODE:
+    """The nodes whose values this one writes to."""
+    if node.target is _GRAD_MODE:
         return _mutated_inside(node)
-    if not isinstance(target, torch._ops.OpOverload):
+    if node.target in (aten.detach_.default, aten.lift_fresh_copy.default):
         return []
-    if target in (aten.detach_.default, aten.lift_fresh_copy.default):
-        return []
-    if target not in _UNTOLD_WRITERS:
-        written = written_arguments(target, node.args, node.kwargs)
-    else:
-        given = named_arguments(target, node.args, node.kwargs)
-        flag = "use_input_stats" if target is aten.instance_norm.default else "training"
-        written = [given.get("running_mean"), given.get("running_var")] if given.get(flag) else []
+    written = written_arguments(node.target, node.args, node.kwargs)
     return [argument for argument in written if isinstance(argument, fx.Node)]
 
 

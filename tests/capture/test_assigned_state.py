@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -930,6 +931,44 @@ def test_tensors_that_are_written_in_place_are_those_of_the_model(
             assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
     sums = [one.sums() if isinstance(one, Sums) else one.kept for one in (placed, eager)]
     assert torch.allclose(*sums)
+
+
+class PlainStatistics(nn.Module):
+    """Has the running statistics of a norm in attributes that are no buffers."""
+
+    def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), norm
+        self.mean, self.var = torch.zeros(8), torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).view(-1, 8, 1).expand(-1, -1, 2), self.mean, self.var)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        partial(nn.functional.batch_norm, training=True),
+        partial(nn.functional.instance_norm, use_input_stats=True),
+    ],
+)
+def test_running_statistics_in_attributes_are_those_of_the_model(norm: Callable[..., torch.Tensor]) -> None:
+    model = PlainStatistics(norm)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match=r"mean is written to in place.*register_buffer"):
+        placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, 0.5):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    assert torch.allclose(placed.mean, eager.mean)
+    assert torch.allclose(placed.var, eager.var)
+    assert not torch.equal(placed.mean, torch.zeros(8))
+
+
+@torch.no_grad()
+def test_running_statistics_in_attributes_that_are_only_read_are_in_the_graph() -> None:
+    model = PlainStatistics(partial(nn.functional.batch_norm, training=False))
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    assert torch.allclose(placed(X), model(X), atol=1e-5)
 
 
 class Scratch(nn.Module):
