@@ -971,6 +971,29 @@ def test_running_statistics_in_attributes_that_are_only_read_are_in_the_graph() 
     assert torch.allclose(placed(X), model(X), atol=1e-5)
 
 
+class KeepsStatistics(nn.Module):
+    """Assigns what a kernel has written just before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("kept", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x)
+        self.kept = self.norm.running_mean
+        return y
+
+
+def test_assigned_statistics_are_those_after_the_call() -> None:
+    model = KeepsStatistics()
+    eager = copy.deepcopy(model)
+    placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for scale in (1.0, 0.5):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+        assert torch.allclose(placed.kept, eager.kept)
+
+
 class Scratch(nn.Module):
     """Writes to tensors that no other call reads: made inside, copied from an attribute, or converted."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from graphplan._compat.torch import storage_of
-from graphplan.capture.structure import leaves_of, named_arguments
+from graphplan.capture.structure import leaves_of, named_arguments, written_arguments
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def _move(nodes: list[fx.Node], memories: set[int]) -> None:
 
 def _may_write(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+        return bool(written_arguments(node.target, node.args, node.kwargs))
     return node.target is not operator.getitem
 
 
