@@ -179,3 +179,22 @@ def test_the_text_of_a_simulated_tensor_of_one_value_is_the_value() -> None:
     with graphplan.simulate({0: "1MiB"}):
         assert f"expert_{torch.tensor(3, device='sim:0')}" == "expert_3"
         assert f"{torch.tensor(0.5, device='sim:0'):.2f}" == "0.50"
+
+
+class NormedChoice(nn.Module):
+    """Chooses rows by what a norm has made that has running statistics, and no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return self.linear(y[y[:, 0] > 0])
+
+
+def test_sizes_of_the_example_leave_running_statistics_as_they_are() -> None:
+    model = NormedChoice()
+    placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (torch.randn(8, 4) + 3,))
+    assert torch.equal(placed.norm.running_mean, torch.zeros(4))
+    assert torch.equal(model.norm.running_mean, torch.zeros(4))

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
+from graphplan.capture.structure import written_arguments
 
 UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 _MOST = 1 << 24  # elements: what decides sizes is computed from little
@@ -204,17 +205,18 @@ def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _does_more(target: torch._ops.OpOverload) -> bool:
+def _does_more(node: fx.Node) -> bool:
     """Whether an operation writes to what it is given, or draws at random."""
-    return bool(target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in target.tags
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _HARMLESS:
+        return False
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return bool(written) or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     """What a node makes of known values; None where it takes too much, or cannot be run by itself."""
     target = node.target
-    if node.op != "call_function" or not callable(target):
-        return None
-    if isinstance(target, torch._ops.OpOverload) and target not in _HARMLESS and _does_more(target):
+    if node.op != "call_function" or not callable(target) or _does_more(node):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: known[source])
     try:
