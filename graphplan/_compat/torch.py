@@ -122,6 +122,13 @@ def assignment_hook() -> tuple[Any, str]:
     return export_trace, name
 
 
+def graph_maker() -> tuple[Any, str]:
+    """By what an export traces."""
+    name = "make_fx"
+    private(export_trace, name, "torch")
+    return export_trace, name
+
+
 def inference_switch() -> tuple[Any, str]:
     """What ``torch.inference_mode`` enters: code of torch and of models alike."""
     name = "_InferenceMode"

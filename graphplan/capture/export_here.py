@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export_work import less_work
@@ -28,6 +29,7 @@ from graphplan._compat.torch import (
     assignment_hook,
     backward_engine,
     export_tracer,
+    graph_maker,
     inference_switch,
     mask_reader,
     parsed_move,
@@ -77,22 +79,28 @@ def export(
         Exception: whatever the model's own code or the tracer raises.
     """
     given, before = (keep_grad, module, args, kwargs), attributes_of(module)
-    repeated, ends = RepeatedModules(), time.thread_time() + _MOST_SECONDS if sizes else math.inf
+    ends = time.thread_time() + _MOST_SECONDS if sizes else math.inf
+    repeated: RepeatedModules | None = RepeatedModules()
+    below = False
     try:
-        try:
-            state, program = _export(*given, dynamic_shapes, repeated, ends)
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            if not repeated.used or time.thread_time() > ends:
-                raise
-            logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+        while True:
+            try:
+                state, program = _export(*given, dynamic_shapes, repeated, ends, below=below)
+                break
+            except _OwnGradientsError:
+                below = True
+            except Exception as error:  # the tracer runs the model's own code, which may raise anything
+                if repeated is None or not repeated.used or time.thread_time() > ends:
+                    raise
+                logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+            repeated = None
             put_back(before)
-            state, program = _export(*given, dynamic_shapes, ends=ends)
         if keep_grad:
             state.refuse_history()
         with state.left(program) as differs:
             if differs:
                 shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
-                state.refuse_other(*_export_again(*given, shapes))
+                state.refuse_other(*_export_again(*given, shapes, below=below))
         place_writes(program.graph)
         program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
         return program
@@ -108,19 +116,30 @@ def _export(
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
+    *,
+    below: bool = False,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     state = AssignedState()
-    with restored_buffers(module), exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends):
+    with (
+        restored_buffers(module),
+        exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below),
+    ):
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     return state, program
 
 
 def _export_again(
-    keep_grad: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+    keep_grad: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    *,
+    below: bool,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     """The call that comes after the first, of a model that has what that has left."""
     try:
-        return _export(keep_grad, module, args, kwargs, dynamic_shapes)
+        return _export(keep_grad, module, args, kwargs, dynamic_shapes, below=below)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         raise KeptStateError(
             f"after its first call {type(module).__name__} has attributes with which it cannot be traced: "
@@ -135,8 +154,12 @@ def exporting(
     state: AssignedState,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
+    below: bool = False,
 ) -> Iterator[None]:
-    """A block in which an export is made until the thread's time ``ends``; ``repeated`` copies blocks."""
+    """A block in which an export is made until the thread's time ``ends``; ``repeated`` copies blocks.
+
+    ``below``: what autograd runs is traced, so that gradients that ``forward`` computes are in the graph.
+    """
     tracer: Any = export_tracer()
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
@@ -157,11 +180,30 @@ def exporting(
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
             Patch.of(nn.Module, "to", _if_it_moves),
             Patch.of(*inference_switch(), _without_gradients),
-            Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad)),
+            Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
+            *([Patch.of(*graph_maker(), _tracing_below)] if below else ()),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
         ),
+        _on_any_device() if below else nullcontext(),
     ):
         yield
+
+
+@contextmanager
+def _on_any_device() -> Iterator[None]:
+    """A block in which operations are taken apart into those that all devices have."""
+    with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _tracing_below(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``make_fx`` that writes down what autograd runs."""
+
+    def make_fx(function: Callable[..., Any], *, pre_dispatch: bool, **options: Any) -> Any:
+        assert pre_dispatch
+        return own(function, **options)
+
+    return make_fx
 
 
 def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
@@ -238,7 +280,11 @@ def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def _if_it_goes_on(keep_grad: bool, own: Callable[..., Any]) -> Callable[..., Any]:
+class _OwnGradientsError(Exception):
+    """``forward`` computes gradients: a trace above autograd does not see what these are computed from."""
+
+
+def _if_it_goes_on(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Callable[..., Any]:
     """What computes gradients: through those of a graph gradients flow, and none is left in ``grad``."""
 
     def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +298,8 @@ def _if_it_goes_on(keep_grad: bool, own: Callable[..., Any]) -> Callable[..., An
                 "forward computes gradients through which none are to flow, by torch.autograd.grad without "
                 "create_graph: in a graph they would"
             )
+        if not keep_grad and not below:
+            raise _OwnGradientsError("forward computes gradients")
         return own(outputs, gradients, retain, create_graph, *args, **kwargs)
 
     return run

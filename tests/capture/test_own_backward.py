@@ -166,3 +166,41 @@ def test_checkpoints_have_the_gradients_of_what_they_run(way: dict[str, bool], r
 @pytest.mark.parametrize("net", [Net(double), Net(Reverse.apply, data=True)], ids=["operation", "data"])
 def test_functions_whose_backward_is_not_asked_for_are_traced(net: Net, way: dict[str, bool]) -> None:
     assert not placed_like(net, lambda _: None, strict=True, **way)
+
+
+class Forces(nn.Module):
+    """Energies of positions, their gradients, and that of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.mixed = nn.TransformerEncoderLayer(16, 2, 16, 0.1, batch_first=True)
+
+    def forward(self, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.enable_grad():
+            positions = positions.clone().requires_grad_()
+            x = torch.tanh(self.first(positions)) * torch.tensor(0.5)
+            x = self.mixed(self.norm(x.mT).mT)
+            energies = self.last(x).sum((1, 2))
+            (slopes,) = torch.autograd.grad(energies, positions, torch.ones_like(energies), create_graph=True)
+            of_weight = torch.autograd.grad(energies.sum(), self.first.weight)[0]
+        return {"energies": energies.detach(), "forces": -slopes.detach(), "of_weight": of_weight}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_that_forward_computes_are_in_the_graph(training: bool) -> None:
+    model, positions = Forces().train(training), torch.randn(4, 6, 3)
+    own = copy.deepcopy(model)
+    with graphplan.simulate({0: "48KiB", 1: "48KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (positions,), strict=True)
+        for batch in (4, 3):
+            given = torch.randn(batch, 6, 3)
+            torch.manual_seed(batch)
+            wanted = own(given)
+            torch.manual_seed(batch)
+            found = placed(given)
+            assert all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
+        for key in (0, 1):
+            assert machine.peak_bytes(key) <= placed.plan.peak_bytes[key]
+        for name, value in own.named_buffers():
+            assert torch.allclose(placed.get_buffer(name).cpu(), value)
