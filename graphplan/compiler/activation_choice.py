@@ -4,7 +4,8 @@ Segments are treated whole (:mod:`graphplan.passes.training.segments`). The step
 computes every block again, are tried first, the latter unless its operations alone take longer than what is
 known. Then the cheapest segments are treated (:mod:`graphplan.passes.training.knapsack`): as many as free the
 bytes that are lacking (false position), and else a count beside the best one (golden-section search). A quick
-search places each step. Where the accelerators hold the step as it is, nothing else is tried.
+search places each step. Where accelerators hold the step as it is, near to the least time of its operations,
+nothing else is tried; where that is far, with less saved it may fit the fastest of them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device
-from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of, ordered
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
 
 _STEPS = 4  # counts of segments that are tried beside none and all
+_NEAR = 0.05  # relative: a step that fits as it is, so near to the least time, is not tried with less saved
 _GOLDEN = 0.382  # share of a gap, of golden-section search
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
@@ -76,6 +78,7 @@ class _Choice:
     Attributes:
         state: with the step as its only member.
         tried: how many segments save less -> the trial.
+        devices: that should hold the step: the accelerators, or the fastest where all hold it as it is.
     """
 
     state: CompileState
@@ -85,6 +88,7 @@ class _Choice:
         (self.member,) = self.state.members
         self.problem = self._posed(self.member)
         self.least = _least_seconds(self.problem)
+        self.devices = self.problem.topology.accelerators or self.problem.topology.computing
         options, topology = self.state.formulation.options, self.problem.topology
         assert options.training is not None
         self.recomputes = options.training.recompute
@@ -93,8 +97,12 @@ class _Choice:
 
     def trials(self) -> list[Trial]:
         """Steps to place, the fastest first."""
-        if self._fits_as_it_is():
+        fits = self._fits_as_it_is()
+        if fits and self.tried[0].seconds <= (1 + _NEAR) * sum(self.least.values()):
             return [self.tried[0]]
+        if fits:
+            most = max(spec.flops for spec in self.devices)
+            self.devices = [spec for spec in self.devices if spec.flops == most]
         items = self._items()
         if items:
             self._search(items)
@@ -163,23 +171,33 @@ class _Choice:
         return replace(state, choices=[replace(choice, solution=solution)])
 
     def _fits_as_it_is(self) -> bool:
-        """Whether the accelerators hold the step: anything else takes longer."""
+        """Whether the accelerators hold the step."""
         best = self._tried(0, self.member, self.problem).found
         if best is None or best.schedule.prefetch_buffers:
             return False
         cpu = self.problem.topology.cpu
         return not any(run.device == cpu for run in best.schedule.runs())
 
+    def _worth(self, items: Sequence[Item]) -> int:
+        """How many of the cheapest may be faster than the step as it is, by its operations alone."""
+        most, seconds = 0, sum(self.least.values())
+        for item in ordered(items):
+            seconds += item.seconds
+            if seconds >= self.tried[0].seconds:
+                break
+            most += 1
+        return most
+
     def _search(self, items: Sequence[Item]) -> None:
         """Try every block, then as many as should be enough, and what lies beside the best of these.
 
         Of a large step that streams weights, whose trials take long, half as many.
         """
-        most, streams = len(items), self.tried[0].found is not None
+        most, streams = self._worth(items), self.tried[0].found is not None
         savings, again = self.every_block()
         lacking = {0: self._lacking(self.problem)}
         if again and sum(self.least.values()) + again < self.tried[0].seconds:
-            lacking[most] = self._try(most, savings)
+            lacking[len(items)] = self._try(len(items), savings)
         if not any(trial.found for trial in self.tried.values()):
             lacking[most] = self._try(most, cheapest(items, most))
         if not any(trial.found for trial in self.tried.values()):
@@ -208,7 +226,7 @@ class _Choice:
 
         Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
         """
-        counts = sorted({*self.tried, most})
+        counts = sorted({*self.tried, most} if most > max(self.tried) else self.tried)
         seconds = {one: self.tried[one].seconds if one in self.tried else math.inf for one in counts}
         best = min(counts, key=seconds.__getitem__)
         at = counts.index(best)
@@ -233,11 +251,10 @@ class _Choice:
         return self.tried[count]
 
     def _lacking(self, problem: Problem) -> int:
-        """Bytes that all accelerators together lack, were the step on one of them."""
-        devices = problem.topology.accelerators or problem.topology.computing
-        roomiest = max(devices, key=lambda spec: spec.room)
+        """Bytes that the devices that should hold the step lack together, were it on one of them."""
+        roomiest = max(self.devices, key=lambda spec: spec.room)
         peak = evaluate(problem, on_one_device(problem, roomiest.key)).peak(roomiest.key)
-        return peak.nbytes - sum(spec.room for spec in devices)
+        return peak.nbytes - sum(spec.room for spec in self.devices)
 
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)

@@ -141,13 +141,17 @@ def taken(ways: Mapping[str, Way]) -> Savings:
 
 def freed(items: Sequence[Item], count: int) -> int:
     """Bytes that so many of the cheapest free."""
-    each = [item.nbytes for group in _by_price(items) for item in group]
-    return sum(each[:count])
+    return sum(item.nbytes for item in ordered(items)[:count])
 
 
 def enough(items: Sequence[Item], nbytes: float) -> int:
     """How many of the cheapest free so many bytes; all where these do not."""
     return next((n for n in range(len(items)) if freed(items, n) >= nbytes), len(items))
+
+
+def ordered(items: Sequence[Item]) -> list[Item]:
+    """The cheapest first."""
+    return [item for group in _by_price(items) for item in group]
 
 
 def _by_price(items: Sequence[Item]) -> list[list[Item]]:

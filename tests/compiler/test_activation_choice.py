@@ -121,3 +121,16 @@ def test_two_devices_that_lack_little_do_not_compute_every_block_again() -> None
     again = [op.repeats.partition("_")[0] for op in plan.graph.operations.values() if op.repeats]
     assert "gelu" in again
     assert again.count("addmm") < 6
+
+
+def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
+    """Beside a slow one, by which the step would fit as it is."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(nn.Linear(4096, 4096)) for _ in range(8)))
+        step: dict[str, Any] = {"kwargs": {"input": torch.zeros(1 << 13, 4096)}, "train": True}
+    devices: dict[str | int | torch.device, Any] = {0: "H100 SXM", 1: "A10"}
+    alone = graphplan.plan(model, {0: "99GiB"}, devices={0: "H100 SXM"}, **step)
+    budgets = {0: int(0.9 * alone.peak_bytes[0]), 1: "99GiB"}
+    plan = graphplan.plan(model, budgets, devices=devices, **step)
+    assert plan.peak_bytes[1] == 0
+    assert plan.makespan < 1.1 * alone.makespan
