@@ -215,6 +215,33 @@ def test_budgets_that_would_do_have_room_for_workspaces() -> None:
         assert largest_difference(graphplan.partition(model, needed, (X,))(X), model(X)) < 1e-6
 
 
+class Layers(nn.Module):
+    """Two blocks of half of the weights each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x))
+            if float(x.detach().sum()) > 1e9:
+                break
+        return x
+
+
+def test_blocks_that_do_not_fit_whole_are_split_rather_than_streamed_whole() -> None:
+    model, x = Layers().eval(), torch.ones(1, 64)
+    with graphplan.simulate({0: bytes_of(model) // 2}) as machine, torch.no_grad():
+        with pytest.warns(UserWarning, match="module by module"):
+            placed = graphplan.partition(model, {**machine.max_memory, "cpu": 1 << 24}, (x,))
+        assert largest_difference(placed(x), model(x)) < 1e-6
+        assert placed.plan.streamed_bytes < 0.7 * bytes_of(model)
+
+
 def test_nothing_is_offloaded_where_that_is_not_wanted() -> None:
     model = Undecided()
     budgets = {0: int(0.6 * bytes_of(model)), "cpu": "1GiB"}

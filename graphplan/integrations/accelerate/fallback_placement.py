@@ -271,6 +271,7 @@ class _Fallback:
             for whole in self._granularities()
             if accelerators
         ]
+        found.sort(key=self._offloaded)  # of those that leave as much to the CPU, large blocks first
         found += [replace(split, way=RETURNS) for split in found]
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, host)}
@@ -294,11 +295,18 @@ class _Fallback:
             return False
         if not self.options.constraints.offload and CPU in split.entries.values():
             return False
+        return all(nbytes <= budgets[key] for key, nbytes in self._taken(split).items())
+
+    def _offloaded(self, split: _Split) -> int:
+        return sum(self._taken(split).get(key, 0) for key in (CPU, DISK))
+
+    def _taken(self, split: _Split) -> dict[DeviceKey, int]:
+        """Bytes of weights on each device."""
         taken: dict[DeviceKey, int] = {}
         for name, tensor in self.model_copy.weights.tensors.items():
             key = _device_of(split.entries, name)
             taken[key] = taken.get(key, 0) + tensor_bytes(tensor)
-        return all(nbytes <= budgets[key] for key, nbytes in taken.items())
+        return taken
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
