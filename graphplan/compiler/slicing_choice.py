@@ -107,6 +107,8 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     if capture.step is not None:  # gradients are of whole weights
         return None
     problem = formulation.constrained(member.annotator, member.call)
+    if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
+        return None  # a weight in parts takes no less: what parts leave on accelerators are copies
     oversized = [
         one
         for one in _find_oversized(problem, _named(formulation), share)
@@ -194,9 +196,10 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
-        if rooms and weight.nbytes > share * min(rooms):
-            room = max(int(share * min(rooms)), ALIGNMENT)
-            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
+        room = min(rooms, default=0)
+        if share * room < weight.nbytes <= _MOST * room:  # of a smaller room, parts would not fit either
+            each = max(int(share * room), ALIGNMENT)
+            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / each))))
     return found
 
 

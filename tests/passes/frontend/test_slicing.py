@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -549,3 +550,21 @@ def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool
         graphplan.plan(
             model, memory | ({"cpu": 1 << 30} if options else {}), (torch.randn(8, 256),), **options
         )
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits"),
+    [
+        ({0: WHOLE // 500, "cpu": 1 << 30}, True),  # no room for a sixty-fourth of a weight
+        ({0: WHOLE // 2, "cpu": WHOLE // 4}, False),
+    ],
+)
+def test_no_slices_are_made_where_none_can_help(
+    monkeypatch: pytest.MonkeyPatch, memory: dict[int | str, int], fits: bool
+) -> None:
+    """Dozens of parts of each weight of a model take a minute to make."""
+    made: list[Any] = []
+    monkeypatch.setattr("graphplan.compiler.slicing_choice.in_parts", made.append)
+    with nullcontext() if fits else pytest.raises(graphplan.InfeasibleError):
+        assert not graphplan.plan(Head(), memory, (numbers(1, WIDTH),)).parts
+    assert not made
