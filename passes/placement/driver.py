@@ -54,8 +54,8 @@ def place(
     if found is not None:
         return _searched_on(found, problem, limits)
     # the search is no proof: what fits larger budgets may fit the given ones
-    with _effort(problem, limits).share(0.5) as part:
-        advice = smallest_budgets(problem, part, probe)
+    effort = limits.work(len(problem.graph.operations), SearchParams().advice_effort)
+    advice = smallest_budgets(problem, effort, probe)
     if advice is not None:
         again = evaluate(problem, advice.evaluation.assignment)
         if again.feasible:

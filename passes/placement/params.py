@@ -52,6 +52,8 @@ class SearchParams:
         most_visits: of that, some two seconds.
         visits_per_second: that are planned for within a time limit; the clock ends the search in any case.
         streaming_effort: times the default where weights are streamed: copies and buffers are searched too.
+        advice_effort: times the default for the budgets of an error: half of it ended before any bisection,
+            more finds no smaller ones.
         call_effort: times the default for each search of one call among several: more makes the calls'
             own placements better, and not what they have in common.
         large_gap: relative gap above which a placement is searched for again, from the one that was found.
@@ -84,6 +86,7 @@ class SearchParams:
     most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
     streaming_effort: float = 4.0
+    advice_effort: float = 2.0
     call_effort: float = 0.3
     large_gap: float = 0.5
     more_work: float = 4.0

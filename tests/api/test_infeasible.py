@@ -127,3 +127,14 @@ def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
     graphplan.plan(stack(), machines=budgets, args=(WIDE,)).verify()
     # no more than is of use: all were grown by the same factor, 10 MB beside 1000 bytes
     assert max(nbytes for one in budgets for nbytes in one.values()) < 4 * bytes_of(stack())
+
+
+@pytest.mark.full_search
+def test_budgets_that_would_do_are_near_the_smallest() -> None:
+    """Between the steps in which they grow is a bisection, whose work must not end before."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(60))), torch.ones(600, 64)
+    size = bytes_of(model)
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.plan(model, {0: int(0.28 * size), **dict.fromkeys((1, 2, 3), int(0.14 * size))}, (x,))
+    with pytest.raises(graphplan.InfeasibleError):
+        graphplan.plan(model, {key: int(0.9 * nbytes) for key, nbytes in caught.value.needed.items()}, (x,))
