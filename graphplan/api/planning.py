@@ -86,7 +86,8 @@ def plan(
             GB/s. Other pairs have 25 GB/s, those with the disk 2 GB/s. Latencies are 15 microseconds, of
             the disk 100.
         pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
-            module runs there, and its weights live there; a parameter or buffer lives there.
+            module runs there, and its weights live there; a parameter or buffer lives there. Of names
+            within each other the innermost counts: ``{"": 0, "lm_head": 1}``.
         together: modules, or lists of them, that must not be split over devices.
         offload: False for accelerators only: what does not fit them is an error.
         cpu_compute: False where the CPU may keep weights, but not compute.

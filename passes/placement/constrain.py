@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology, round_up
 from graphplan.errors import PlanError
@@ -38,8 +38,10 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
     if cpu is not None:
         kept = (name for name, operation in graph.operations.items() if operation.offloads)
         allowed.update(dict.fromkeys(kept, frozenset({cpu})))
-    for name, key in constraints.pin.items():
-        _pin(graph, problem.topology, name, key, allowed, fixed)
+    pinned = _Pinned(graph, problem.topology, fixed)
+    for name in sorted(constraints.pin, key=pinned.depth, reverse=True):
+        pinned.pin(name, constraints.pin[name])
+    allowed.update(pinned.allowed)
     _agree(graph, allowed, constraints)
     return where_buffers_suffice(
         replace(
@@ -104,30 +106,56 @@ def _check_no_offload(
             raise PlanError(f"pin={{{name!r}: {key!r}}} contradicts offload=False: leave one of them out")
 
 
-def _pin(
-    graph: Graph,
-    topology: Topology,
-    name: str,
-    key: DeviceKey,
-    allowed: dict[str, frozenset[DeviceKey]],
-    fixed: dict[str, DeviceKey],
-) -> None:
-    if key not in topology:
-        listed = ", ".join(map(repr, topology.keys))
-        raise PlanError(f"pin={{{name!r}: {key!r}}}: no such device, max_memory has {listed}")
-    if not topology[key].computes:
-        raise PlanError(f"pin={{{name!r}: {key!r}}}: weights cannot be pinned to {DISK!r}")
-    weight = graph.weight_named(name)
-    if weight is not None:
-        fixed[weight.name] = key
-        readers = [] if weight.streamable else list(graph.consumers.get(weight.name, ()))
-    else:
-        readers = _operations(graph, name, f"pin={{{name!r}: {key!r}}}")
-        for owned in _owned(graph, name):
-            if fixed.setdefault(owned, key) != key:
-                raise PlanError(f"pin puts {owned!r} on {fixed[owned]!r} and, through {name!r}, on {key!r}")
-    for reader in readers:
-        allowed[reader] = frozenset({key})
+@dataclass(frozen=True, slots=True)
+class _Pinned:
+    """What pins have fixed: of names within each other, the innermost, which comes first.
+
+    Attributes:
+        graph: whose operations and weights are pinned.
+        topology: the devices.
+        fixed: weight -> where it lives, by earlier plans too.
+        allowed: operation -> where it runs.
+        names: weight -> the pin that fixed it.
+    """
+
+    graph: Graph
+    topology: Topology
+    fixed: dict[str, DeviceKey]
+    allowed: dict[str, frozenset[DeviceKey]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def depth(self, name: str) -> tuple[bool, int]:
+        """How far inside the model a name is."""
+        single = name in self.graph.operations or self.graph.weight_named(name) is not None
+        return single, len(name.split(".")) if name else 0
+
+    def pin(self, name: str, key: DeviceKey) -> None:
+        """What no pin of something inside it has fixed goes to a device."""
+        graph, topology = self.graph, self.topology
+        if key not in topology:
+            listed = ", ".join(map(repr, topology.keys))
+            raise PlanError(f"pin={{{name!r}: {key!r}}}: no such device, max_memory has {listed}")
+        if not topology[key].computes:
+            raise PlanError(f"pin={{{name!r}: {key!r}}}: weights cannot be pinned to {DISK!r}")
+        weight = graph.weight_named(name)
+        if weight is not None:
+            self.fixed[weight.name], self.names[weight.name] = key, name
+            readers = [] if weight.streamable else list(graph.consumers.get(weight.name, ()))
+        else:
+            readers = _operations(graph, name, f"pin={{{name!r}: {key!r}}}")
+            for owned in _owned(graph, name):
+                self._own(owned, name, key)
+        for reader in readers:
+            self.allowed.setdefault(reader, frozenset({key}))
+
+    def _own(self, weight: str, module: str, key: DeviceKey) -> None:
+        inner = self.names.get(weight)
+        if inner is not None and (not module or inner.startswith(module + ".")):
+            return
+        if self.fixed.setdefault(weight, key) != key:
+            there = self.fixed[weight]
+            raise PlanError(f"pin puts {weight!r} on {there!r} and, through {module!r}, on {key!r}")
+        self.names[weight] = module
 
 
 def _owned(graph: Graph, module: str) -> list[str]:
@@ -136,7 +164,7 @@ def _owned(graph: Graph, module: str) -> list[str]:
         weight.name
         for weight in graph.weights.values()
         if weight.kind != "constant"
-        and any(name.startswith(module + ".") for name in (weight.name, *weight.names))
+        and (not module or any(name.startswith(module + ".") for name in (weight.name, *weight.names)))
     ]
 
 

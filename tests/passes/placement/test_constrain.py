@@ -65,6 +65,17 @@ def test_a_pinned_parameter_lives_there_and_is_streamed() -> None:
     assert plan.streams == tuple(plan.schedule.loads())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
+    pin: list[tuple[str, Any]] = [("", 0), ("blocks", 1), ("blocks.1", 0), ("blocks.1.0.weight", "cpu")]
+    model, budgets = Tied().eval(), {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
+    plan = graphplan.plan(model, budgets, (IDS,), pin=dict(pin[::order]))
+    assert [plan.device_of(f"blocks.{i}.0") for i in range(3)] == [1, 0, 1]
+    found = {name: plan.placement[name] for name in ("embed.weight", "blocks.0.0.weight", "blocks.1.0.bias")}
+    assert found == {"embed.weight": 0, "blocks.0.0.weight": 1, "blocks.1.0.bias": 0}
+    assert plan.placement["blocks.1.0.weight"] == "cpu"
+
+
 def test_pinned_models_run() -> None:
     model = Tied().eval()
     with graphplan.simulate({0: "64KiB", 1: "64KiB"}) as machine:
