@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphplan.message_text import meant_unit
+
 __all__ = [
     "BudgetError",
     "CaptureError",
@@ -99,8 +101,8 @@ class InfeasibleError(GraphplanError):
         self.needed = dict(needed or {})
         self.available = dict(available or {})
         for key, nbytes in self.available.items():
-            if 0 < nbytes < 1 << 10:  # no device is so small: another unit was meant
-                message += f". max_memory[{key!r}] is {nbytes} bytes: write '{nbytes}GiB' for as many GiB"
+            meant = meant_unit(f"max_memory[{key!r}]", nbytes)
+            message += f". {meant}" if meant else ""
         super().__init__(message)
         self.operation = operation
         self.device = device

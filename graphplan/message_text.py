@@ -22,6 +22,11 @@ def readable_bytes(nbytes: int) -> str:
     return f"{size_text(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"
 
 
+def meant_unit(name: str, nbytes: int) -> str:
+    """What to write where a budget is too small for any device, as 24 bytes are; else nothing."""
+    return f"{name} is {nbytes} bytes: write '{nbytes}GiB' for as many GiB" if 0 < nbytes < 1 << 10 else ""
+
+
 def first_line(error: BaseException, most: int = 200) -> str:
     """The kind of an error and what it says first: torch goes on with lists of all its backends.
 

@@ -18,7 +18,9 @@ from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import PipelineSchedule
+from graphplan.message_text import meant_unit
 from graphplan.passes.training.optimizer_memory import Optimizer
+from graphplan.warnings import warn
 
 ExampleCall = (
     Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
@@ -124,7 +126,11 @@ class PlanOptions:
     def topology(self, max_memory: MaxMemory | None, *, grad: bool = False) -> Topology:
         """The devices, as fast as the caller says; BudgetError or DeviceError where they cannot be read."""
         grad = grad or self.train
-        return with_speeds(read_max_memory(max_memory, self.links, self.reserve, grad=grad), self.devices)
+        topology = read_max_memory(max_memory, self.links, self.reserve, grad=grad)
+        for key, nbytes in topology.budgets.items():
+            if meant := meant_unit(f"max_memory[{key!r}]", nbytes):
+                warn(meant)
+        return with_speeds(topology, self.devices)
 
     @property
     def size_limits(self) -> SizeLimits:

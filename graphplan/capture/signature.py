@@ -8,6 +8,7 @@ inputs of the graph, every other leaf is a constant of it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,12 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
     except TypeError as error:
         takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
         unknown = [] if takes_any else [name for name in kwargs if name not in signature.parameters]
-        also = f"; it takes no {', '.join(map(repr, unknown))}" if unknown else ""
+        close = [
+            f"{hit[0]!r}" for n in unknown if (hit := difflib.get_close_matches(n, signature.parameters, 1))
+        ]
+        unsaid = [repr(name) for name in unknown if repr(name) not in str(error)]
+        also = f"; it takes no {', '.join(unsaid)}" if unsaid else ""
+        also += f"; did you mean {', '.join(close)}?" if close else ""
         raise InputError(f"the inputs do not fit forward{signature}: {error}{also}") from error
     positional: list[Any] = []
     named: dict[str, Any] = {}

@@ -142,7 +142,7 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     if not large:
         return error
     hint = (
-        f"{large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
+        f"{large[0].name!r}, of {readable_bytes(large[0].nbytes)}, is larger than what any accelerator "
         f"may hold. It can be computed in slices if the whole may reside on the CPU: {' and '.join(asks)}"
     )
     error.args = (f"{error}. {hint}",)

@@ -204,6 +204,8 @@ def read_size(value: object, name: str) -> int:
         raise BudgetError(f"{name} = {value!r} {what}") from error
     if nbytes < 0:
         raise BudgetError(f"{name} = {value!r} is negative")
+    if nbytes == 0 and not isinstance(value, str) and value != 0:
+        raise BudgetError(f"{name} = {value!r} is less than a byte: write '{value}GiB' for as many GiB")
     return nbytes
 
 

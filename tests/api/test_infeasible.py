@@ -76,8 +76,14 @@ def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], cal
 
 
 def test_bytes_that_are_meant_as_another_unit() -> None:
-    with pytest.raises(graphplan.InfeasibleError, match=r"max_memory\[0\] is 24 bytes: write '24GiB'"):
+    said = r"max_memory\[0\] is 24 bytes: write '24GiB'"
+    with (
+        pytest.warns(graphplan.GraphplanWarning, match=said),
+        pytest.raises(graphplan.InfeasibleError, match=said),
+    ):
         graphplan.plan(stack(), {0: 24}, (X,))
+    with pytest.warns(graphplan.GraphplanWarning, match=said):  # the CPU holds the model, and computes
+        graphplan.plan(stack(), {0: 24, "cpu": "1GiB"}, (X,))
 
 
 TIGHT: list[tuple[Any, dict[Any, int], torch.Tensor]] = [

@@ -100,10 +100,19 @@ def test_positional_and_named_arguments_are_one_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [((), {}), ((1, 2, 3, 4), {}), ((torch.ones(1),), {"nonsense": 1})]
+    ("args", "kwargs", "said"),
+    [
+        ((), {}, "missing a required argument: 'x'"),
+        ((1, 2, 3, 4), {}, "too many positional arguments"),
+        ((torch.ones(1),), {"nonsense": 1}, "unexpected keyword argument 'nonsense'"),
+        ((torch.ones(1),), {"scal": 1}, "unexpected keyword argument 'scal'; did you mean 'scale'[?]"),
+        ((), {"nonsense": 1}, "missing a required argument: 'x'; it takes no 'nonsense'"),
+    ],
 )
-def test_arguments_that_do_not_fit_the_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with pytest.raises(graphplan.InputError, match="do not fit forward"):
+def test_arguments_that_do_not_fit_the_signature(
+    args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(graphplan.InputError, match=f"do not fit forward.*: .*{said}$"):
         ModelCopy(Owner()).bind(args, kwargs)
 
 

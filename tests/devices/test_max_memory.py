@@ -42,6 +42,7 @@ def test_integer_keys_name_accelerators_even_without_one() -> None:
         ({0: "ten"}, "'ten'"),
         ({0: -1}, "-1"),
         ({0: "-5GB"}, "'-5GB' is negative"),
+        ({0: 0.5}, "write '0.5GiB'"),
         ({0: "10G"}, "write bytes, '10GiB' or '10GB'"),
         ({0: "²"}, "²"),
         ({0: True}, "True"),
