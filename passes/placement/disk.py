@@ -183,11 +183,13 @@ class _DiskPlacement:
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
         hint = f". Budgets that would do: max_memory={needed}" if needed else ""
-        total = sum(w.nbytes for w in graph.weights.values() if w.kind == "parameter")
-        if self.mappable is not None and extra < min(total, topology[DISK].room):
+        parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
+        total = sum(weight.nbytes for weight in parameters)
+        mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)
+        if mapped < total and extra < topology[DISK].room:
             hint += (
                 ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
-                f"{readable_bytes(extra)} of {readable_bytes(total)} here. Save the model so with "
+                f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model so with "
                 "save_pretrained or safetensors.torch.save_file, and give partition(..., checkpoint=path)"
             )
         operation = None if failure is None else failure.operation

@@ -270,6 +270,15 @@ def test_weights_of_another_dtype_cannot_stay_on_disk(tmp_path: Path) -> None:
         graphplan.partition(meta(), {0: 2 * BLOCK + ROOM, "disk": 1 << 20}, (X,), checkpoint=str(tmp_path))
 
 
+def test_a_call_without_room_beside_placed_weights_does_not_ask_for_another_file(saved: Any) -> None:
+    with (
+        mapped(saved[1], BUDGETS["without a CPU"]) as (placed, _),
+        pytest.raises(graphplan.InfeasibleError, match="max_batch and max_length that cover them") as caught,
+    ):
+        placed(X.repeat(1000, 1))
+    assert "in the model's dtype" not in str(caught.value)
+
+
 def test_infeasible_budgets_come_with_some_that_would_do(saved: Any) -> None:
     budgets = {0: 2048, "cpu": 1024, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):
