@@ -35,6 +35,9 @@ _CPU_SPEED = (1e12, 50e9)
 _CPU_OVERHEAD = 20e-6
 _TERABYTES = re.compile(r"(.+)t(i?b)", re.IGNORECASE)
 _ELSEWHERE = "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
+_SIMULATED_HERE = (
+    "Inside graphplan.simulate, name devices by their index, and make plans to carry out there too"
+)
 
 
 def read_max_memory(
@@ -169,6 +172,7 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
             here = torch.accelerator.device_count() if found is not None else 0
             present = spec.type == found and index < here
             have = f"has {here} {found or 'accelerator'} device{'' if here == 1 else 's'}"
+            hint = hint if machine is None else _SIMULATED_HERE
         if not present:
             raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {have}. {hint}")
 

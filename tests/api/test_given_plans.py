@@ -216,3 +216,14 @@ def test_workspaces_may_be_others_on_the_machine_that_runs(
     assert {one.workspace_on("cpu") for one in placed.plan.graph.operations.values()} == {4096}
     with pytest.raises(graphplan.PlanError, match="max_memory leaves"):
         graphplan.partition(model, {"cpu": 4096}, (x,), plan=plan)
+
+
+def test_a_plan_for_real_devices_is_not_carried_out_on_simulated_ones() -> None:
+    plan = graphplan.plan(stack(), {0: "1MiB"}, (X,))
+    with (
+        graphplan.simulate({0: "1MiB"}),
+        pytest.raises(
+            graphplan.DeviceError, match=r"cuda:0.* is not here.*make plans to carry out there too$"
+        ),
+    ):
+        graphplan.partition(stack(), args=(X,), plan=plan)
