@@ -207,8 +207,8 @@ class Mover:
         plan = self.plan
         pins = {n: k for n, k in plan.constraints.pin.items() if k != key and self._touched_by(n)}
         if pins:
-            name, where = next(iter(pins.items()))
-            return f"pin={{{name!r}: {where!r}}}"
+            name = max(pins, key=len)  # of pins within each other the innermost counts
+            return f"pin={{{name!r}: {pins[name]!r}}}"
         settled = self._settled(key)
         if settled and self.kind == "weight":
             return f"an earlier plan put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"

@@ -74,6 +74,7 @@ def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
     found = {name: plan.placement[name] for name in ("embed.weight", "blocks.0.0.weight", "blocks.1.0.bias")}
     assert found == {"embed.weight": 0, "blocks.0.0.weight": 1, "blocks.1.0.bias": 0}
     assert plan.placement["blocks.1.0.weight"] == "cpu"
+    assert "pin={'': 0}" not in str(plan.explain("blocks.2"))
 
 
 def test_pinned_models_run() -> None:
