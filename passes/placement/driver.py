@@ -54,7 +54,7 @@ def place(
     if found is not None:
         return _searched_on(found, problem, limits)
     # the search is no proof: what fits larger budgets may fit the given ones
-    effort = limits.work(len(problem.graph.operations), SearchParams().advice_effort)
+    effort = Limits(limits.deadline).work(len(problem.graph.operations), SearchParams().advice_effort)
     advice = smallest_budgets(problem, effort, probe)
     if advice is not None:
         again = evaluate(problem, advice.evaluation.assignment)

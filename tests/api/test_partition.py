@@ -325,7 +325,7 @@ def test_without_inputs_nothing_that_is_written_is_lost() -> None:
 def test_without_inputs_the_first_call_raises_what_partition_would() -> None:
     model = Tied().eval()
     with pytest.warns(graphplan.GraphplanWarning, match="first call"):
-        placed = graphplan.partition(model, {"cpu": 100})
+        placed = graphplan.partition(model, {"cpu": 2000})
     with pytest.raises(graphplan.InfeasibleError):
         placed(IDS)
 
@@ -433,7 +433,7 @@ def test_errors_leave_the_model_as_it_was() -> None:
         (graphplan.BudgetError, {"max_memory": {"cpu": "lots"}}),
         (graphplan.DeviceError, {"max_memory": {7: "1GiB"}}),
         (graphplan.DeviceError, {"max_memory": {"gpu": "1GiB"}}),
-        (graphplan.InfeasibleError, {"max_memory": {"cpu": 100}}),
+        (graphplan.InfeasibleError, {"max_memory": {"cpu": 2000}}),
         (graphplan.InputError, {"kwargs": {"nonsense": IDS}}),
         *([(RuntimeError, {"kwargs": {"ids": IDS.float()}})] if has("torch", "2.12") else []),
         (RuntimeError, {"kwargs": {"ids": IDS, "mask": torch.ones(3, 5)}}),
