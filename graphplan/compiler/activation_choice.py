@@ -203,7 +203,8 @@ class _Choice:
         if not any(trial.found for trial in self.tried.values()):
             return
         for _ in range(_STEPS // 2 if streams and self.large else _STEPS):
-            count = self._next(_enough(items, lacking), most)
+            seconds = {count: trial.seconds for count, trial in self.tried.items()}
+            count = next_count(seconds, _enough(items, lacking), most)
             if count in self.tried:
                 break
             lacking[count] = self._try(count, cheapest(items, count))
@@ -218,25 +219,6 @@ class _Choice:
         blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
         paths = dict.fromkeys(block.path for block in blocks)
         return Savings(again=tuple(paths)), sum(block.seconds for block in blocks)
-
-    def _next(self, guess: int, most: int) -> int:
-        """The guess where it lies next to the best count, else one between that and the more promising side.
-
-        One that was tried where none is left.
-
-        Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
-        """
-        counts = sorted({*self.tried, most} if most > max(self.tried) else self.tried)
-        seconds = {one: self.tried[one].seconds if one in self.tried else math.inf for one in counts}
-        best = min(counts, key=seconds.__getitem__)
-        at = counts.index(best)
-        left, right = counts[max(0, at - 1)], counts[min(at + 1, len(counts) - 1)]
-        if left < guess < right and guess != best:
-            return guess
-        lacks = {one for one, trial in self.tried.items() if trial.found is None}
-        beside = [one for one in (left, right) if one != best]
-        side = min(beside, key=lambda one: 0.0 if one in lacks else seconds[one])
-        return best + round((side - best) * _GOLDEN)
 
     def _try(self, count: int, savings: Savings) -> int:
         """Find a placement for so many segments; the bytes that lack then, below 0 if some are left."""
@@ -258,6 +240,33 @@ class _Choice:
 
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)
+
+
+def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
+    """The guess where it is beside the best count, else a count from there to the more promising side.
+
+    Args:
+        seconds: of the counts that were tried, 0 among them; infinite where nothing fits, as with too few.
+        guess: how many should do.
+        most: how many may be worth it.
+
+    Returns:
+        one that was tried where none is left.
+
+    Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
+    """
+    counts = sorted({*seconds, most} if most > max(seconds) else seconds)
+    best = min(counts, key=lambda count: seconds.get(count, math.inf))
+    at = counts.index(best)
+    beside = counts[max(0, at - 1) : at] + counts[at + 1 : at + 2]
+    if min([best, *beside]) <= guess <= max([best, *beside]) and guess not in seconds:
+        return guess
+    lacks = {count for count in seconds if math.isinf(seconds[count])}
+    side = min(
+        beside, key=lambda count: 0.0 if count in lacks else seconds.get(count, math.inf), default=best
+    )
+    step = (side - best) * _GOLDEN
+    return best + (math.ceil(step) if step > 0 else math.floor(step))
 
 
 def _enough(items: Sequence[Item], lacking: Mapping[int, int]) -> int:

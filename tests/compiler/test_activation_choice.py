@@ -16,7 +16,7 @@ from torch import nn
 from training_steps import ROOMY, needed
 
 import graphplan
-from graphplan.compiler.activation_choice import Trial, _Choice
+from graphplan.compiler.activation_choice import Trial, _Choice, next_count
 
 CHOICE = "graphplan.compiler.activation_choice._Choice"
 
@@ -134,3 +134,26 @@ def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
     plan = graphplan.plan(model, budgets, devices=devices, **step)
     assert plan.peak_bytes[1] == 0
     assert plan.makespan < 1.1 * alone.makespan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "guess", "most", "expected"),
+    [
+        ({0: 5.0}, 0, 0, 0),  # nothing to try
+        ({0: 5.0}, 0, 1, 1),
+        ({0: 5.0}, 3, 10, 3),
+        ({0: 5.0}, 10, 10, 10),
+        ({0: 5.0}, 0, 10, 4),
+        ({0: math.inf, 10: 9.0}, 2, 10, 2),
+        ({0: math.inf, 2: math.inf, 10: 9.0}, 1, 10, 6),  # the guess did not fit: towards what does not
+        ({0: math.inf, 2: math.inf, 6: 7.0, 10: 9.0}, 1, 10, 4),
+        ({0: math.inf, 5: math.inf, 6: 7.0, 10: 9.0}, 1, 10, 5),  # none is left
+        ({0: 8.0, 4: 7.0, 10: 9.0}, 0, 10, 2),  # towards the faster side
+        ({0: 9.0, 4: 7.0, 10: 8.0}, 0, 10, 7),
+        ({0: 5.0, 10: 9.0}, 3, 2, 3),  # of a best count at the end there is one side
+    ],
+)
+def test_the_next_count_is_beside_the_best(
+    seconds: dict[int, float], guess: int, most: int, expected: int
+) -> None:
+    assert next_count(seconds, guess, most) == expected
