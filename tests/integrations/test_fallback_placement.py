@@ -412,7 +412,7 @@ def test_forward_derivatives_are_not_planned() -> None:
         graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
 
 
-def test_gradients_of_functions_are_not_planned() -> None:
+def test_gradients_of_functions_are_planned() -> None:
     class Surprise(nn.Module):
         """A layer, and the gradient of another one's error, as of a memory that learns while it is read."""
 
@@ -431,9 +431,9 @@ def test_gradients_of_functions_are_not_planned() -> None:
 
     model = Surprise().eval()
     with graphplan.simulate({0: "1MiB"}) as machine:
-        with pytest.warns(graphplan.GraphplanWarning, match=r"torch\.(func|export)"):
-            placed = graphplan.partition(model, machine.max_memory, (X,))
-        assert largest_difference(placed(X), model(X)) < 1e-6
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for x in (X, torch.randn(5, 16)):
+            assert largest_difference(placed(x), model(x)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["lambda", "self"])
