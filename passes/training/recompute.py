@@ -32,8 +32,9 @@ def recompute(
 ) -> None:
     """Compute these segments of a training step again, in place; those of some paths selectively."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
-    for segment in segments:
-        saved, again = repeated(segment, selectively=segment.path in selectively)
+    # all before the first change: copies of one segment read what another would then find saved
+    found = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
+    for segment, saved, again in found:
         make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
     capture.graph.lint()
 

@@ -85,6 +85,18 @@ def test_the_backward_pass_reads_what_is_computed_again() -> None:
     assert reader.args == ([mm, copy],)
 
 
+def test_what_one_layer_computes_again_does_not_depend_on_the_others() -> None:
+    """A plan names its layers: what is repeated of each is found from the step as it was traced."""
+    step = Step()
+    gone = step.add(aten.mm.default, step.x, step.w, path="before")
+    one = step.add(aten.relu.default, gone, path="one")
+    other = step.add(aten.relu.default, gone, path="other")
+    step.reads(one, other)
+    capture = step.capture()
+    recompute(capture, segments_of(capture), {"other"})
+    assert [node.meta["repeats"] for node in capture.graph.nodes if "repeats" in node.meta] == [one.name]
+
+
 def _norm(step: Step, node: fx.Node) -> list[fx.Node]:
     norm = step.add(aten.native_layer_norm.default, node, [4], None, None, 1e-5)
     return [step.add(getitem, norm, index) for index in range(3)]
