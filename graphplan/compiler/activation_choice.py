@@ -200,8 +200,8 @@ class _Choice:
             lacking[len(items)] = self._try(len(items), savings)
         if not any(trial.found for trial in self.tried.values()):
             lacking[most] = self._try(most, cheapest(items, most))
-        if not any(trial.found for trial in self.tried.values()):
-            return
+            if self.tried[most].found is None and lacking[most] > 0:
+                return
         for _ in range(_STEPS // 2 if streams and self.large else _STEPS):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
             count = next_count(seconds, _enough(items, lacking), most)
@@ -251,7 +251,7 @@ def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
         most: how many may be worth it.
 
     Returns:
-        one that was tried where none is left.
+        one that was tried where none is left; the guess where nothing fits, since CPU memory may lack too.
 
     Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
     """
@@ -259,12 +259,12 @@ def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
     best = min(counts, key=lambda count: seconds.get(count, math.inf))
     at = counts.index(best)
     beside = counts[max(0, at - 1) : at] + counts[at + 1 : at + 2]
-    if min([best, *beside]) <= guess <= max([best, *beside]) and guess not in seconds:
+    near = min([best, *beside]) <= guess <= max([best, *beside])
+    if math.isinf(seconds.get(best, math.inf)) or (near and guess not in seconds):
         return guess
     lacks = {count for count in seconds if math.isinf(seconds[count])}
-    side = min(
-        beside, key=lambda count: 0.0 if count in lacks else seconds.get(count, math.inf), default=best
-    )
+    left = [count for count in beside if abs(count - best) > 1 or count not in seconds]
+    side = min(left, key=lambda count: 0.0 if count in lacks else seconds.get(count, math.inf), default=best)
     step = (side - best) * _GOLDEN
     return best + (math.ceil(step) if step > 0 else math.floor(step))
 

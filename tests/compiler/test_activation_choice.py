@@ -147,7 +147,9 @@ def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
         ({0: math.inf, 10: 9.0}, 2, 10, 2),
         ({0: math.inf, 2: math.inf, 10: 9.0}, 1, 10, 6),  # the guess did not fit: towards what does not
         ({0: math.inf, 2: math.inf, 6: 7.0, 10: 9.0}, 1, 10, 4),
-        ({0: math.inf, 5: math.inf, 6: 7.0, 10: 9.0}, 1, 10, 5),  # none is left
+        ({0: math.inf, 5: math.inf, 6: 7.0, 10: 9.0}, 1, 10, 8),  # none is left on the more promising side
+        ({0: math.inf, 5: math.inf, 6: 7.0, 7: 9.0}, 1, 7, 6),  # none is left
+        ({0: math.inf, 10: math.inf}, 4, 10, 4),  # nothing fits
         ({0: 8.0, 4: 7.0, 10: 9.0}, 0, 10, 2),  # towards the faster side
         ({0: 9.0, 4: 7.0, 10: 8.0}, 0, 10, 7),
         ({0: 5.0, 10: 9.0}, 3, 2, 3),  # of a best count at the end there is one side
@@ -157,3 +159,14 @@ def test_the_next_count_is_beside_the_best(
     seconds: dict[int, float], guess: int, most: int, expected: int
 ) -> None:
     assert next_count(seconds, guess, most) == expected
+
+
+def test_where_cpu_memory_lacks_fewer_segments_wait_there() -> None:
+    """All of them do not fit there; as many as the accelerator lacks do."""
+    with torch.device("meta"):
+        layers = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(8))
+        model, step = nn.Sequential(*layers), {"kwargs": {"input": torch.zeros(1 << 14, 512)}, "train": True}
+    size = graphplan.plan(model, {0: "99GiB"}, **step).peak_bytes[0]
+    with short_search():
+        plan = graphplan.plan(model, {0: int(0.8 * size), "cpu": int(0.4 * size)}, recompute=False, **step)
+    assert 0 < len(plan.offloaded_activations) < 8
