@@ -78,34 +78,47 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    given, before = (keep_grad, module, args, kwargs), attributes_of(module)
-    ends = time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    repeated: RepeatedModules | None = RepeatedModules()
-    below = False
+    given, before = (keep_grad, module, args, kwargs, dynamic_shapes, sizes), attributes_of(module)
     try:
-        while True:
-            try:
-                state, program = _export(*given, dynamic_shapes, repeated, ends, below=below)
-                break
-            except _OwnGradientsError:
-                below = True
-            except Exception as error:  # the tracer runs the model's own code, which may raise anything
-                if repeated is None or not repeated.used or time.thread_time() > ends:
-                    raise
-                logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-            repeated = None
+        try:
+            return _exported(*given, below=False)
+        except _OwnGradientsError:
             put_back(before)
-        if keep_grad:
-            state.refuse_history()
-        with state.left(program) as differs:
-            if differs:
-                shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
-                state.refuse_other(*_export_again(*given, shapes, below=below))
-        place_writes(program.graph)
-        program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
-        return program
+            return _exported(*given, below=True)
     finally:
         put_back(before)
+
+
+def _exported(
+    keep_grad: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    sizes: bool,
+    *,
+    below: bool,
+) -> torch.export.ExportedProgram:
+    given, before = (keep_grad, module, args, kwargs), attributes_of(module)
+    repeated = None if below else RepeatedModules()
+    ends = time.thread_time() + _MOST_SECONDS if sizes else math.inf
+    try:
+        state, program = _export(*given, dynamic_shapes, repeated, ends, below=below)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        if repeated is None or not repeated.used or time.thread_time() > ends:
+            raise
+        logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+        put_back(before)
+        state, program = _export(*given, dynamic_shapes, ends=ends, below=below)
+    if keep_grad:
+        state.refuse_history()
+    with state.left(program) as differs:
+        if differs:
+            shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
+            state.refuse_other(*_export_again(*given, shapes, below=below))
+    place_writes(program.graph)
+    program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
+    return program
 
 
 def _export(
@@ -280,8 +293,11 @@ def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-class _OwnGradientsError(Exception):
-    """``forward`` computes gradients: a trace above autograd does not see what these are computed from."""
+class _OwnGradientsError(BaseException):
+    """``forward`` computes gradients: a trace above autograd does not see what these are computed from.
+
+    No ``Exception``: a model that goes on without gradients after an error is not to see it.
+    """
 
 
 def _if_it_goes_on(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Callable[..., Any]:

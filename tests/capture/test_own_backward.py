@@ -204,3 +204,33 @@ def test_gradients_that_forward_computes_are_in_the_graph(training: bool) -> Non
             assert machine.peak_bytes(key) <= placed.plan.peak_bytes[key]
         for name, value in own.named_buffers():
             assert torch.allclose(placed.get_buffer(name).cpu(), value)
+
+
+class Guarded(nn.Module):
+    """Slopes, of which the model does without after an error; of the first calls, or not."""
+
+    def __init__(self, *, later: bool = False) -> None:
+        super().__init__()
+        self.layer, self.ready = nn.Linear(8, 1), not later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.ready = True
+            return x
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            try:
+                return torch.autograd.grad(self.layer(x).pow(2).sum(), x)[0]
+            except Exception:
+                return torch.zeros_like(x)
+
+
+def test_a_model_that_goes_on_without_gradients_after_an_error_has_them() -> None:
+    model = Guarded()
+    placed = graphplan.partition(model, {"cpu": ROOMY}, (X,), strict=True)
+    assert torch.allclose(placed(2 * X), model(2 * X), atol=1e-6)
+
+
+def test_gradients_that_only_the_next_call_computes_make_no_graph() -> None:
+    with pytest.raises(graphplan.NoGraphError, match="the next computes something else"):
+        graphplan.partition(Guarded(later=True), {"cpu": ROOMY}, (X,), strict=True)
