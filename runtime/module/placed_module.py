@@ -190,16 +190,15 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
     """Place the module at this call of it, unless another thread has done so meanwhile."""
     while True:
         state = module._graphplan
-        closed = state.start is not None  # from here on, no call begins
-        with state.turns:  # without the lock: a call under way may wait for a capture
-            pass
-        with CAPTURE_LOCK:
-            if closed and module._graphplan is state:
-                _start(module, state, entry, args, kwargs)
-                return
-            _notice_changes(module)  # what a hook had assigned for the time of its call is gone
-            if module._graphplan.start is None:
-                return
+        with state.turns:  # before the capture lock, for which a call under way may wait
+            if module._graphplan is not state:
+                continue
+            if state.start is None:
+                _notice_changes(module)  # what a hook had assigned for the time of its call is gone
+            if state.start is not None:
+                with CAPTURE_LOCK:
+                    _start(module, state, entry, args, kwargs)
+            return
 
 
 def _start(

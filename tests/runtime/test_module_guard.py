@@ -17,6 +17,7 @@ from torch import nn
 
 import graphplan
 from graphplan import GraphplanWarning
+from graphplan.capture.thread_patches import CAPTURE_LOCK
 
 
 class Net(nn.Module):
@@ -274,6 +275,35 @@ def test_what_a_hook_assigns_for_its_call_is_no_change_for_another_thread(machin
     other.start()
     results.append(placed(x))
     other.join(60)
+    assert len(results) == 2
+    assert all(torch.allclose(one, wanted, atol=1e-5) for one in results)
+
+
+@pytest.mark.filterwarnings("error", "ignore:hooks were added")
+def test_nor_does_that_thread_wait_for_a_capture(machine: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
+    placed: Any = graphplan.partition(model, machine.max_memory, (x,))
+    model[1].scale = 2.0
+    wanted, inside, results = model(x).detach(), threading.Semaphore(0), list[torch.Tensor]()
+
+    def before(module: Any, _: Any) -> None:
+        module.scale = 2.0
+        inside.release()
+        time.sleep(0.5)
+
+    def call() -> None:
+        results.append(placed(x))
+
+    placed[1].register_forward_pre_hook(before)
+    placed(x)
+    assert inside.acquire(timeout=60)
+    threads = [threading.Thread(target=copy_context().run, args=(call,)) for _ in range(2)]
+    with CAPTURE_LOCK:
+        for thread in threads:  # the second sees what the hook has assigned, and has its turn
+            thread.start()
+            assert inside.acquire(timeout=20)
+    for thread in threads:
+        thread.join(60)
     assert len(results) == 2
     assert all(torch.allclose(one, wanted, atol=1e-5) for one in results)
 
