@@ -234,3 +234,27 @@ def test_a_model_that_goes_on_without_gradients_after_an_error_has_them() -> Non
 def test_gradients_that_only_the_next_call_computes_make_no_graph() -> None:
     with pytest.raises(graphplan.NoGraphError, match="the next computes something else"):
         graphplan.partition(Guarded(later=True), {"cpu": ROOMY}, (X,), strict=True)
+
+
+class Recurrent(nn.Module):
+    """Slopes of a sequence, through a recurrent layer and around it."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            y = x + self.layer(x)[0]
+            return y.detach(), torch.autograd.grad(y.pow(2).sum(), x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_gradients_pass_recurrent_layers(kind: type[nn.RNNBase]) -> None:
+    model = Recurrent(kind)
+    placed = graphplan.partition(model, {"cpu": ROOMY}, (torch.randn(2, 5, 8),), strict=True)
+    for batch, length in ((2, 5), (3, 4)):
+        x = torch.randn(batch, length, 8)
+        for found, wanted in zip(placed(x), model(x), strict=True):
+            assert torch.allclose(found, wanted, atol=1e-5)

@@ -2,13 +2,17 @@
 
 A graph has ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as one operation each. Torch finds the shapes of its
 results by going over the sequence step by step, which fixes the length; here they follow from the inputs'.
+A trace below autograd, which gradients of ``forward`` need, has those steps themselves.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphplan._compat.torch import forget_kernels
 from graphplan.capture.thread_patches import Patch
@@ -21,10 +25,15 @@ def lengths_vary() -> list[Patch]:
     for layer in _LAYERS:
         forget_kernels(layer)
     return [
-        Patch(layer.py_kernels, key, own, _shaped)
+        Patch(layer.py_kernels, key, own, functools.partial(_computed, own))
         for layer in _LAYERS
         for key, own in layer.py_kernels.items()
     ]
+
+
+def _computed(own: Callable[..., Any], *args: Any) -> Any:
+    """What a layer makes of its arguments; while its steps are written down, by torch's own."""
+    return own(*args) if get_proxy_mode() is not None else _shaped(*args)
 
 
 def _shaped(
