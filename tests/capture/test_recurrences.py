@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import largest_difference
 from language_models import TEXT, VOCABULARY, build
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -106,6 +107,28 @@ def test_one_graph_serves_all_lengths(family: str) -> None:
             if key != "cpu":
                 most = max(plan.peak_bytes[key] for plan in placed.plans)
                 assert machine.peak_bytes(key) <= most <= budget
+
+
+class Salient(nn.Module):
+    """How much each token matters, by the gradient of the embeddings."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = self.model.get_input_embeddings()(input_ids).detach().requires_grad_()
+            logits = self.model(inputs_embeds=given, use_cache=False).logits
+            return torch.autograd.grad(logits.pow(2).sum(), given)[0]
+
+
+def test_gradients_that_forward_computes_pass_recurrences() -> None:
+    model = Salient(falcon_mamba().eval())
+    ids = torch.randint(1, VOCABULARY, (2, 5))
+    wanted = model(ids)
+    with torch.no_grad(), recurrences_whole(model):
+        assert torch.allclose(model(ids), wanted, atol=1e-5)
 
 
 def test_eager_runs_while_another_thread_traces() -> None:

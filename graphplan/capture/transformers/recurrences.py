@@ -149,14 +149,13 @@ for _operation, _run in WHOLE.items():
 
 @contextmanager
 def recurrences_whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the recurrences of a model's layers are one operation each, unless gradients are kept."""
+    """Inside, the recurrences of a model's layers are one operation each, where no gradients are."""
     homes = sorted({type(part).__module__ for part in module.modules()} & set(sys.modules))
-    found = [(home, name) for home in homes for name in _REPLACED if hasattr(sys.modules[home], name)]
-    if torch.is_grad_enabled():
-        found = []
     operations = (
         Patch.of(sys.modules[home], name, functools.partial(_as_operation, home, name))
-        for home, name in found
+        for home in homes
+        for name in _REPLACED
+        if hasattr(sys.modules[home], name)
     )
     with patched(*operations):
         yield
@@ -172,7 +171,8 @@ def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callabl
         bound.apply_defaults()
         given = bound.arguments
         # lengths of packed texts and the like, which the kernels alone know
-        if any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values()):
+        lengths = any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values())
+        if lengths or torch.is_grad_enabled():
             return function(*args, **kwargs)
         return replacement(home, given)
 
