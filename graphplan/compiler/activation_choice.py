@@ -23,7 +23,7 @@ from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
-from graphplan.passes.placement.driver import probe
+from graphplan.passes.placement.driver import accelerators_alone, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
@@ -97,10 +97,10 @@ class _Choice:
 
     def trials(self) -> list[Trial]:
         """Steps to place, the fastest first."""
-        fits = self._fits_as_it_is()
-        if fits and self.tried[0].seconds <= (1 + _NEAR) * sum(self.least.values()):
-            return [self.tried[0]]
-        if fits:
+        self._tried(0, self.member, self.problem)
+        if self._resides:
+            if self.tried[0].seconds <= (1 + _NEAR) * sum(self.least.values()):
+                return [self.tried[0]]
             most = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == most]
         items = self._items()
@@ -170,9 +170,10 @@ class _Choice:
         solution = replace(choice.solution, bound=self.bound)
         return replace(state, choices=[replace(choice, solution=solution)])
 
-    def _fits_as_it_is(self) -> bool:
-        """Whether the accelerators hold the step."""
-        best = self._tried(0, self.member, self.problem).found
+    @property
+    def _resides(self) -> bool:
+        """Whether the fastest that was found keeps everything on the accelerators."""
+        best = min(self.tried.values(), key=lambda trial: trial.seconds).found
         if best is None or best.schedule.prefetch_buffers:
             return False
         cpu = self.problem.topology.cpu
@@ -191,20 +192,23 @@ class _Choice:
     def _search(self, items: Sequence[Item]) -> None:
         """Try every block, then as many as should be enough, and what lies beside the best of these.
 
-        Of a large step that streams weights, whose trials take long, half as many.
+        All segments, too, where the accelerators do not hold the step with every block: others may free more.
+        Of a large step that streams weights, whose trials take long, half as many counts. Where a step on the
+        accelerators alone is the fastest, others are placed there, as without CPU memory.
         """
-        most, streams = self._worth(items), self.tried[0].found is not None
+        most, streams = len(items), self.tried[0].found is not None
         savings, again = self.every_block()
         lacking = {0: self._lacking(self.problem)}
         if again and sum(self.least.values()) + again < self.tried[0].seconds:
-            lacking[len(items)] = self._try(len(items), savings)
-        if not any(trial.found for trial in self.tried.values()):
+            lacking[most] = self._try(most, savings)
+        if not self._resides and (most in self.tried or not streams):
             lacking[most] = self._try(most, cheapest(items, most))
-            if self.tried[most].found is None and lacking[most] > 0:
-                return
-        for _ in range(_STEPS // 2 if streams and self.large else _STEPS):
+        if lacking.get(most, 0) > 0 and not any(trial.found for trial in self.tried.values()):
+            return
+        worth = self._worth(items)
+        for _ in range(_STEPS // 2 if streams and self.large and not self._resides else _STEPS):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
-            count = next_count(seconds, _enough(items, lacking), most)
+            count = next_count(seconds, _enough(items, lacking), worth)
             if count in self.tried:
                 break
             lacking[count] = self._try(count, cheapest(items, count))
@@ -227,10 +231,11 @@ class _Choice:
         self._tried(count, member, problem)
         return self._lacking(problem)
 
-    def _tried(self, count: int, member: Member, problem: Problem) -> Trial:
-        found = probe(problem, deadline=self.state.limits.deadline, climbs=True)
-        self.tried[count] = Trial(member, found)
-        return self.tried[count]
+    def _tried(self, count: int, member: Member, problem: Problem) -> None:
+        if self.tried and self._resides:
+            problem = accelerators_alone(problem) or problem
+        trial = Trial(member, probe(problem, deadline=self.state.limits.deadline, climbs=True))
+        self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda one: one.seconds)
 
     def _lacking(self, problem: Problem) -> int:
         """Bytes that the devices that should hold the step lack together, were it on one of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -121,6 +122,31 @@ def test_two_devices_that_lack_little_do_not_compute_every_block_again() -> None
     again = [op.repeats.partition("_")[0] for op in plan.graph.operations.values() if op.repeats]
     assert "gelu" in again
     assert again.count("addmm") < 6
+
+
+class Stem(nn.Module):
+    """Saves far more than the layers that follow it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = torch.tanh(x)
+        return x
+
+
+def test_where_the_layers_do_not_free_enough_other_modules_are_computed_again() -> None:
+    """Weights were streamed: the layers computed again fit so, too, and nothing that frees more was tried."""
+    with torch.device("meta"):
+        layers = nn.ModuleDict({str(i): Block(nn.Linear(1024, 1024)) for i in range(4)})
+        model = nn.Sequential(OrderedDict(stem=Stem(), **layers))
+        step: dict[str, Any] = {
+            "kwargs": {"input": torch.zeros(1 << 13, 1024, requires_grad=True)},
+            "train": True,
+        }
+    size = graphplan.plan(model, {0: "99GiB"}, **step).peak_bytes[0]
+    with short_search():
+        plan = graphplan.plan(model, {0: int(0.55 * size), "cpu": "99GiB"}, **step)
+    assert any(op.repeats for op in plan.graph.operations.values() if op.module_path == "stem")
+    assert not plan.streams
 
 
 def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
