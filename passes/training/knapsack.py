@@ -1,15 +1,16 @@
 """Which segments save less, and how: the cheapest seconds for each byte that is freed, first.
 
 The greedy method for the knapsack problem (Dantzig, 1957), as for rematerialization in Jain et al.,
-"Checkmate" (2020). A segment is computed again, or waits in CPU memory, whichever takes less time for what it
-frees; selectively first, where that is cheaper for each byte. Segments that nothing tells apart are taken
-evenly spread, so that devices that have contiguous ones have their part of them.
+"Checkmate" (2020). A segment is computed again, selectively or as a whole, or waits in CPU memory: what takes
+least time for what it frees, and then what frees more. Segments that nothing tells apart are taken evenly
+spread, so that devices that have contiguous ones have their part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from torch import fx
@@ -77,9 +78,9 @@ def items_of(
     operation_seconds: Callable[[str], float] | None,
     copy_seconds: Callable[[int], float] | None,
 ) -> list[Item]:
-    """The segments that can save less, each the cheaper way, after what can be computed again selectively.
+    """The segments that can save less, in steps from what is cheapest for each byte to what frees most.
 
-    Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979), without what is dominated.
+    Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979).
 
     Args:
         segments: of a training step.
@@ -91,22 +92,23 @@ def items_of(
     for segment in segments:
         ways = list[Item]()
         if operation_seconds is not None:
+            ways.append(_again(segment, graph, operation_seconds, "selectively"))
             ways.append(_again(segment, graph, operation_seconds, "again"))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]
             ways.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
-        ways = [way for way in ways if way.nbytes]
-        if not ways:
-            continue
-        best = min(ways, key=lambda way: way.price)
-        if operation_seconds is not None:
-            first = _again(segment, graph, operation_seconds, "selectively")
-            rest = replace(best, nbytes=best.nbytes - first.nbytes, seconds=best.seconds - first.seconds)
-            if first.nbytes and rest.nbytes > 0 and first.price < rest.price:
-                found.append(first)
-                best = rest
-        found.append(best)
+        found += _in_steps(ways)
     return found
+
+
+def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
+    """From each way to the one that frees more for the least time beside: what is dominated is left out."""
+    nbytes, seconds = 0, 0.0
+    while more := [way for way in ways if way.nbytes > nbytes]:
+        steps = [replace(way, nbytes=way.nbytes - nbytes, seconds=way.seconds - seconds) for way in more]
+        step = min(steps, key=lambda step: step.price)
+        yield step
+        nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds
 
 
 def _again(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
@@ -146,7 +148,8 @@ def freed(items: Sequence[Item], count: int) -> int:
 
 def enough(items: Sequence[Item], nbytes: float) -> int:
     """How many of the cheapest free so many bytes; all where these do not."""
-    return next((n for n in range(len(items)) if freed(items, n) >= nbytes), len(items))
+    sums = accumulate((item.nbytes for item in ordered(items)), initial=0)
+    return next((count for count, total in enumerate(sums) if total >= nbytes), len(items))
 
 
 def ordered(items: Sequence[Item]) -> list[Item]:
