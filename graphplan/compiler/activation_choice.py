@@ -23,7 +23,7 @@ from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
-from graphplan.passes.placement.driver import accelerators_alone, probe
+from graphplan.passes.placement.driver import accelerators_alone, attempt, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
@@ -106,7 +106,9 @@ class _Choice:
         items = self._items()
         if items:
             self._search(items)
-        found = sorted((one for one in self.tried.values() if one.found), key=lambda one: one.seconds)
+        alone = [] if self._resides else self._searched_alone()
+        trials = [*self.tried.values(), *alone]
+        found = sorted((one for one in trials if one.found), key=lambda one: one.seconds)
         if found:
             return found
         # the most that the caller allows to free, whose budgets an error is to name
@@ -142,7 +144,7 @@ class _Choice:
             return Bound()
         return Bound(sum(self.least.values()), _EACH_ALONE, Scope.ANY)
 
-    def _items(self) -> list[Item]:
+    def _items(self, *, offloads: bool = True) -> list[Item]:
         """What can save less, priced for the fastest accelerator."""
         accelerators = self.problem.topology.accelerators
         clock = self.problem.clock(max(accelerators or self.problem.topology.devices, key=lambda s: s.flops))
@@ -150,7 +152,7 @@ class _Choice:
             segments_of(self.member.annotator.capture),
             self.problem.graph,
             clock.__getitem__ if self.recomputes else None,
-            self._copy_seconds if self.offloads else None,
+            self._copy_seconds if self.offloads and offloads else None,
         )
 
     def _copy_seconds(self, nbytes: int) -> float:
@@ -212,6 +214,21 @@ class _Choice:
             if count in self.tried:
                 break
             lacking[count] = self._try(count, cheapest(items, count))
+
+    def _searched_alone(self) -> list[Trial]:
+        """A full search of the accelerators alone for what computes most again, if that may be faster.
+
+        The quick search may find it only with CPU memory: no plan is to be slower for more memory.
+        """
+        items = self._items(offloads=False)
+        seconds = sum(self.least.values()) + sum(item.seconds for item in items)
+        known = min(trial.seconds for trial in self.tried.values())
+        if not items or seconds >= known or math.isinf(known):  # where nothing is known, all are searched
+            return []
+        member = member_with(self.member, cheapest(items, len(items)))
+        alone = accelerators_alone(self._posed(member))
+        solution = None if alone is None else attempt(alone, self.state.limits, None)
+        return [] if solution is None else [Trial(member, solution.evaluation)]
 
     def every_block(self) -> tuple[Savings, float]:
         """The layers of stacks, each computed again, as torch.utils.checkpoint on each; the seconds at least.

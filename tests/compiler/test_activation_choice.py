@@ -15,6 +15,7 @@ import torch
 from shortcuts import short_search
 from torch import nn
 from training_steps import ROOMY, needed
+from transformers import ResNetConfig, ResNetForImageClassification
 
 import graphplan
 from graphplan.compiler.activation_choice import Trial, _Choice, next_count
@@ -196,3 +197,18 @@ def test_where_cpu_memory_lacks_fewer_segments_wait_there() -> None:
     with short_search():
         plan = graphplan.plan(model, {0: int(0.8 * size), "cpu": int(0.4 * size)}, recompute=False, **step)
     assert 0 < len(plan.offloaded_activations) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.full_search
+def test_memory_of_the_cpu_makes_no_step_slower_that_two_devices_hold() -> None:
+    """The quick search does not find that they do."""
+    with torch.device("meta"):
+        model = ResNetForImageClassification(ResNetConfig(num_labels=10)).train()
+        inputs = {"pixel_values": torch.zeros(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.long)}
+    step: dict[str, Any] = {"kwargs": inputs, "train": True, "optimizer": torch.optim.AdamW}
+    size = graphplan.plan(model, {0: "400GiB"}, **step).peak_bytes[0]
+    budgets: dict[str | int | torch.device, Any] = dict.fromkeys(range(2), int(0.385 * size))
+    without = graphplan.plan(model, budgets, **step)
+    plan = graphplan.plan(model, {**budgets, "cpu": "256GiB"}, **step)
+    assert plan.makespan < 1.1 * without.makespan
