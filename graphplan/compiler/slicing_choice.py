@@ -196,10 +196,10 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
-        room = min(rooms, default=0)
-        if share * room < weight.nbytes <= _MOST * room:  # of a smaller room, parts would not fit either
-            each = max(int(share * room), ALIGNMENT)
-            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / each))))
+        fit = any(_fits_in_parts(problem.graph, reader, weight, accelerators) for reader in readers)
+        if fit and weight.nbytes > share * min(rooms):
+            room = max(int(share * min(rooms)), ALIGNMENT)
+            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
     return found
 
 
@@ -227,6 +227,14 @@ def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerator
         - (spec.resident([*others, weight.nbytes]) - weight.nbytes)
         for spec in accelerators
     )
+
+
+def _fits_in_parts(graph: Graph, operation: Operation, weight: Weight, devices: list[DeviceSpec]) -> bool:
+    """Whether a device may hold the inputs beside the smallest part of a weight and of the outputs."""
+    values = graph.values
+    taken = [values[name].copy_bytes for name in operation.inputs if name in values]
+    parts = [nbytes // _MOST for nbytes in (weight.nbytes, *(values[o].nbytes for o in operation.outputs))]
+    return any(sum(map(spec.allocated, [*taken, *parts])) <= spec.room for spec in devices)
 
 
 def _offered_parts(oversized: Collection[_Oversized]) -> Iterator[list[Part]]:

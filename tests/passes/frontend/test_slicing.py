@@ -555,7 +555,7 @@ def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool
 @pytest.mark.parametrize(
     ("memory", "fits"),
     [
-        ({0: WHOLE // 500, "cpu": 1 << 30}, True),  # no room for a sixty-fourth of a weight
+        ({0: WHOLE // 500, "cpu": 1 << 30}, True),  # no room beside a sixty-fourth of a weight
         ({0: WHOLE // 2, "cpu": WHOLE // 4}, False),
     ],
 )
@@ -568,3 +568,12 @@ def test_no_slices_are_made_where_none_can_help(
     with nullcontext() if fits else pytest.raises(graphplan.InfeasibleError):
         assert not graphplan.plan(Head(), memory, (numbers(1, WIDTH),)).parts
     assert not made
+
+
+def test_parts_are_made_where_results_are_larger_than_the_accelerator() -> None:
+    """Each part makes its own share of them."""
+    with torch.device("meta"):
+        head, x = nn.Linear(1024, 8192, bias=False), torch.empty(1024, 1024)
+    plan = graphplan.plan(head, {0: int(0.9 * 1024 * 8192 * 4), "cpu": 1 << 30}, (x,), links=FAST)
+    whole = graphplan.plan(head, {"cpu": 1 << 30}, (x,))
+    assert plan.makespan < 0.5 * whole.makespan
