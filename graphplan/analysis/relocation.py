@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.constraints import depth, weights_within
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
@@ -207,7 +209,7 @@ class Mover:
         plan = self.plan
         pins = {n: k for n, k in plan.constraints.pin.items() if k != key and self._touched_by(n)}
         if pins:
-            name = max(pins, key=len)  # of pins within each other the innermost counts
+            name = max(pins, key=partial(depth, plan.graph))  # the innermost counts
             return f"pin={{{name!r}: {pins[name]!r}}}"
         settled = self._settled(key)
         if settled and self.kind == "weight":
@@ -231,7 +233,7 @@ class Mover:
             return bound and weight.name in self.owned
         names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
         inside = any(name in names for group in self.closed for name in group)
-        under = any(name.startswith(pinned + ".") for name in self.owned)
+        under = not set(self.owned).isdisjoint(weights_within(graph, pinned))
         return under if self.kind == "weight" else inside or under
 
     def _parted(self) -> str:

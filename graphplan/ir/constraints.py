@@ -37,14 +37,32 @@ class Constraints:
         return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
 
     def within(self, graph: Graph) -> Constraints:
-        """The constraints as far as they name what runs in this graph, which may be one of several."""
-        pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
+        """The constraints as far as they name what is in this graph, which may be one of several."""
+        pin = {n: key for n, key in self.pin.items() if _runs(graph, n) or weights_within(graph, n)}
         running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
         return replace(self, pin=pin, together=tuple(group for group in running if group))
 
 
 def _runs(graph: Graph, name: str) -> bool:
     return graph.weight_named(name) is not None or bool(operations_named(graph, name))
+
+
+def depth(graph: Graph, name: str) -> tuple[bool, int]:
+    """How far inside the model a name is: modules in order, then operations, which may be named alike."""
+    paths = (operation.module_path for operation in graph.operations.values())
+    module = any(path == name or path.startswith(name + ".") for path in paths)
+    module = module or bool(weights_within(graph, name))
+    return not module, len(name.split(".")) if name else 0
+
+
+def weights_within(graph: Graph, module: str) -> list[str]:
+    """The parameters and buffers of a module, by their first names."""
+    return [
+        weight.name
+        for weight in graph.weights.values()
+        if weight.is_own
+        and (not module or any(name.startswith(module + ".") for name in (weight.name, *weight.names)))
+    ]
 
 
 def names_in(graph: Graph) -> list[str]:

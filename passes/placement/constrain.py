@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology, round_up
 from graphplan.errors import PlanError
-from graphplan.ir.constraints import Constraints, did_you_mean, operations_named
+from graphplan.ir.constraints import Constraints, depth, did_you_mean, operations_named, weights_within
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
@@ -39,7 +40,7 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
         kept = (name for name, operation in graph.operations.items() if operation.offloads)
         allowed.update(dict.fromkeys(kept, frozenset({cpu})))
     pinned = _Pinned(graph, problem.topology, fixed)
-    for name in sorted(constraints.pin, key=pinned.depth, reverse=True):
+    for name in sorted(constraints.pin, key=partial(depth, graph), reverse=True):
         pinned.pin(name, constraints.pin[name])
     allowed.update(pinned.allowed)
     _agree(graph, allowed, constraints)
@@ -115,19 +116,14 @@ class _Pinned:
         topology: the devices.
         fixed: weight -> where it lives, by earlier plans too.
         allowed: operation -> where it runs.
-        names: weight -> the pin that fixed it.
+        names: weight -> the pins that have fixed it; all of its names, if it is pinned itself.
     """
 
     graph: Graph
     topology: Topology
     fixed: dict[str, DeviceKey]
     allowed: dict[str, frozenset[DeviceKey]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-
-    def depth(self, name: str) -> tuple[bool, int]:
-        """How far inside the model a name is."""
-        single = name in self.graph.operations or self.graph.weight_named(name) is not None
-        return single, len(name.split(".")) if name else 0
+    names: dict[str, list[str]] = field(default_factory=dict)
 
     def pin(self, name: str, key: DeviceKey) -> None:
         """What no pin of something inside it has fixed goes to a device."""
@@ -139,42 +135,38 @@ class _Pinned:
             raise PlanError(f"pin={{{name!r}: {key!r}}}: weights cannot be pinned to {DISK!r}")
         weight = graph.weight_named(name)
         if weight is not None:
-            self.fixed[weight.name], self.names[weight.name] = key, name
+            self.fixed[weight.name], self.names[weight.name] = key, [weight.name, *weight.names]
             readers = [] if weight.streamable else list(graph.consumers.get(weight.name, ()))
         else:
-            readers = _operations(graph, name, f"pin={{{name!r}: {key!r}}}")
-            for owned in _owned(graph, name):
-                self._own(owned, name, key)
+            owned, readers = weights_within(graph, name), operations_named(graph, name)
+            if not owned and not readers:
+                raise _unknown(graph, name, f"pin={{{name!r}: {key!r}}}")
+            for one in owned:
+                self._own(one, name, key)
         for reader in readers:
             self.allowed.setdefault(reader, frozenset({key}))
 
     def _own(self, weight: str, module: str, key: DeviceKey) -> None:
-        inner = self.names.get(weight)
-        if inner is not None and (not module or inner.startswith(module + ".")):
+        inner = self.names.setdefault(weight, [])
+        if any(not module or name.startswith(module + ".") for name in inner):
             return
         if self.fixed.setdefault(weight, key) != key:
             there = self.fixed[weight]
             raise PlanError(f"pin puts {weight!r} on {there!r} and, through {module!r}, on {key!r}")
-        self.names[weight] = module
-
-
-def _owned(graph: Graph, module: str) -> list[str]:
-    """The parameters and buffers of a module, by their first names."""
-    return [
-        weight.name
-        for weight in graph.weights.values()
-        if weight.kind != "constant"
-        and (not module or any(name.startswith(module + ".") for name in (weight.name, *weight.names)))
-    ]
+        inner.append(module)
 
 
 def _operations(graph: Graph, name: str, where: str) -> list[str]:
     """The operations of a module, or the one of this name."""
     found = operations_named(graph, name)
     if not found:
-        hint = did_you_mean(graph, name)
-        raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
+        raise _unknown(graph, name, where)
     return found
+
+
+def _unknown(graph: Graph, name: str, where: str) -> PlanError:
+    hint = did_you_mean(graph, name)
+    return PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
 
 
 def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:

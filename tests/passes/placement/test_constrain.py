@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, chain, largest_difference, run_placed
+from language_models import build
 from test_partition import IDS, Tied
 from torch import nn
 
@@ -75,6 +76,57 @@ def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
     assert found == {"embed.weight": 0, "blocks.0.0.weight": 1, "blocks.1.0.bias": 0}
     assert plan.placement["blocks.1.0.weight"] == "cpu"
     assert "pin={'': 0}" not in str(plan.explain("blocks.2"))
+
+
+class _Skips(nn.Module):
+    """A module with the name of an operation, and a layer that not every call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        for layer in self.linear[::2] if skip else self.linear:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("skips", [[False, True], [True, False]])
+@pytest.mark.parametrize("outer", ["", "linear"])
+def test_the_innermost_pin_counts_in_calls_that_do_not_run_it(outer: str, skips: list[bool]) -> None:
+    model, x, pin = _Skips(), torch.ones(2, 8), {outer: 0, "linear.1": 1}
+    with graphplan.simulate({0: "64KiB", 1: "64KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x, skips[0]), pin=pin)
+        assert torch.equal(placed(x, skips[1]), model(x, skips[1]))
+        together = graphplan.plan(
+            model, machine.max_memory, calls=[((x, skip), {}) for skip in skips], pin=pin
+        )
+    for plan in (*placed.plans, together):
+        assert [plan.placement[f"linear.{i}.weight"] for i in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_weight_of_two_modules_lives_where_it_is_pinned_itself(order: int) -> None:
+    pin: list[tuple[str, Any]] = [("embed", 0), ("head", 1), ("head.weight", 1), ("", 0)]
+    budgets = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
+    plan = graphplan.plan(Tied().eval(), budgets, (IDS,), pin=dict(pin[::order]))
+    assert plan.placement["embed.weight"] == 1
+    assert (plan.device_of("embed"), plan.device_of("head")) == (0, 1)
+
+
+def test_a_pin_of_the_whole_model_leaves_caches_with_their_layers() -> None:
+    model, ids = build("gpt2").eval(), torch.arange(4)[None]
+    with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(
+            model, machine.max_memory, kwargs={"input_ids": ids}, pin={"": 0, "transformer.h.1": 1}
+        )
+        expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+        assert torch.equal(placed.generate(ids, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_explanations_name_the_pin_of_the_whole_model() -> None:
+    plan = graphplan.plan(nn.Linear(8, 8), {0: "1MiB", 1: "1MiB"}, (torch.ones(2, 8),), pin={"": 0})
+    assert "pin={'': 0}" in str(plan.explain("weight"))
 
 
 def test_pinned_models_run() -> None:
