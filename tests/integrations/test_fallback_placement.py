@@ -738,11 +738,11 @@ class Attends(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = create_block_mask(lambda _b, _h, row, column: row >= column, None, None, 4, 4, x.device.type)
-        x = flex_attention(*[self.a(x).view(1, 2, -1, 16)] * 3, block_mask=mask).reshape(x.shape[0], 16)
+        x = flex_attention(*[self.a(x).view(1, 2, -1, 32)] * 3, block_mask=mask).reshape(x.shape[0], 32)
         return self.b(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
 
 
@@ -754,7 +754,7 @@ def test_attention_that_no_graph_has(share: float | None) -> None:
     model, x = Attends(), torch.randn(8, 8)
     with torch.no_grad():
         expected = model(x)
-        with graphplan.simulate({0: 1024}):
+        with graphplan.simulate({0: 2048}):
             device = {} if share is None else {0: int(share * bytes_of(model))}
             placed = graphplan.partition(model, {**device, "cpu": "1GiB"}, (x,))
             assert largest_difference(placed(x), expected) < 1e-5
