@@ -195,25 +195,32 @@ class _Choice:
         """Try every block, then as many as should be enough, and what lies beside the best of these.
 
         All segments, too, where the accelerators do not hold the step with every block: others may free more.
-        Of a large step that streams weights, whose trials take long, half as many counts. Where a step on the
-        accelerators alone is the fastest, others are placed there, as without CPU memory.
+        Of a large step that streams weights, whose trials take long, not these, and fewer counts. Where one
+        on the accelerators alone is the fastest, others are placed there, as without CPU memory.
         """
         most, streams = len(items), self.tried[0].found is not None
         savings, again = self.every_block()
         lacking = {0: self._lacking(self.problem)}
         if again and sum(self.least.values()) + again < self.tried[0].seconds:
             lacking[most] = self._try(most, savings)
-        if not self._resides and (most in self.tried or not streams):
+        if not self._resides and (not streams or (most in self.tried and not self.large)):
             lacking[most] = self._try(most, cheapest(items, most))
         if lacking.get(most, 0) > 0 and not any(trial.found for trial in self.tried.values()):
             return
         worth = self._worth(items)
-        for _ in range(_STEPS // 2 if streams and self.large and not self._resides else _STEPS):
+        for _ in range(self._steps(streams=streams, may_fit=_enough(items, lacking) < worth)):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
-            count = next_count(seconds, _enough(items, lacking), worth)
+            guess = _enough(items, lacking)
+            count = next_count(seconds, guess if guess < worth else 0, worth)
             if count in self.tried:
                 break
             lacking[count] = self._try(count, cheapest(items, count))
+
+    def _steps(self, *, streams: bool, may_fit: bool) -> int:
+        """How many counts are tried: of a large step that streams, one where no count may end that."""
+        if streams and self.large and not self._resides:
+            return _STEPS // 2 if may_fit else 1
+        return _STEPS
 
     def _searched_alone(self) -> list[Trial]:
         """A full search of the accelerators alone for what computes most again, if that may be faster.
