@@ -208,10 +208,9 @@ class _Choice:
         if lacking.get(most, 0) > 0 and not any(trial.found for trial in self.tried.values()):
             return
         worth = self._worth(items)
-        for _ in range(self._steps(streams=streams, may_fit=_enough(items, lacking) < worth)):
+        for _ in range(self._steps(streams=streams, may_fit=0 < _enough(items, lacking) <= worth)):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
-            guess = _enough(items, lacking)
-            count = next_count(seconds, guess if guess < worth else 0, worth)
+            count = next_count(seconds, _enough(items, lacking), worth)
             if count in self.tried:
                 break
             lacking[count] = self._try(count, cheapest(items, count))
@@ -299,8 +298,10 @@ def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
 
 
 def _enough(items: Sequence[Item], lacking: Mapping[int, int]) -> int:
-    """How many of the cheapest items should do, from the bytes that are lacking with some counts of them."""
+    """How many of the cheapest items should do, by the bytes that lack with some counts; 0 if none may."""
     known = {len(items): lacking[0] - freed(items, len(items)), **lacking}
+    if known[len(items)] > 0:
+        return 0
     counts = sorted(known)
     nbytes = np.interp(0, [-known[count] for count in counts], [freed(items, count) for count in counts])
     return enough(items, float(nbytes))
