@@ -99,6 +99,7 @@ def _exported(
     *,
     below: bool,
 ) -> torch.export.ExportedProgram:
+    """As :func:`export`, with one kind of trace: above autograd, or below it."""
     given, before = (keep_grad, module, args, kwargs), attributes_of(module)
     repeated = None if below else RepeatedModules()
     ends = time.thread_time() + _MOST_SECONDS if sizes else math.inf

@@ -8,7 +8,7 @@ spread, so that devices that have contiguous ones have their part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -125,16 +125,11 @@ def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
 
 
 def cheapest(items: Sequence[Item], count: int) -> Savings:
-    """So many items, those that free bytes in the least time."""
-    ways = dict[str, Way]()
+    """What the cheapest of the items save, so many; of each segment the last step counts."""
+    chosen = set[Item]()
     for group in _by_price(items):
-        ways.update((item.path, item.way) for item in spread(group, min(len(group), count)))
-        count -= min(len(group), count)
-    return taken(ways)
-
-
-def taken(ways: Mapping[str, Way]) -> Savings:
-    """Path of a segment -> how it saves less."""
+        chosen.update(spread(group, min(len(group), count - len(chosen))))
+    ways = {item.path: item.way for item in items if item in chosen}
     selectively, again, offloaded = (
         tuple(path for path in ways if ways[path] == way) for way in ("selectively", "again", "offloaded")
     )

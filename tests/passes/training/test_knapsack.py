@@ -22,6 +22,12 @@ def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     assert cheapest(items, 5) == Savings(again=tuple(item.path for item in CHEAP), offloaded=("head",))
 
 
+def test_of_steps_of_one_price_the_last_counts() -> None:
+    """Rounding may put the later of two steps first."""
+    items = [Item("layer", "selectively", 100, 1.0 + 1e-12), Item("layer", "again", 100, 1.0)]
+    assert cheapest(items, 2) == Savings(again=("layer",))
+
+
 def test_enough_segments_free_the_bytes_that_are_asked_for() -> None:
     items = [DEAR, *CHEAP]
     assert [enough(items, nbytes) for nbytes in (-1, 0, 1, 100, 101, 500, 501)] == [0, 0, 1, 1, 2, 5, 5]
