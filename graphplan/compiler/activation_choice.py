@@ -3,7 +3,7 @@
 Segments (:mod:`graphplan.passes.training.segments`) save less in whole or in part. The step as it is, and the
 one that computes every block again, are tried first, the latter unless its operations alone take longer than
 what is known. Then the cheapest segments save less (:mod:`graphplan.passes.training.knapsack`): as many as
-free the bytes that are lacking (false position), and else a count beside the best one (golden-section search).
+free the bytes that are lacking (false position), else a count beside the best one (golden-section search).
 A quick search places each step. Where accelerators hold the step as it is, near to the least time of its
 operations, nothing else is tried; where that is far, with less saved it may fit the fastest of them.
 """
