@@ -76,7 +76,7 @@ def read_request(
         others |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
     training = read_training(asked, model_copy, others)
     if training is not None and topology is not None:
-        model_copy.step = training.differentiation(topology.computing_types)
+        model_copy.step = training.differentiation
     options = replace(
         own,
         dynamic_shapes=asked.dynamic_shapes,

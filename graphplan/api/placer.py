@@ -183,7 +183,7 @@ class Placer:
     @property
     def _step(self) -> Differentiation | None:
         training = self.options.training
-        return None if training is None else training.differentiation(self.topology.computing_types)
+        return None if training is None else training.differentiation
 
     @property
     def _may_move(self) -> bool:

@@ -70,7 +70,7 @@ class RankStage:
         topology = withholding(with_buffers(own, stage.buffer_bytes), stage.kept_bytes)
         require_present(topology)
         if options.training is not None:
-            cut = with_step(cut, topology.computing_types)
+            cut = with_step(cut)
         compiler = cut.compiler(topology, options, stage.plan)
         placer = Placer(topology, options, strict=True, source=source, compiler=compiler)
         placed = placer.place(cut.module, cut.model_copy, cut.example("cpu"))
@@ -95,7 +95,7 @@ class RankStage:
             return cut
         values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
         if trains:
-            cut = with_step(cut, usual.computing_types, values)
+            cut = with_step(cut, values)
             if self._has_step(cut, values):
                 return cut
             trains = cut.step is not None

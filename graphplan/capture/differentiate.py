@@ -16,8 +16,7 @@ line of the operation whose gradient they compute: autograd gives both the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +25,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes, storage_of
+from graphplan.capture.attention import AttentionWhole, on_any_device
 from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
@@ -124,8 +123,8 @@ class _Tracing:
 
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Fakes of the gradients that backward starts from; finds out of which results."""
-        with self._kernels():
-            results = fx.Interpreter(self.capture.module).run(*_detached(values))
+        with on_any_device():
+            results = AttentionWhole(self.capture.module).run(*_detached(values))
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         names = _names(self.capture.out_spec)
         self.differentiated = self._chosen(able, names)
@@ -157,23 +156,13 @@ class _Tracing:
         """What is traced: results, then gradients; None for a parameter that has none."""
         given = len(values) - len(self.differentiated)
         inputs, tangents = values[:given], values[given:]
-        with self._kernels():
-            results = list(fx.Interpreter(self.capture.module).run(*inputs))
+        with on_any_device():
+            results = list(AttentionWhole(self.capture.module).run(*inputs))
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
         sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
         gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
         return [*results, *gradients]
-
-    @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        """A block in which operations are taken apart as the devices ask for."""
-        with ExitStack() as stack:
-            # its LSTM leaves a result undefined, which no graph can hand to the backward pass
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            if self.how.portable:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            yield
 
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
@@ -185,9 +174,6 @@ class _Tracing:
         for node in graph.nodes:
             if node.op == "get_attr":
                 raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
-            kernel = str(node.target)
-            if self.how.portable and ("_for_cpu" in kernel or "mkldnn" in kernel):
-                raise NoGraphError(f"the training step was traced with {node.target}, which only CPUs have")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
         tangents = tuple(names[len(nodes) :])

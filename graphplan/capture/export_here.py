@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export_work import less_work
@@ -35,6 +34,7 @@ from graphplan._compat.torch import (
     parsed_move,
     paths_of,
 )
+from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.changes.assigned_writes import place_writes
@@ -198,15 +198,8 @@ def exporting(
             *([Patch.of(*graph_maker(), _tracing_below)] if below else ()),
             *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
         ),
-        _on_any_device() if below else nullcontext(),
+        on_any_device() if below else nullcontext(),
     ):
-        yield
-
-
-@contextmanager
-def _on_any_device() -> Iterator[None]:
-    """A block in which operations are taken apart into those that all devices have."""
-    with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
-from graphplan.capture.model.modes import Differentiation, needs_portable
+from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.structure import written_arguments
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
@@ -37,9 +37,10 @@ class Training:
     recompute: bool = True
     offload_activations: bool = True
 
-    def differentiation(self, device_types: Sequence[str]) -> Differentiation:
-        """Of the step that is planned first, on these types of devices."""
-        return Differentiation(self.trained, self.outputs, needs_portable(device_types))
+    @property
+    def differentiation(self) -> Differentiation:
+        """Of the step that is planned first."""
+        return Differentiation(self.trained, self.outputs)
 
     def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:
         """The graph, with gradients and the optimizer's state beside the parameters.

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import run_scan, storage_of
 from graphplan._compat.traced_tensors import untraced
+from graphplan.capture.attention import RUNS as ATTENTION
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import round_up
@@ -82,7 +83,8 @@ def run_fake(
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         mode.cache_enabled = bool(arguments)  # torch's forgets that a window is a part of a longer one
         with _Tracker(arguments, target) as tracker:
-            out = target(*args, **kwargs)
+            # by what it runs, whose workspace is seen
+            out = ATTENTION.get(target, target)(*args, **kwargs)
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         results = [
             replace(result, tensor=_true_strides(target, fakes, result.tensor))
@@ -93,7 +95,8 @@ def run_fake(
         value = describe(out)
         if isinstance(value, TensorMeta) and results:
             value = results[0].tensor
-        return Effect(value, tuple(results), tracker.flops, workspace)
+        flops = flops_of(target, args, kwargs, out) if target in ATTENTION else tracker.flops
+        return Effect(value, tuple(results), flops, workspace)
 
 
 def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:

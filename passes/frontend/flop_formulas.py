@@ -35,6 +35,11 @@ def _attention(args: tuple[Any, ...], _: Any) -> int:
     return int(2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1]))
 
 
+def _attention_backward(args: tuple[Any, ...], _: Any) -> int:
+    """The forward pass again, its scores once more, and two products for each of those two."""
+    return _attention(args[1:], None) * 7 // 2
+
+
 def _product(args: tuple[Any, ...], out: torch.Tensor) -> int:
     """Each element of the first meets each column of the result: packed or grouped matrices.
 
@@ -73,9 +78,11 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
             "aten::_scaled_dot_product_flash_attention",
             "aten::_scaled_dot_product_efficient_attention",
             "aten::_scaled_dot_product_cudnn_attention",
+            "graphplan::scaled_dot_product_attention",
         ),
         _attention,
     ),
+    "graphplan::scaled_dot_product_attention_backward": _attention_backward,
     **dict.fromkeys(
         (
             "aten::_grouped_mm",

@@ -28,7 +28,7 @@ def target_name(target: str | Callable[..., Any]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target._overloadpacket, target._overloadname
         name = packet.__name__ if overload == "default" else f"{packet.__name__}.{overload}"
-        return name if target.namespace == "aten" else f"{target.namespace}::{name}"
+        return name if target.namespace in ("aten", "graphplan") else f"{target.namespace}::{name}"
     return getattr(target, "__name__", str(target))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.capture.attention import RUNS as ATTENTION
 from graphplan.devices.topology import Topology, round_up
 from graphplan.ir.liveness import LiveStorages
 from graphplan.message_text import first_line
@@ -59,7 +60,7 @@ class KernelBench:
         """The most bytes that an operation has allocated beside its results, on any of the cards.
 
         Args:
-            target: the operation; only PyTorch's own are run.
+            target: the operation; only PyTorch's own and attention are run.
             leaves: its arguments, flat, tensors as
                 :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
             spec: their structure.
@@ -69,7 +70,8 @@ class KernelBench:
             0 where there is no card, and where the budget has no room now for its arguments and results
             beside the weights that are there.
         """
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+        if not own and target not in ATTENTION:
             return 0
         if any(word in str(target) for word in _CHECKS):
             return 0
@@ -106,7 +108,7 @@ def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytr
             args, kwargs = pytree.tree_unflatten([_zeros(leaf, card) for leaf in leaves], spec)
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             with _Kernels(card, given) as kernels:
-                out = target(*args, **kwargs)
+                out = ATTENTION.get(target, target)(*args, **kwargs)
     except torch.OutOfMemoryError:
         warn(f"{target} could not be measured on {card}: no memory is free there. {_UNKNOWN}")
         return 0

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphplan.capture.attention import RUNS as ATTENTION
 from graphplan.capture.captured_graph import Capture
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import NoGraphError, VerificationError
@@ -205,6 +206,7 @@ class _Lowering:
             return self._instance(name, self.home[name] if elsewhere else step.device)
 
         made = self.out.node_copy(node, find)
+        made.target = ATTENTION.get(made.target, made.target)
         made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
         self._bind(node.name, step.device, made)

@@ -585,18 +585,6 @@ def test_what_is_noted_on_parameters_stays() -> None:
         assert graphplan.unplace(placed).head.bias.no_decay
 
 
-def test_attention_is_written_out_for_gpus() -> None:
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
-    inputs = {"src": torch.randn(2, 6, 32)}
-    targets = {}
-    for key in (0, "cpu"):  # device 0 counts as a GPU outside of a simulation
-        plan = graphplan.plan(model, {key: "1GiB"}, kwargs=inputs, train=True)
-        targets[key] = {operation.target for operation in plan.graph.operations.values()}
-    assert any("for_cpu" in target for target in targets["cpu"])
-    assert not any("for_cpu" in target for target in targets[0])
-
-
 def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
         plan = graphplan.plan(

@@ -36,12 +36,10 @@ class Differentiation:
     Attributes:
         trained: first names of the parameters that require a gradient.
         outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
-        portable: whether kernels that only CPUs have are avoided: attention is then written out.
     """
 
     trained: tuple[str, ...]
     outputs: tuple[str, ...] | None = None
-    portable: bool = False
 
     def of(self, module: nn.Module, inputs: Any) -> Differentiation | None:
         """Of a call of these inputs; None where neither they nor a parameter require a gradient now."""
@@ -147,11 +145,6 @@ class ModeReader:
             for name, value in plain.items():
                 if name not in table or table[name] != value:
                     table[name] = copy.deepcopy(value)
-
-
-def needs_portable(device_types: Sequence[str]) -> bool:
-    """Whether a trace for these types of devices must do without kernels that only CPUs have."""
-    return not {CPU, SIMULATED}.issuperset(device_types)
 
 
 def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:

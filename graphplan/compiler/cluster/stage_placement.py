@@ -132,7 +132,7 @@ class StagePlacement:
             first, last = self.cuts[stretch.start], self.cuts[stretch.end]
             weights = self.model_copy.weights
             made = stage_source(self.annotator, self.boundaries, weights, first, last, self.trained)
-            self.sources[key] = with_step(made, self.machines[stretch.machine].computing_types)
+            self.sources[key] = with_step(made)
         return self.sources[key]
 
     @cached_property

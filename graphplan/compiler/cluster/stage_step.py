@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model.modes import Differentiation, needs_portable
+from graphplan.capture.model.modes import Differentiation
 from graphplan.compiler.capture_cache import with_backward
 from graphplan.compiler.cluster.stage_compiler import StageSource
 from graphplan.devices.topology import DeviceKey
@@ -28,12 +28,11 @@ _NEAR = 1.05  # times the seconds of a step alone, that are near enough
 Kept = Mapping[DeviceKey, int]
 
 
-def with_step(source: StageSource, device_types: Sequence[str], values: Sequence[Any] = ()) -> StageSource:
+def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
     """The stage with its training step; as it is where nothing that it computes has a gradient.
 
     Args:
         source: the stage.
-        device_types: of the devices that compute.
         values: that it takes, for their sizes; those that the plan is for if there are none.
 
     Raises:
@@ -41,7 +40,7 @@ def with_step(source: StageSource, device_types: Sequence[str], values: Sequence
     """
     if source.trained.isdisjoint(source.cut.outputs):
         return source
-    how = Differentiation((), None, needs_portable(device_types)).of(source.module, ())
+    how = Differentiation(()).of(source.module, ())
     if how is None:
         raise CaptureError(
             "gradients pass a stage without a parameter that requires one: only stages before the first such "

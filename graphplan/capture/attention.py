@@ -1,0 +1,149 @@
+"""Attention of a training step as one operation each way, whatever device it runs on.
+
+Autograd would write down the kernel of the device that a trace is made on, or attention written out, which
+saves the square of the length. Here forward and backward are operations that run torch's own attention, with
+the kernel that it chooses where they run; the backward pass runs it again, and differentiates that::
+
+    eager      out, logsumexp = flash_attention(q, k, v)         saved: q, k, v, out, logsumexp
+    here       out = graphplan.scaled_dot_product_attention(q, k, v, mask, ...)        saved: q, k, v, mask
+               dq, dk, dv = graphplan.scaled_dot_product_attention_backward(grad, q, k, v, mask, ...)
+
+Attention with dropout, whose random numbers a second run would not draw again, and with a mask that has a
+gradient are written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+aten = torch.ops.aten
+
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale, bool grouped"
+_LIBRARY = torch.library.Library("graphplan", "FRAGMENT")
+_NAME = "scaled_dot_product_attention"
+_LIBRARY.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
+_LIBRARY.define(f"{_NAME}_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+
+attention = torch.ops.graphplan.scaled_dot_product_attention.default
+"""Weighted values (batch, ..., queries, value size), as those of ``scaled_dot_product_attention``."""
+
+attention_backward = torch.ops.graphplan.scaled_dot_product_attention_backward.default
+"""The gradients of query, key and value."""
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def attend(*arguments: Any) -> torch.Tensor:
+    """Run :data:`attention`."""
+    return _by_position(_attention(*arguments))
+
+
+def attend_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Run :data:`attention_backward`."""
+    inputs = tuple(tensor.detach().requires_grad_() for tensor in arguments[:3])
+    with torch.enable_grad():
+        made = _attention(*inputs, *arguments[3:])
+    return tuple(map(_by_position, torch.autograd.grad(made, inputs, grad)))
+
+
+def _by_position(tensor: torch.Tensor) -> torch.Tensor:
+    """With the heads of a position beside each other, as fused kernels lay their results out."""
+    if tensor.dim() < 4:
+        return tensor.contiguous()
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+RUNS: dict[Any, Callable[..., Any]] = {attention: attend, attention_backward: attend_backward}
+"""The operations of this file, and what runs each: a function, since autograd is below no operation."""
+
+
+def _like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    return _by_position(tensor.new_empty(shape or tensor.shape))
+
+
+def _shape(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_how: Any) -> torch.Tensor:
+    return _like(query, *query.shape[:-1], value.shape[-1])
+
+
+def _shapes_of_gradients(_grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(map(_like, arguments[:3]))
+
+
+for _operation, _run in RUNS.items():
+    _LIBRARY.impl(_operation, _run, "CompositeExplicitAutograd")
+torch.library.register_fake(attention, _shape, lib=_LIBRARY)
+torch.library.register_fake(attention_backward, _shapes_of_gradients, lib=_LIBRARY)
+
+
+class _Attention(torch.autograd.Function):
+    """Both operations, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        """Weighted values."""
+        tensors, ctx.how = arguments[:4], arguments[4:]
+        ctx.save_for_backward(*tensors)
+        made: torch.Tensor = attention(*arguments)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Of query, key and value."""
+        return *attention_backward(*grads, *ctx.saved_tensors, *ctx.how), None, None, None, None
+
+
+@contextmanager
+def on_any_device() -> Iterator[None]:
+    """A block in which autograd's operations are those that all devices have."""
+    # oneDNN's LSTM leaves a result undefined, which no graph can hand to the backward pass
+    with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+class AttentionWhole(fx.Interpreter):
+    """Runs a captured graph with autograd: its attention is one operation each way."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation."""
+        run = _differentiable if target is aten.scaled_dot_product_attention.default else target
+        return super().call_function(run, args, kwargs)
+
+
+def _differentiable(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    made: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]  # of torch
+        query, key, value, attn_mask, is_causal, scale, enable_gqa
+    )
+    return made

@@ -1,0 +1,110 @@
+"""Attention of training steps, as one operation each way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from shortcuts import short_search
+from torch import nn
+from torch.nn import functional
+
+import graphplan
+from graphplan.ir.graph import Graph
+
+
+class Attention(nn.Module):
+    """Attention with what its caller says of it; queries are scaled by a parameter."""
+
+    def __init__(self, sizes: Sequence[int] = (), **options: Any) -> None:
+        super().__init__()
+        self.scale, self.options = nn.Parameter(torch.tensor(1.5, dtype=torch.float64)), options
+        self.bias = nn.Parameter(torch.randn(sizes, dtype=torch.float64)) if sizes else None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        mask = self.bias if mask is None else mask
+        return functional.scaled_dot_product_attention(
+            query * self.scale, key, value, mask, **self.options
+        ).square()
+
+
+def heads(*shapes: Sequence[int]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+SAME = [(2, 4, 6, 8)] * 3
+CASES: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
+    "plain": ({}, heads(*SAME)),
+    "causal": ({"is_causal": True}, heads(*SAME)),
+    "scaled": ({"scale": 0.3}, heads(*SAME)),
+    "bool mask": ({}, [*heads(*SAME), torch.ones(6, 6, dtype=torch.bool).tril()]),
+    "float mask": ({}, [*heads(*SAME), torch.randn(2, 1, 6, 6, dtype=torch.float64)]),
+    "fewer heads": ({"enable_gqa": True}, heads((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),
+    "other lengths": ({}, heads((2, 4, 6, 8), (2, 4, 9, 8), (2, 4, 9, 8))),
+    "wider values": ({}, heads((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 12))),
+    "one head": ({}, heads((2, 6, 8), (2, 6, 8), (2, 6, 8))),
+    "two batches": ({}, heads(*[(2, 3, 4, 6, 8)] * 3)),
+    "without a batch": ({}, heads(*[(6, 8)] * 3)),
+    "heads side by side": ({}, [t.transpose(1, 2).detach().requires_grad_() for t in heads(*SAME)]),
+}
+
+
+def step(model: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The result, and the gradients of the parameter and of the inputs."""
+    inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+    result = model(*inputs)
+    result.sum().backward()
+    return [result, *(p.grad for p in model.parameters()), *(t.grad for t in inputs)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("simulated", [False, True])
+def test_results_and_gradients_are_those_of_eager(name: str, simulated: bool) -> None:
+    options, given = CASES[name]
+    model = Attention(**options)
+    expected = step(copy.deepcopy(model), given)
+    with graphplan.simulate({0: "1MiB"}) as machine, short_search():
+        budgets = machine.max_memory if simulated else {"cpu": "1GiB"}
+        placed = graphplan.partition(model, budgets, tuple(given), train=True)
+        for found, one in zip(step(placed, given), expected, strict=True):
+            assert (found is None) == (one is None)
+            if found is not None and one is not None:
+                assert largest_difference(found.cpu(), one) < 1e-9
+        kinds = [operation.type for operation in placed.plan.graph.operations.values()]
+        assert kinds.count("scaled_dot_product_attention") == 1
+        assert kinds.count("scaled_dot_product_attention_backward") == 1
+        if simulated:
+            assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def graph_of(model: nn.Module, given: Sequence[torch.Tensor]) -> Graph:
+    # outside of a simulation, device 0 is a GPU
+    return graphplan.plan(model, {0: "8GiB"}, tuple(given), train=True).graph
+
+
+def test_nothing_is_saved_that_grows_with_the_square_of_the_length() -> None:
+    made = {length: graph_of(Attention(), heads(*[(1, 2, length, 16)] * 3)) for length in (128, 1024)}
+    largest = {length: max(v.nbytes for v in graph.values.values()) for length, graph in made.items()}
+    assert largest[1024] == 8 * largest[128]
+
+
+@pytest.mark.parametrize("model", [Attention(dropout_p=0.1), Attention((6, 6))])
+def test_dropout_and_trained_masks_are_written_out(model: nn.Module) -> None:
+    kinds = {operation.type for operation in graph_of(model, heads(*SAME)).operations.values()}
+    assert "_safe_softmax" in kinds
+    assert not any("attention" in kind for kind in kinds)
+
+
+def test_the_work_of_the_backward_pass_counts_its_forward_pass() -> None:
+    operations = graph_of(Attention(), heads(*SAME)).operations.values()
+    flops = {op.type: op.flops for op in operations if "attention" in op.type}
+    product = 2 * 2 * 4 * 6 * 6 * 8
+    assert flops["scaled_dot_product_attention"] == 2 * product
+    assert flops["scaled_dot_product_attention_backward"] == 7 * product
