@@ -1,6 +1,6 @@
 """A training step that does not fit its GPU: ours beside eager and gradient checkpointing.
 
-python benchmarks/training_gpu.py [--layers 8] [--rows 4] [--length 2048] [--shares 1.05 0.6 0.4] [--rounds 3]
+python benchmarks/training_gpu.py [--layers 8] [--rows 4] [--length 2048] [--shares 1.05 0.75 0.6]
 
 Some layers of Llama-3-8B with random weights in bfloat16, AdamW, a batch of ``rows`` texts: forward, backward
 and optimizer. Eager runs with all on GPU 0, and with ``gradient_checkpointing_enable()``, which computes
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.05, 0.6, 0.4])
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.05, 0.75, 0.6])
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     if not torch.cuda.is_available():

@@ -213,6 +213,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def holders_of_storage(tensor: torch.Tensor) -> int:
+    """How many have the memory of a tensor: itself, tensors over the same memory, and what asks."""
+    return int(private(torch._C, "_storage_Use_Count", "torch")(storage_of(tensor)))
+
+
 def run_scan(*args: Any, **kwargs: Any) -> Any:
     """What ``scan`` runs on real tensors, also under modes: its rounds, and the results that they fill."""
     scans = importlib.import_module("torch._higher_order_ops.scan")  # the package has a function of this name

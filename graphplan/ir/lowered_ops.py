@@ -21,10 +21,11 @@ A value that a CUDA device copies to the CPU is waited for where it is first rea
     mm_arrived = arrived(mm_on_cpu, 'cuda:0')
 
 The backward pass of a training step takes what the forward pass has saved, one by one, and adds gradients to
-those that the parameters have, where these reside::
+those that the parameters have, where these reside. To the CPU they are copied into memory kept for them::
 
     mm = take_saved(saved, 0)
-    w_gradient = add_gradient(w, mm_1, True)
+    mm_1_on_cpu = gradient_to(mm_1, 'cpu', w, self._host_gradients)
+    w_gradient = add_gradient(w, mm_1_on_cpu, True)
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ def part_attribute(index: int) -> str:
     return f"_part_{index}"
 
 
+GRADIENTS = "_host_gradients"
+"""The attribute of the graph module that holds the host memory of gradients."""
+
+
 def is_bound(attribute: str) -> bool:
-    """Whether an attribute of a graph module is a stream or a part, which a module's codes share."""
-    return attribute.startswith(("_stream_", "_part_"))
+    """Whether an attribute of a graph module is what a module's codes share."""
+    return attribute.startswith(("_stream_", "_part_", GRADIENTS))
 
 
 def arrived(value: torch.Tensor, device: str) -> torch.Tensor:
@@ -71,6 +76,11 @@ def take_saved(saved: list[Any], index: int) -> Any:
 def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
     """What the backward pass will read, in CPU memory until then: it runs there, on a copy."""
     return value
+
+
+def gradient_to(gradient: torch.Tensor, _device: str, parameter: torch.nn.Parameter, copies: Any) -> Any:
+    """A gradient beside its parameter on the CPU."""
+    return copies.copied(gradient, parameter)
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:

@@ -28,9 +28,11 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import NoGraphError, VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
+    GRADIENTS,
     add_gradient,
     arrived,
     constant_attribute,
+    gradient_to,
     part_attribute,
     stream_attribute,
 )
@@ -141,14 +143,19 @@ class _Lowering:
         if step.kind == "output" and self.return_device is not None:
             target = self.return_device
         suffix = "returned" if step.kind == "output" else f"on_{step.destination}"
-        moved = self._call("to", (node, target), f"{step.value}_{suffix}")
+        name = f"{step.value}_{suffix}"
+        source, destination = self.devices[step.source], self.devices[step.destination]
+        if step.kind == "gradient" and destination.type == CPU:
+            parameter = self._instance(self.graph.values[step.value].gradient_of, step.destination)
+            copies = self.out.get_attr(GRADIENTS)
+            moved = self._call(gradient_to, (node, target, parameter, copies), name)
+        else:
+            moved = self._call("to", (node, target), name)
+            if source.type == "cuda" and destination.type == CPU:
+                moved.kwargs = {"non_blocking": True}
+                self.arriving[step.value, step.destination] = source
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
-        source = self.devices[step.source]
-        # a gradient stays: pinned memory would be up to twice as large
-        if source.type == "cuda" and self.devices[step.destination].type == CPU and step.kind != "gradient":
-            moved.kwargs = {"non_blocking": True}
-            self.arriving[step.value, step.destination] = source
         if step.kind == "gradient":
             self._add_gradient(step.value, step.destination, owned=True)
 

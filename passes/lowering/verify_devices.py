@@ -87,7 +87,7 @@ class _Proof:
         return None
 
     def _move(self, node: fx.Node) -> str | None:
-        value, target = node.args
+        value, target, *_ = node.args
         if (value, str(target)) in self.moved:
             return f"{value} is moved to {target} twice"
         self.moved.add((value, str(target)))

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
 from graphplan.capture.model.model_weights import named_tensors
-from graphplan.ir.lowered_ops import constant_attribute, is_bound, part_attribute, stream_attribute
+from graphplan.ir.lowered_ops import GRADIENTS, constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
@@ -29,6 +29,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             code = _graph_module(module, program, program.graph)
             _bind_streams(module, state, program, code)  # before parts: it may bring the whole elsewhere
             _bind_parts(module, state, program, code)
+            code.__dict__[GRADIENTS] = state.gradients
             rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.given))
             how = program.backward
             backward = None if how is None else backward_code(module, program, code, how.graph)

@@ -17,6 +17,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
+from graphplan.runtime.memory.gradient_copies import GradientCopies
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
@@ -133,6 +134,7 @@ class ModuleState:
     guard: ModuleGuard | None = field(default=None, init=False)
     streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict, init=False)
+    gradients: GradientCopies = field(default_factory=GradientCopies, init=False)
     turns: CallTurns = field(default_factory=CallTurns, init=False)
 
     def watch(self, module: nn.Module) -> None:
