@@ -17,7 +17,7 @@ from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.attention import RUNS as ATTENTION
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
-from graphplan.devices.topology import round_up
+from graphplan.devices.topology import SIMULATED, round_up
 from graphplan.ir.liveness import LiveStorages
 from graphplan.passes.frontend.flop_formulas import flops_of
 from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe, stand_in
@@ -82,7 +82,9 @@ def run_fake(
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         mode.cache_enabled = bool(arguments)  # torch's forgets that a window is a part of a longer one
-        with _Tracker(arguments, target) as tracker:
+        # the kernels of the types that are not here are taken to be as the CPU's
+        kernels = DispatchKey.PrivateUse1 if device.type == SIMULATED else DispatchKey.CPU
+        with _Tracker(arguments, target, kernels) as tracker:
             # by what it runs, whose workspace is seen
             out = ATTENTION.get(target, target)(*args, **kwargs)
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -131,9 +133,9 @@ class _Tracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, arguments: Sequence[torch.Tensor], target: Any) -> None:
+    def __init__(self, arguments: Sequence[torch.Tensor], target: Any, kernels: DispatchKey) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.live, self.target = LiveStorages(arguments), target
+        self.live, self.target, self.kernels = LiveStorages(arguments), target, kernels
         self.flops = 0
 
     def __torch_dispatch__(
@@ -168,7 +170,8 @@ class _Tracker(TorchDispatchMode):
             return False  # it asks whether its window is too small
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        whole = func.has_kernel_for_dispatch_key(self.kernels)
+        if not whole and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             with self:  # in a branch or a round, operations arrive whole
                 return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -225,7 +228,9 @@ class _Tracker(TorchDispatchMode):
         if length <= sum(_LENGTHS):
             with self:
                 return run_in_torch(operation, args)
-        short, longer = (_tracked(operation, shortened(operation, args, tokens)) for tokens in _LENGTHS)
+        short, longer = (
+            _tracked(operation, shortened(operation, args, tokens), self.kernels) for tokens in _LENGTHS
+        )
         beyond = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
         peak, flops = (round(b + (b - a) * beyond) for a, b in zip(short, longer, strict=True))
         results = operation(*args)
@@ -244,9 +249,9 @@ def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
         return torch.empty_strided(fake.shape, fake.stride(), device="meta").view(shape).stride()
 
 
-def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
+def _tracked(operation: Any, args: tuple[Any, ...], kernels: DispatchKey) -> tuple[int, int]:
     """The bytes that a recurrence takes beyond its arguments, and its FLOP."""
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    with _Tracker(tensors, operation) as tracker:
+    with _Tracker(tensors, operation, kernels) as tracker:
         run_in_torch(operation, args)
     return tracker.live.peak, tracker.flops

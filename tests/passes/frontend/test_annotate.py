@@ -99,6 +99,16 @@ def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
 
 
+def test_what_has_a_kernel_takes_no_workspace_for_its_formula() -> None:
+    gate = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
+    x = torch.randn(512, 8)
+    backward = graphplan.plan(gate, {0: "1GiB"}, (x,), train=True).graph.operations["silu_backward"]
+    assert backward.workspace_on("cuda") == 0
+    with simulate({0: "1GiB"}) as machine:  # simulated devices have the formula alone
+        plan = graphplan.plan(gate, machine.max_memory, (x,), train=True)
+    assert plan.graph.operations["silu_backward"].workspace_on("sim") > x.nbytes
+
+
 def test_branches_and_rounds_have_the_work_of_their_operations() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
