@@ -21,6 +21,7 @@ from graphplan.compiler.compile_state import CompileState, Member
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
+from graphplan.ir.cost_model import optimizer_seconds
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
 from graphplan.passes.placement.driver import accelerators_alone, attempt, probe
@@ -67,8 +68,8 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Infinite where nothing is found."""
-        return math.inf if self.found is None else self.found.seconds
+        """Of the step and of the optimizer's after it; infinite where nothing is found."""
+        return math.inf if self.found is None else _with_optimizer(self.found)
 
 
 @dataclass
@@ -99,8 +100,9 @@ class _Choice:
         """Steps to place, the fastest first."""
         self._tried(0, self.member, self.problem)
         if self._resides:
-            if self.tried[0].seconds <= (1 + _NEAR) * sum(self.least.values()):
-                return [self.tried[0]]
+            whole = self.tried[0]
+            if whole.found is not None and whole.found.seconds <= (1 + _NEAR) * sum(self.least.values()):
+                return [whole]
             most = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == most]
         items = self._items()
@@ -126,7 +128,7 @@ class _Choice:
         if trial.found is None or not self.large or not bound.seconds:
             searched = self._with_bound(place_whole_or_sliced(state))
             (choice,) = searched.choices
-            if trial.found is None or choice.seconds <= trial.seconds:
+            if trial.found is None or _with_optimizer(choice.solution.evaluation) <= trial.seconds:
                 return searched
             bound = choice.solution.bound
         return place_calls(state, [certify(trial.found, bound)])
@@ -268,6 +270,11 @@ class _Choice:
 
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)
+
+
+def _with_optimizer(found: Evaluation) -> float:
+    problem = found.problem
+    return found.seconds + optimizer_seconds(problem.graph, problem.topology, found.assignment.weights)
 
 
 def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:

@@ -50,16 +50,18 @@ class Training:
         """
         own = self.trained if capture.step is None else capture.step.gradients.values()
         trained = {*own, *earlier}
-        weights = [self._held(w) if w.name in trained else w for w in graph.weights.values()]
+        steps = capture.step is not None
+        weights = [self._held(w, steps=steps) if w.name in trained else w for w in graph.weights.values()]
         return graph.changed(weights=weights)
 
-    def _held(self, weight: Weight) -> Weight:
+    def _held(self, weight: Weight, *, steps: bool) -> Weight:
         memory = self.optimizer.get(weight.name, OptimizerMemory())
         return replace(
             weight,
             beside=(weight.nbytes, *memory.state),
             step_bytes=memory.step,
             together_bytes=memory.together,
+            step_traffic=memory.traffic if steps else 0,
         )
 
 

@@ -8,8 +8,11 @@ known what a type of operation reaches of both figures, and its own overhead, th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 
-from graphplan.devices.topology import DeviceSpec, Topology
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Topology
+from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move
 
@@ -27,6 +30,24 @@ def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
         arithmetic, memory = arithmetic / reached.flops, memory / reached.bandwidth
         overhead = overhead if reached.overhead is None else reached.overhead
     return overhead + max(arithmetic, memory)
+
+
+def optimizer_seconds(graph: Graph, topology: Topology, homes: Mapping[str, DeviceKey]) -> float:
+    """Estimated seconds of an optimizer's step over parameters where they reside.
+
+    It takes as long as its memory traffic; devices work side by side.
+
+    Args:
+        graph: of a training step.
+        topology: of its devices.
+        homes: name of each weight -> where it resides.
+    """
+    taken: dict[DeviceKey, float] = defaultdict(float)
+    for weight in graph.weights.values():
+        if weight.step_traffic:
+            home = homes[weight.name]
+            taken[home] += weight.step_traffic / topology[home].bandwidth
+    return max(taken.values(), default=0.0)
 
 
 def move_seconds(move: Move | Load, topology: Topology) -> float:

@@ -58,6 +58,7 @@ class Weight:
             state.
         step_bytes: bytes that the optimizer takes beyond these while it changes parameters one by one.
         together_bytes: likewise for this parameter, where it changes all at once.
+        step_traffic: bytes that the optimizer reads and writes to change it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Weight:
     beside: tuple[int, ...] = ()
     step_bytes: int = 0
     together_bytes: int = 0
+    step_traffic: int = 0
 
     @property
     def streamable(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import PlanError, VerificationError
 from graphplan.ir.constraints import Constraints, did_you_mean, operations_named
+from graphplan.ir.cost_model import optimizer_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -170,6 +171,11 @@ class PlanData:
         again = set(self.recomputed)
         events = self.timeline.events if again else ()
         return sum(event.end - event.start for event in events if event.kind == "run" and event.name in again)
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Estimated seconds of the optimizer's step, which follows a training step; not in the makespan."""
+        return optimizer_seconds(self.graph, self.topology, self.schedule.assignment.weights)
 
     @cached_property
     def offloaded_activations(self) -> dict[str, int]:

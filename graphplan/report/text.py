@@ -131,6 +131,8 @@ def _saved_less(plan: PlanData) -> list[str]:
             f"recomputes {count_text(len(plan.recomputed), 'operation')} in the backward pass, "
             f"{time_text(plan.recompute_seconds)} of the time"
         )
+    if plan.optimizer_seconds:
+        lines.append(f"optimizer  {time_text(plan.optimizer_seconds)} after the step")
     if plan.offloaded_activations:
         size = size_text(sum(plan.offloaded_activations.values()))
         count = count_text(len(plan.offloaded_activations), "activation")

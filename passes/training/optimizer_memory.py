@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, and takes for its step: measured in a dry step.
+"""What an optimizer keeps for each parameter, takes for its step and moves: measured in a dry step.
 
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
 parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
@@ -36,11 +36,13 @@ class OptimizerMemory:
         step: the most that it takes beyond these while it changes parameters of this size one by one.
         together: this parameter's part of the most that it takes where it changes all at once
             (``foreach=True``, torch's default on GPUs); 0 where it never does.
+        traffic: that a step reads and writes, one operation after the other.
     """
 
     state: tuple[int, ...] = ()
     step: int = 0
     together: int = 0
+    traffic: int = 0
 
 
 def optimizer_memory(
@@ -71,24 +73,25 @@ def _measure(
 ) -> OptimizerMemory:
     if bytes_per_element is not None:
         nbytes = int(shape.numel() * bytes_per_element)
-        return OptimizerMemory((nbytes,) if nbytes else ())
+        traffic = 2 * nbytes + 3 * shape.numel() * dtype.itemsize  # at least: it reads a gradient besides
+        return OptimizerMemory((nbytes,) if nbytes else (), traffic=traffic)
     if optimizer is None:
         return OptimizerMemory()
     try:
-        kept, step = _dry_steps(2, shape, dtype, optimizer, foreach=False)
+        kept, step, traffic = _dry_steps(2, shape, dtype, optimizer, foreach=False)
         two, three = (_dry_steps(count, shape, dtype, optimizer, foreach=True)[1] for count in (2, 3))
     except Exception as error:  # the optimizer's own code may raise anything
         raise InputError(
             f"optimizer={optimizer!r} does not step on the meta device ({first_line(error)}): give "
             "optimizer_bytes_per_element= instead, the bytes of its state for each element of a parameter"
         ) from error
-    return OptimizerMemory(kept, step, two // 2 if three > two else 0)
+    return OptimizerMemory(kept, step, two // 2 if three > two else 0, traffic // 2)
 
 
 def _dry_steps(
     count: int, shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
-) -> tuple[tuple[int, ...], int]:
-    """Bytes of the state of one parameter, and the most beyond that in the second step of ``count``."""
+) -> tuple[tuple[int, ...], int, int]:
+    """Bytes of one parameter's state, the most beyond that in the second step of ``count``, its traffic."""
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -103,12 +106,30 @@ def _dry_steps(
         stepping.step()
         kept = _tensors(stepping.state.values())
         known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
-        with LiveBytes(known, _counts) as watch:
+        with LiveBytes(known, _counts) as watch, _Traffic() as traffic:  # type: ignore[no-untyped-call]  # torch's
             stepping.step()
     # a fused optimizer has its scalars beside the parameter, too
     mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
     sizes = {storage_of(t): t.untyped_storage().nbytes() for t in mine}
-    return tuple(sizes.values()), watch.live.peak
+    if fused:  # each is read and written once, but for gradients
+        traffic.nbytes = sum(2 * t.nbytes for t in known) - sum(p.nbytes for p in parameters)
+    return tuple(sizes.values()), watch.live.peak, traffic.nbytes
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write; views do neither."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.nbytes += sum(
+                leaf.nbytes for leaf in filter(_counts, pytree.tree_leaves((args, kwargs, out)))
+            )
+        return out
 
 
 class _NumbersAreOnes(TorchDispatchMode):

@@ -52,3 +52,34 @@ def test_a_loop_takes_what_its_largest_parameter_takes_on_a_gpu_too() -> None:
     assert plan.topology[0].type == "cuda"
     step = optimizer_memory({"w": model.weight}, Loops, None)["w"].step
     assert 2 * SIZE + step <= plan.peak_bytes[0] < 2 * SIZE + step + 16_384
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "accesses"),
+    [
+        (torch.optim.SGD, 3),  # reads a parameter and its gradient, writes the parameter
+        (torch.optim.AdamW, 21),
+        (partial(torch.optim.AdamW, fused=True), 7),
+    ],
+)
+def test_bytes_that_a_step_reads_and_writes(optimizer: Any, accesses: int) -> None:
+    found = optimizer_memory({"w": torch.empty(256, 256)}, optimizer, None)["w"]
+    assert SIZE * accesses <= found.traffic <= SIZE * accesses + 64
+
+
+def test_seconds_of_the_optimizer_are_those_of_the_device_of_each_parameter() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)),
+        torch.randn(1, 256),
+    )
+    options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
+    speeds = {0: graphplan.Speed(1e12, 1e9, 0.0), "cpu": graphplan.Speed(1e12, 1e7, 0.0)}
+    plans = [
+        graphplan.plan(model, {0: "1GiB", "cpu": "1GiB"}, (x,), devices=speeds, pin=pin, **options)
+        for pin in ({}, {"1": "cpu"})
+    ]
+    assert [plan.optimizer_seconds for plan in plans] == [2 * 3 * SIZE / 1e9, 3 * SIZE / 1e7]
+    assert "optimizer" in str(plans[0])
+    plain = graphplan.plan(model, {0: "1GiB"}, (x,))
+    assert not plain.optimizer_seconds
+    assert "optimizer" not in str(plain)
