@@ -33,7 +33,7 @@ _GOES_WITH = {
     "machines=": ("microbatches", "schedule", "stages_per_machine", "objective", "network"),
     "train=True": (
         *("optimizer", "optimizer_bytes_per_element", "train_outputs"),
-        *("recompute", "offload_activations"),
+        *("recompute", "offload_activations", "accumulate_gradients"),
     ),
     "calls=": ("weights",),
 }
@@ -71,6 +71,7 @@ class PlanKeywords(TypedDict, total=False):
     train_outputs: str | Sequence[str] | None
     recompute: bool
     offload_activations: bool
+    accumulate_gradients: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class PlanOptions:
     train_outputs: str | Sequence[str] | None = None
     recompute: bool = True
     offload_activations: bool = True
+    accumulate_gradients: bool = True
 
     def require_flags(self) -> None:
         """Raise InputError for a flag that is none."""
@@ -187,6 +189,7 @@ def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
     """Raise InputError for an argument that several machines do not take."""
     refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE}
     refused |= {"pin": asked.pin or None, "together": asked.together or None}
+    refused["accumulate_gradients"] = not asked.accumulate_gradients  # those of microbatches add up
     for name, value in {**refused, **given}.items():
         if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

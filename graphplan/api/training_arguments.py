@@ -39,7 +39,8 @@ def read_training(
     kinds = {weights.tensors[name].dtype for name in trained}
     later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in kinds}
     memory = optimizer_memory(later, asked.optimizer, asked.optimizer_bytes_per_element)
-    return Training(memory, trained, outputs, asked.recompute, asked.offload_activations)
+    allowed = asked.recompute, asked.offload_activations, asked.accumulate_gradients
+    return Training(memory, trained, outputs, *allowed)
 
 
 def _require_one_optimizer(asked: PlanOptions) -> None:

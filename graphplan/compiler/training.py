@@ -29,6 +29,7 @@ class Training:
         outputs: names of the results that backward starts from; None for the loss, or all.
         recompute: whether parts of the forward pass may be computed again in the backward pass.
         offload_activations: whether saved activations may wait for the backward pass in CPU memory.
+        accumulates: whether gradients may be there when a step begins.
     """
 
     optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Training:
     outputs: tuple[str, ...] | None = None
     recompute: bool = True
     offload_activations: bool = True
+    accumulates: bool = True
 
     @property
     def differentiation(self) -> Differentiation:
@@ -50,19 +52,45 @@ class Training:
         """
         own = self.trained if capture.step is None else capture.step.gradients.values()
         trained = {*own, *earlier}
-        steps = capture.step is not None
-        weights = [self._held(w, steps=steps) if w.name in trained else w for w in graph.weights.values()]
-        return graph.changed(weights=weights)
+        made, apart = frozenset[str](), frozenset(() if self.accumulates else trained)
+        if capture.step is not None and not self.accumulates:
+            made = _made_in_place(graph, capture)
+            apart = frozenset(graph.values[name].gradient_of for name in made)
+        weights = [
+            self._held(weight, steps=capture.step is not None, gradient=weight.name not in apart)
+            if weight.name in trained
+            else weight
+            for weight in graph.weights.values()
+        ]
+        values = [
+            replace(value, stays=True) if value.name in made else value for value in graph.values.values()
+        ]
+        return graph.changed(weights=weights, values=values)
 
-    def _held(self, weight: Weight, *, steps: bool) -> Weight:
+    def _held(self, weight: Weight, *, steps: bool, gradient: bool) -> Weight:
         memory = self.optimizer.get(weight.name, OptimizerMemory())
         return replace(
             weight,
-            beside=(weight.nbytes, *memory.state),
+            beside=(*([weight.nbytes] if gradient else []), *memory.state),
             step_bytes=memory.step,
             together_bytes=memory.together,
             step_traffic=memory.traffic if steps else 0,
         )
+
+
+def _made_in_place(graph: Graph, capture: Capture) -> frozenset[str]:
+    """Gradients that become those of parameters as they are made: nothing else has their memory or layout."""
+    strides = {
+        capture.weights[node.name]: node.meta["val"].stride()
+        for node in capture.graph.find_nodes(op="placeholder")
+        if node.name in capture.weights
+    }
+    return frozenset(
+        node.name
+        for node in capture.graph.nodes
+        if node.name in graph.owned_gradients
+        and node.meta["val"].stride() == strides[graph.values[node.name].gradient_of]
+    )
 
 
 def trainable(weights: ModelWeights) -> frozenset[str]:

@@ -168,6 +168,29 @@ class Graph:
         return frozenset(w.name for w in self.weights.values() if w.streamable and w.name not in kept)
 
     @cached_property
+    def owned_gradients(self) -> frozenset[str]:
+        """Gradients whose memory is theirs alone: nothing reads it after they are made."""
+        roots = [self.root(value.name) for value in self.values.values() if value.gradient_of]
+        if not roots:
+            return frozenset()
+        order = {name: index for index, name in enumerate(self.operations)}
+        last: dict[str, int] = {}
+        for name, readers in self.consumers.items():
+            root = self.root(name)
+            last[root] = max(last.get(root, -1), *(order[reader] for reader in readers))
+        for name in self.outputs:
+            last[self.root(name)] = len(order)
+        found = []
+        for value in self.values.values():
+            root = self.root(value.name)
+            if not value.gradient_of or root not in self.producer or roots.count(root) > 1:
+                continue
+            whole = self.values[root].nbytes == value.copy_bytes
+            if whole and last.get(root, -1) <= order[self.producer[value.name]]:
+                found.append(value.name)
+        return frozenset(found)
+
+    @cached_property
     def not_tensors(self) -> frozenset[str]:
         """Values that are numbers, sizes, lists: they take no bytes and no copy."""
         return frozenset(value.name for value in self.values.values() if not value.is_tensor)

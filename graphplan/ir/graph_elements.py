@@ -21,7 +21,8 @@ class Value:
         is_tensor: False for sizes and other host scalars, which every device can read.
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
-        stays: whether it is a tensor of a returned cache: it outlives the forward pass on its device.
+        stays: whether it outlives the call: a tensor of a returned cache on its device, a gradient beside its
+            parameter.
         gradient_of: the parameter whose gradient it is: as soon as it is made, it goes to where that resides.
     """
 

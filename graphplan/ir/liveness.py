@@ -195,7 +195,10 @@ class _Sweep:
         if step.kind == "writeback":
             self._use(index, (step.value, step.destination))
             return
-        self._bear(index, (step.value, step.destination), step.nbytes)
+        # host memory of gradients is kept from step to step
+        stays = step.kind == "gradient" and self.graph.values[step.value].stays
+        kept = stays and self.specs[step.destination].type == CPU
+        self._bear(0 if kept else index, (step.value, step.destination), step.nbytes)
 
     def _arrive(self, step: Wait) -> None:
         for name in self.schedule.segment(step).weights:
@@ -228,7 +231,8 @@ class _Sweep:
             self._use(end, (name, host if moved else self.home[name]))
         for value in self.graph.values.values():
             if value.stays:
-                self._use(end, (value.name, self.home[value.name]))
+                home = self.schedule.assignment.weights.get(value.gradient_of, self.home[value.name])
+                self._use(end, (value.name, home))
 
     def memory(self, with_profile: bool) -> Memory:
         steps, host, resident, caller = self.schedule.steps, self.schedule.host, self.resident, self.caller

@@ -69,7 +69,7 @@ class _Lowering:
         self.branches: dict[str, fx.GraphModule] = {}
         self.streams: dict[DeviceKey, fx.Node] = {}
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
-        self.owned = _owned_gradients(graph) if graph.trains else frozenset[str]()
+        self.owned = graph.owned_gradients
 
     def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         self._placeholders()
@@ -272,26 +272,6 @@ def _readable(name: str) -> str:
             f"generated code reads weights by name: rename {name!r}, as {word!r} is a word of Python"
         )
     return name
-
-
-def _owned_gradients(graph: Graph) -> frozenset[str]:
-    """Gradients whose memory is theirs alone: nothing reads it after they are made."""
-    order = {name: index for index, name in enumerate(graph.operations)}
-    last: dict[str, int] = {}
-    for name, readers in graph.consumers.items():
-        root = graph.root(name)
-        last[root] = max(last.get(root, -1), *(order[reader] for reader in readers))
-    for name in graph.outputs:
-        last[graph.root(name)] = len(order)
-    found, roots = [], [graph.root(v.name) for v in graph.values.values() if v.gradient_of]
-    for value in graph.values.values():
-        root = graph.root(value.name)
-        if not value.gradient_of or root not in graph.producer or roots.count(root) > 1:
-            continue
-        whole = graph.values[root].nbytes == value.copy_bytes
-        if whole and last.get(root, -1) <= order[graph.producer[value.name]]:
-            found.append(value.name)
-    return frozenset(found)
 
 
 def _set_device(node: fx.Node, device: torch.device) -> None:

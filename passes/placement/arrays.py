@@ -332,10 +332,20 @@ class Arrays:
     @cached_property
     def staying(self) -> Ints:
         """Items that are live at the end where they are made."""
-        found = [self.item_of[value.name] for value in self.tensors if value.stays]
+        found = [self.item_of[value.name] for value in self.tensors if value.stays and not value.gradient_of]
         if not self.problem.returns_to_host:
             found += [self.item_of[name] for name in self.graph.outputs if name in self.item_of]
         return np.array(found, dtype=np.int64)
+
+    @cached_property
+    def _is_cpu(self) -> Bools:
+        """(devices,) whether each is the CPU."""
+        return np.array([key == self.problem.topology.cpu for key in self.keys], dtype=bool)
+
+    @cached_property
+    def staying_gradients(self) -> Bools:
+        """(gradients,) those that are live at the end where their parameter resides."""
+        return np.array([self.tensors[item].stays for item in self.gradient], dtype=bool)
 
     def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
         """(devices that compute,) most bytes at once."""
@@ -383,6 +393,12 @@ class Arrays:
         leaves = born[instance] - returned  # results before anything else runs
         np.maximum.at(last, item[moved] * width + home[item[moved]], leaves[moved])
         last[at_home[self.staying]] = end
+        gradient, beside = self.gradient[self.staying_gradients], home[self.parameter[self.staying_gradients]]
+        copied = gradient * width + beside
+        # host memory is kept from step to step
+        born[copied] = np.where(self._is_cpu[beside], 0, time[self.source[gradient]])
+        born[at_home[gradient]] = time[self.source[gradient]]
+        last[copied] = end
         for written, operation in self.written:
             last[written * width + devices[operation]] = end
         last = np.maximum(last, born)
@@ -409,7 +425,7 @@ class Arrays:
         busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
         found: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
         self._count_gradients(found, live_bytes - freed[:, 1:], home)
-        if self._steps.any():
+        if self._steps.any() or self.staying_gradients.any():
             found = np.maximum(found, live_bytes[:, end] + self._stepping(home))
         return found + self.resident(home)
 
@@ -424,7 +440,8 @@ class Arrays:
         target = home[self.parameter]
         come = (target != home[self.gradient]) & (target < self.computing)
         item, target = self.gradient[come], target[come]
-        nbytes = between[target, self._time[self.source[item]]] + self.copied_bytes[item, target]
+        nbytes = between[target, self._time[self.source[item]]]
+        nbytes += np.where(self.staying_gradients[come], 0.0, self.copied_bytes[item, target])
         np.maximum.at(peaks, target, nbytes)
 
     @cached_property

@@ -44,6 +44,7 @@ class Backward:
         weights: names of the parameters and buffers that it reads, which must not change before.
         others: position -> name of each further result to which no gradient may come, though the model's own
             code has one.
+        fresh: names of the parameters that may have no gradient when the step begins.
     """
 
     graph: fx.Graph
@@ -51,6 +52,7 @@ class Backward:
     inputs: tuple[int, ...]
     weights: tuple[str, ...]
     others: Mapping[int, str] = field(default_factory=dict)
+    fresh: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -585,6 +585,41 @@ def test_what_is_noted_on_parameters_stays() -> None:
         assert graphplan.unplace(placed).head.bias.no_decay
 
 
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(share: float) -> None:
+    own, inputs = stack(), batch()
+    options: dict[str, Any] = {"optimizer": ADAMW, "accumulate_gradients": False}
+    with short_search():
+        peak = needed(own, inputs, **options)
+        assert peak < needed(own, inputs, optimizer=ADAMW)
+    with graphplan.simulate({0: int(share * peak), **CPU}) as machine, short_search():
+        placed = graphplan.partition(
+            copy.deepcopy(own), machine.max_memory, kwargs=inputs, train=True, **options
+        )
+        optimizers = [ADAMW(each.parameters()) for each in (placed, own)]
+        for turn in range(3):
+            found, expected = step_of(placed, inputs, turn), step_of(own, inputs, turn)
+            assert abs(float(found) - float(expected)) < 1e-5
+            assert gap(gradients_of(placed), gradients_of(own)) < 1e-5
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+        with torch.no_grad():
+            placed(**inputs)
+        step_of(placed, inputs)
+        with pytest.raises(graphplan.PlanError, match=r"has a gradient when a step begins.*zero_grad"):
+            placed(**inputs)
+
+
+def test_what_accumulate_gradients_goes_with() -> None:
+    machines = [{0: "1GiB"}, {0: "1GiB"}]
+    with pytest.raises(graphplan.InputError, match="accumulate_gradients"):
+        graphplan.plan(stack(), kwargs=batch(), machines=machines, train=True, accumulate_gradients=False)
+    with pytest.raises(graphplan.InputError, match="accumulate_gradients= goes with train=True"):
+        graphplan.plan(stack(), {0: "1GiB"}, kwargs=batch(), accumulate_gradients=False)
+
+
 def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
         plan = graphplan.plan(

@@ -46,6 +46,11 @@ _TRANSFORMED = (
     "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
     "gradients, place the model with grad=True instead of train=True"
 )
+_NOT_FRESH = (
+    "{!r} has a gradient when a step begins, for which accumulate_gradients=False leaves no room: call "
+    "optimizer.zero_grad() after each optimizer.step(), before the next forward pass, or place the model "
+    "without accumulate_gradients=False"
+)
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
     "partition train_outputs= with all results that the loss is made of, or detach this one"
@@ -169,12 +174,16 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     :func:`graphplan.runtime.module.program_run.run`.
 
     Raises:
-        PlanError: a transform, or forward mode, wants other gradients.
+        PlanError: a transform, or forward mode, wants other gradients; or a gradient is there that may not.
     """
     assert program.backward is not None
     given = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
-    if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
+    weights = named_tensors(module)
+    if in_transform() or in_forward_mode((*given, *weights.values())):
         raise PlanError(_TRANSFORMED)
+    for name in program.backward.fresh:
+        if weights[name].grad is not None:
+            raise PlanError(_NOT_FRESH.format(name))
     tensors, back = take_inputs(program, served)
     call = _StepCall(module, state, program, code, tensors, back)
     inputs = [served.leaves[index] for index in program.backward.inputs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,7 +177,7 @@ def test_a_shared_weight_is_copied_from_its_home() -> None:
         assert [move.source for move in found.schedule.moves("weight")] == [home]
 
 
-def step_graph() -> Graph:
+def step_graph(*, accumulates: bool = True) -> Graph:
     """A training step of two layers that are tied, of which the second is computed again."""
     from torch import nn
 
@@ -194,12 +195,16 @@ def step_graph() -> Graph:
             return {"loss": x.pow(2).mean(), "x": x}
 
     inputs = {"x": torch.randn(64, 16, requires_grad=True)}
-    return graphplan.plan(Layers(), {0: "1GiB"}, kwargs=inputs, train=True, optimizer=torch.optim.AdamW).graph
+    options: Any = {"optimizer": torch.optim.AdamW, "accumulate_gradients": accumulates}
+    return graphplan.plan(Layers(), {0: "1GiB"}, kwargs=inputs, train=True, **options).graph
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_a_training_step_is_judged_as_by_the_evaluator(folded: bool) -> None:
-    graph, draw, kinds = step_graph(), random.Random(0), Counter[str]()
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_training_step_is_judged_as_by_the_evaluator(folded: bool, accumulates: bool) -> None:
+    graph, draw, kinds = step_graph(accumulates=accumulates), random.Random(0), Counter[str]()
+    gradients = [value for value in graph.values.values() if value.gradient_of]
+    assert any(value.stays for value in gradients) == (not accumulates)
     for turn in range(120):
         others = (HOST,) if turn % 2 else ()
         host = (CPU, 0)[turn % 3 == 0]
