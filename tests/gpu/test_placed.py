@@ -535,6 +535,70 @@ def test_a_training_step_within_the_budget(share: float) -> None:
         assert largest_difference(gradient.cpu(), expected[name]) < 1e-3, name
 
 
+class Attends(nn.Module):
+    """Layers of attention that save little, and a loss."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 1536) for _ in range(4))
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer(x).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+            found = nn.functional.scaled_dot_product_attention(*heads, mask, is_causal=self.causal)
+            x = x + found.transpose(1, 2).flatten(2)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["causal", "mask", "plain"])
+def test_attention_of_a_training_step_saves_no_square(dtype: torch.dtype, kind: str) -> None:
+    model = Attends(causal=kind == "causal").to(dtype).train()
+    x = torch.randn(2, 2048, 512, dtype=dtype)
+    mask = torch.ones(2048, 2048, dtype=torch.bool).tril() if kind == "mask" else None
+    given = (x,) if mask is None else (x, mask)
+    eager = copy.deepcopy(model).to("cuda:0")
+    expected = gradients_after_step(eager, *(tensor.to("cuda:0") for tensor in given))
+    del eager
+    placed: Any = None
+    made: dict[str, torch.Tensor] = {}
+
+    def work() -> None:
+        nonlocal placed
+        placed = graphplan.partition(model, {0: "4GiB"}, given, train=True)
+        made.update(gradients_after_step(placed, *given))
+
+    _, peak = measured(0, work)
+    square = 2 * 8 * 2048 * 2048 * dtype.itemsize
+    assert peak <= placed.plan.peak_bytes[0]
+    assert placed.plan.peak_bytes[0] < 4 * square  # a square for each layer, were they saved
+    for name, gradient in made.items():
+        scale = float(expected[name].abs().max())
+        assert largest_difference(gradient.cpu(), expected[name].cpu()) < 2e-2 * scale, name
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
+def test_gradients_that_do_not_add_up(share: float) -> None:
+    """Some of them on the CPU; three steps, so that their memory is used again."""
+    model, x = Loss(6).train(), torch.randn(1024, 2048)
+    options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD, "accumulate_gradients": False}
+    step = graphplan.plan(model, {0: "16GiB"}, (x,), **options)
+    budgets = {0: int(share * step.peak_bytes[0]) + 40 * MIB, "cpu": 64 << 30}
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, budgets, (x,), **options)
+    for _ in range(3):
+        expected = gradients_after_step(eager, x)
+        made, peak = measured(0, lambda: gradients_after_step(placed, x))
+        resident = sum(p.nbytes for p in placed.parameters() if p.is_cuda)
+        assert peak + resident <= placed.plan.peak_bytes[0] <= budgets[0]
+        for name, gradient in made.items():
+            assert largest_difference(gradient.cpu(), expected[name]) < 1e-3, name
+        for each in (placed, eager):
+            each.zero_grad()
+        del made, gradient
+
+
 STEPS = """
 import torch, graphplan
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
@@ -560,9 +624,9 @@ def test_the_workspaces_of_the_thread_of_a_backward_pass_have_room() -> None:
     assert memory - taken // 2 < peak <= memory
 
 
-def gradients_after_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients_after_step(model: nn.Module, *given: torch.Tensor) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model(x).backward()
+    model(*given).backward()
     optimizer.step()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
