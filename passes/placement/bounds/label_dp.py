@@ -91,7 +91,7 @@ class _Labels:
         return [getattr(self, each.name) for each in fields(self)]
 
     def take(self, which: Ints) -> _Labels:
-        return _Labels(*(array[..., which] for array in self.arrays))
+        return _Labels(*(array.take(which, axis=-1) for array in self.arrays))
 
     @classmethod
     def joined(cls, parts: Sequence[_Labels]) -> _Labels:
@@ -273,13 +273,11 @@ class _LabelSearch:
         """Without dominated labels, and with no more than ``width``, those of the least ``rank``."""
         order = np.argsort(rank, kind="stable")
         order = order[labels.value[order] < self.below]
-        labels = labels.take(order)
         if not self.every:
-            labels = labels.take(_undominated(labels))
-        if labels.count > self.width:
-            self.dropped = min(self.dropped, float(labels.value[self.width :].min()))
-            labels = labels.take(np.arange(self.width))
-        return labels
+            order = _undominated(labels, order)
+        if len(order) > self.width:
+            self.dropped = min(self.dropped, float(labels.value[order[self.width :]].min()))
+        return labels.take(order[: self.width])
 
     def _trace(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
         frontier = self.frontier
@@ -318,17 +316,22 @@ class _Detours:
         return np.asarray(np.interp(lacking, np.append(0.0, kept), np.append(0.0, costs)))
 
 
-def _undominated(labels: _Labels) -> Ints:
+def _undominated(labels: _Labels, order: Ints) -> Ints:
     """Of labels in the order of their f-values, the first of each state, bytes and needs."""
-    mixed = np.zeros(labels.count, dtype=np.int64)
-    for row in (labels.state, *labels.nbytes.astype(np.int64), *labels.needs.astype(np.int64)):
-        mixed = (mixed ^ (mixed >> 29)) * _MIX + row
-    order = np.argsort(mixed, kind="stable")
-    one, other = order[:-1], order[1:]
-    same = mixed[one] == mixed[other]
-    same &= labels.state[one] == labels.state[other]
-    same &= (labels.nbytes[:, one] == labels.nbytes[:, other]).all(axis=0)
-    same &= (labels.needs[:, one] == labels.needs[:, other]).all(axis=0)
-    keep = np.ones(labels.count, dtype=bool)
-    keep[other[same]] = False
-    return np.flatnonzero(keep)
+    rows = [row[order] for row in (labels.state, *labels.nbytes, *labels.needs)]
+    mixed = np.zeros(len(order), dtype=np.int64)
+    for row in rows:
+        mixed = (mixed ^ (mixed >> 29)) * _MIX + row.astype(np.int64)
+    alike = np.argsort(mixed, kind="stable")
+    same = np.ones(max(0, len(alike) - 1), dtype=bool)
+    for row in (mixed, *rows):
+        same &= _same_as_next(row[alike])
+    keep = np.ones(len(order), dtype=bool)
+    keep[alike[1:][same]] = False
+    return order[keep]
+
+
+def _same_as_next(row: npt.NDArray[Any]) -> Bools:
+    """(all but the last,) whether an entry equals the one after it."""
+    found: Bools = row[:-1] == row[1:]
+    return found
