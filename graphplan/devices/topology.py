@@ -150,13 +150,15 @@ class DeviceSpec:
         up to 1 MiB, goes with the last; larger ones get segments of whole 2 MiB, and keep a rest of up
         to 1 MiB.
         """
+        if self.type != "cuda":
+            return sum(map(round_up, sizes))
         total = middle = 0
         for nbytes in sizes:
             total += round_up(nbytes)
-            if self.type == "cuda" and nbytes >= 10 * _MIB:
+            if nbytes >= 10 * _MIB:
                 rest = -round_up(nbytes) % (2 * _MIB)
                 total += rest if rest <= _MIB else 0
-            elif self.type == "cuda" and nbytes > _MIB:
+            elif nbytes > _MIB:
                 middle += round_up(nbytes)
         return total + -(-middle // (19 * _MIB)) * _MIB
 

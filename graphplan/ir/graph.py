@@ -72,6 +72,7 @@ class Graph:
         self.outputs = tuple(outputs)
         self.together = tuple(sorted(together, key=sorted))
         self.shapes_known = shapes_known
+        self._workspaces: dict[str, dict[str, int]] = {}
         self.producer = {v: op.name for op in self.operations.values() for v in op.outputs}
         users: dict[str, list[str]] = defaultdict(list)
         for operation in self.operations.values():
@@ -163,7 +164,7 @@ class Graph:
         Not those that forward writes to, nor those whose storage it returns.
         """
         kept = {self.root(name) for name in self.outputs}
-        kept |= {self.root(value.name) for value in self.values.values() if value.stays}
+        kept |= {self.root(name) for name in self.staying}
         kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
         return frozenset(w.name for w in self.weights.values() if w.streamable and w.name not in kept)
 
@@ -194,6 +195,41 @@ class Graph:
     def not_tensors(self) -> frozenset[str]:
         """Values that are numbers, sizes, lists: they take no bytes and no copy."""
         return frozenset(value.name for value in self.values.values() if not value.is_tensor)
+
+    @cached_property
+    def reads(self) -> dict[str, tuple[str, ...]]:
+        """Operation -> the tensors that it reads where it runs; none for one that reads their sizes alone."""
+        return {
+            one.name: () if one.host_only else tuple(n for n in one.inputs if n not in self.not_tensors)
+            for one in self.operations.values()
+        }
+
+    @cached_property
+    def touches(self) -> dict[str, tuple[str, ...]]:
+        """Operation -> those of its inputs that are weights or views of weights; only where there are any."""
+        of_weights = {name for name in (*self.weights, *self.values) if self.root(name) in self.weights}
+        found = {
+            one.name: tuple(name for name in one.inputs if name in of_weights)
+            for one in self.operations.values()
+        }
+        return {name: touched for name, touched in found.items() if touched}
+
+    @cached_property
+    def staying(self) -> tuple[str, ...]:
+        """Values that outlive the call: tensors of returned caches, gradients that stay."""
+        return tuple(value.name for value in self.values.values() if value.stays)
+
+    @cached_property
+    def stepping(self) -> tuple[Weight, ...]:
+        """Parameters for which an optimizer takes bytes while it changes them."""
+        return tuple(w for w in self.weights.values() if w.step_bytes or w.together_bytes)
+
+    def workspaces(self, device_type: str) -> Mapping[str, int]:
+        """Operation -> the bytes that it needs while it runs on a device of this type; where it needs any."""
+        if device_type not in self._workspaces:
+            found = {name: one.workspace_on(device_type) for name, one in self.operations.items()}
+            self._workspaces[device_type] = {name: nbytes for name, nbytes in found.items() if nbytes}
+        return self._workspaces[device_type]
 
     @cached_property
     def states(self) -> tuple[Weight, ...]:

@@ -32,8 +32,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 from graphplan.message_text import lines_around
 
-_Instance = tuple[str, DeviceKey]
-
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -94,8 +92,8 @@ class _Sweep:
         self.specs = {spec.key: spec for spec in topology.devices}
         if schedule.host not in self.specs:
             self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
-        # numbers in the order of birth: objects would keep the garbage collector busy
-        self.storage: dict[_Instance, int] = {}
+        # by device and name, numbers in the order of birth: objects would keep the garbage collector busy
+        self.storage: dict[DeviceKey, dict[str, int]] = defaultdict(dict)
         self.device: list[DeviceKey] = [schedule.host]
         self.nbytes = [0]
         self.born = [-1]
@@ -116,7 +114,7 @@ class _Sweep:
             if isinstance(step, Run) and not operations[step.operation].backward
         ]
         last = max(forward, default=-1)
-        returned = {self.storage.get((name, host)) for name in self.graph.outputs}
+        returned = {self.storage[host].get(name) for name in self.graph.outputs}
         found: dict[DeviceKey, int] = defaultdict(int)
         for number, device in enumerate(self.device):
             if self.born[number] <= last < self.last_use[number] and number not in returned:
@@ -136,18 +134,22 @@ class _Sweep:
     def _place_weights(self) -> dict[DeviceKey, int]:
         sizes: dict[DeviceKey, list[int]] = defaultdict(list)
         arenas: dict[DeviceKey, int] = defaultdict(int)
-        for weight in self.graph.weights.values():
-            key = self.schedule.assignment.weights[weight.name]
-            self.home[weight.name] = key
-            whole = self.schedule.assignment.weights.get(weight.part_of, key)
-            if weight.kind in ("constant", "cache") or whole != key:
+        homes, storage = self.schedule.assignment.weights, self.storage
+        for name, weight in self.graph.weights.items():
+            key = homes[name]
+            whole = homes.get(weight.part_of, key)
+            alone = weight.kind in ("constant", "cache")
+            if alone or whole != key:
                 sizes[key].append(weight.nbytes)  # an allocation of its own
-            if weight.kind not in ("constant", "cache"):
+            if not alone:
                 arenas[whole] += round_up(weight.nbytes)
-            sizes[key] += weight.beside
+            if weight.beside:
+                sizes[key] += weight.beside
             # a weight outlives the call, so its storage is counted once, here, and never freed
-            self.storage[weight.name, key] = _LASTING
-        self.storage.update(dict.fromkeys(self.in_place, _LASTING))
+            storage[key][name] = _LASTING
+        self.home.update(homes)
+        for name, key in self.in_place:
+            storage[key][name] = _LASTING
         for spec in self.specs.values():
             if spec.type == CPU:
                 sizes[spec.key] += self._buffers()
@@ -169,70 +171,72 @@ class _Sweep:
         host, total = self.schedule.host, 0
         for name in self.graph.inputs:
             self.home[name] = host
-            self.storage[name, host] = _LASTING
+            self.storage[host][name] = _LASTING
             total += self.specs[host].allocated(self.graph.values[name].nbytes)
         return total
 
-    def _bear(self, index: int, instance: _Instance, nbytes: int) -> None:
-        device = instance[1]
-        self.storage[instance] = len(self.nbytes)
+    def _bear(self, index: int, name: str, device: DeviceKey, nbytes: int) -> None:
+        self.storage[device][name] = len(self.nbytes)
         self.device.append(device)
         self.nbytes.append(self.allocated(device, nbytes))
         self.born.append(index)
         self.last_use.append(index)
 
-    def _use(self, index: int, instance: _Instance) -> None:
-        storage = self.storage.get(instance)
+    def _use(self, index: int, name: str, device: DeviceKey) -> None:
+        storage = self.storage[device].get(name)
         if storage is None:
             raise VerificationError(
-                f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
+                f"step {index} reads {name!r} on {device!r}, where it is not\n"
                 + lines_around(str(self.schedule).splitlines(), index)
             )
         self.last_use[storage] = index  # steps come in order
 
     def _move(self, index: int, step: Move) -> None:
-        self._use(index, (step.value, step.source))
+        self._use(index, step.value, step.source)
         if step.kind == "writeback":
-            self._use(index, (step.value, step.destination))
+            self._use(index, step.value, step.destination)
             return
         # host memory of gradients is kept from step to step
         stays = step.kind == "gradient" and self.graph.values[step.value].stays
         kept = stays and self.specs[step.destination].type == CPU
-        self._bear(0 if kept else index, (step.value, step.destination), step.nbytes)
+        self._bear(0 if kept else index, step.value, step.destination, step.nbytes)
 
     def _arrive(self, step: Wait) -> None:
         for name in self.schedule.segment(step).weights:
             # it takes no more than its slot, which is there for the whole call
-            self.storage[name, step.device] = _LASTING
+            self.storage[step.device][name] = _LASTING
 
     def _operate(self, index: int, step: Run) -> None:
-        operation = self.graph.operations[step.operation]
-        values, not_tensors = self.graph.values, self.graph.not_tensors
-        for name in operation.inputs:
-            if name in not_tensors:
-                continue
-            where = self.home[name] if operation.host_only else step.device
-            self._use(index, (name, where))
-        for name in operation.outputs:
-            self.home[name] = step.device
-            value = values[name]
-            if value.alias_of is not None and (value.alias_of, step.device) in self.storage:
-                self.storage[name, step.device] = self.storage[value.alias_of, step.device]
-                self._use(index, (name, step.device))
+        operation, device = self.graph.operations[step.operation], step.device
+        here, values = self.storage[device], self.graph.values
+        for name in self.graph.reads[step.operation]:
+            if name in here:
+                self.last_use[here[name]] = index
             else:
-                self._bear(index, (name, step.device), value.nbytes)
+                self._use(index, name, device)
+        if operation.host_only:
+            for name in operation.inputs:
+                if name not in self.graph.not_tensors:
+                    self._use(index, name, self.home[name])
+        for name in operation.outputs:
+            self.home[name] = device
+            value = values[name]
+            if value.alias_of in here:
+                here[name] = here[value.alias_of]
+                self._use(index, name, device)
+            else:
+                self._bear(index, name, device, value.nbytes)
 
     def _hold_outputs(self) -> None:
         end, host = len(self.schedule.steps), self.schedule.host
         for name in self.graph.outputs:
-            moved = self.schedule.returns_to_host and (name, host) in self.storage
+            moved = self.schedule.returns_to_host and name in self.storage[host]
             if not moved and name not in self.home:
                 continue  # a host scalar of a hand-built graph
-            self._use(end, (name, host if moved else self.home[name]))
-        for value in self.graph.values.values():
-            if value.stays:
-                home = self.schedule.assignment.weights.get(value.gradient_of, self.home[value.name])
-                self._use(end, (value.name, home))
+            self._use(end, name, host if moved else self.home[name])
+        homes, values = self.schedule.assignment.weights, self.graph.values
+        for name in self.graph.staying:
+            self._use(end, name, homes.get(values[name].gradient_of, self.home[name]))
 
     def memory(self, with_profile: bool) -> Memory:
         steps, host, resident, caller = self.schedule.steps, self.schedule.host, self.resident, self.caller
@@ -249,7 +253,7 @@ class _Sweep:
         live = lasting[:, None] + change.reshape(count, width).cumsum(axis=1)[:, : len(steps)]
         active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
         at = np.arange(len(steps))
-        live[active, at] += [self._workspace(step) for step in steps]
+        live[active, at] += self._workspaces()
         acting = np.zeros(live.shape)  # what is there while another device acts, is there when this one does
         acting[active, at] = live[active, at]
         highest = acting.argmax(axis=1) if steps else np.zeros(count, dtype=np.int64)  # the first of equals
@@ -272,7 +276,7 @@ class _Sweep:
         """Bytes that the optimizer takes, beside its state, for the parameters that reside on each device."""
         most: dict[DeviceKey, int] = defaultdict(int)
         together: dict[DeviceKey, int] = defaultdict(int)
-        for weight in self.graph.weights.values():
+        for weight in self.graph.stepping:
             home = self.schedule.assignment.weights[weight.name]
             if weight.step_bytes:
                 most[home] = max(most[home], self.allocated(home, weight.step_bytes))
@@ -280,13 +284,15 @@ class _Sweep:
                 together[home] += self.allocated(home, weight.together_bytes)
         return {key: max(most[key], together[key]) for key in {*most, *together}}
 
-    def _workspace(self, step: Step) -> int:
-        """Bytes that an allocator takes for what an operation needs while it runs."""
-        if not isinstance(step, Run):
-            return 0
-        spec = self.specs[step.device]
-        nbytes = self.graph.operations[step.operation].workspace_on(spec.type)
-        return self.allocated(step.device, nbytes) if nbytes else 0
+    def _workspaces(self) -> list[int]:
+        """At each step, bytes that an allocator takes for what an operation needs while it runs."""
+        needs = {key: self.graph.workspaces(spec.type) for key, spec in self.specs.items()}
+        return [
+            self.allocated(step.device, nbytes)
+            if isinstance(step, Run) and (nbytes := needs[step.device].get(step.operation))
+            else 0
+            for step in self.schedule.steps
+        ]
 
     def _operation_of(self, index: int) -> str:
         """The operation that runs at a step, or the first one after it."""

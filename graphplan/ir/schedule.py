@@ -90,6 +90,14 @@ class Run:
     device: DeviceKey
 
 
+class Runs(dict[tuple[str, DeviceKey], Run]):
+    """Runs by operation and device, made once: a search writes thousands of schedules of the same ones."""
+
+    def __missing__(self, key: tuple[str, DeviceKey]) -> Run:
+        made = self[key] = Run(*key)
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done.

@@ -13,17 +13,15 @@ beside them, and hidden as far as nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.cost_model import move_seconds, operation_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
-
-Seconds = Callable[[Operation, DeviceSpec], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +72,45 @@ class Timeline:
 def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timeline:
     """When each step of a schedule starts and ends."""
     events: list[Event] = []
-    seconds = _run(graph, topology, schedule, operation_seconds, events)
+    seconds = _run(graph, topology, schedule, _estimated(graph, topology, schedule), events)
     return Timeline(tuple(events), seconds)
 
 
 def call_seconds(
-    graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds = operation_seconds
+    graph: Graph, topology: Topology, schedule: Schedule, seconds: Mapping[str, float] | None = None
 ) -> float:
-    """Seconds of one call, of which ``seconds`` says how long an operation takes on a device."""
-    return _run(graph, topology, schedule, seconds, None)
+    """Seconds of one call; ``seconds`` are those of each operation where it runs, as estimated for None."""
+    return _run(graph, topology, schedule, seconds or _estimated(graph, topology, schedule), None)
+
+
+def _estimated(graph: Graph, topology: Topology, schedule: Schedule) -> dict[str, float]:
+    """Seconds of each operation where it runs."""
+    specs, placed = {spec.key: spec for spec in topology.devices}, schedule.assignment.operations
+    return {name: operation_seconds(one, specs[placed[name]]) for name, one in graph.operations.items()}
 
 
 def _run(
-    graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds, events: list[Event] | None
+    graph: Graph,
+    topology: Topology,
+    schedule: Schedule,
+    seconds: Mapping[str, float],
+    events: list[Event] | None,
 ) -> float:
-    specs = {spec.key: spec for spec in topology.devices}
     segments = {
         (buffer.device, index): segment
         for buffer in schedule.prefetch_buffers
         for index, segment in enumerate(buffer.segments)
     }
     on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
+    on_cpu = {spec.key for spec in topology.devices if spec.type == CPU and on_disk}
     now = 0.0
     queue: dict[DeviceKey, float] = {}  # when each copy queue is done
     free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
     there: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
     for step in schedule.steps:
         if isinstance(step, Run):
-            start, now = now, now + seconds(graph.operations[step.operation], specs[step.device])
-            if on_disk and specs[step.device].type == CPU:
+            start, now = now, now + seconds[step.operation]
+            if step.device in on_cpu:
                 now += _reading(graph, topology, graph.operations[step.operation], on_disk)
             if events is not None:
                 events.append(Event("run", step.operation, step.device, start, now))

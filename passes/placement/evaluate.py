@@ -71,11 +71,12 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
 
     Prefetch buffers of which it says nothing get one slot where two do not fit.
     """
-    if not problem.streaming:
-        assignment = replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
-    elif not all(assignment.slots.values()):
-        assignment = replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})
-    found = _judge(problem, assignment)
+    return _with_fewer_slots(_judge(problem, assignment))
+
+
+def _with_fewer_slots(found: Evaluation) -> Evaluation:
+    """What was judged, with one slot where its assignment says nothing and two do not fit: no faster."""
+    problem, assignment = found.problem, found.assignment
     free = [b.device for b in found.schedule.prefetch_buffers if len(b.slots) > 1]
     tight = {key: 1 for key in free if key not in assignment.slots and key in found.excess}
     if not tight:
@@ -84,15 +85,21 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
     return again if sum(again.excess.values()) < sum(found.excess.values()) else found
 
 
-def evaluate_filled(problem: Problem, assignment: Assignment, unread: Sequence[Weight]) -> Evaluation:
+def evaluate_filled(
+    problem: Problem, assignment: Assignment, unread: Sequence[Weight], most_seconds: float = math.inf
+) -> Evaluation:
     """As :func:`evaluate`; weights that nobody reads leave devices without room for those that have some.
 
     Args:
         problem: of the assignment.
         assignment: to judge.
         unread: :func:`~graphplan.passes.placement.residence.unread_weights` of the problem.
+        most_seconds: of a placement that takes more, nothing is changed: that would make it no faster.
     """
-    found = evaluate(problem, assignment)
+    found = _judge(problem, assignment)
+    if found.seconds > most_seconds:
+        return found
+    found = _with_fewer_slots(found)
     if not unread or not found.excess:
         return found
     free = {
@@ -108,7 +115,7 @@ def evaluate_filled(problem: Problem, assignment: Assignment, unread: Sequence[W
 
 
 def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
-    graph, topology = problem.graph, problem.topology
+    graph, topology, assignment = problem.graph, problem.topology, _with_slots(problem, assignment)
     schedule = build_schedule(
         graph,
         topology,
@@ -116,5 +123,17 @@ def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
         problem.host,
         returns_to_host=problem.returns_to_host,
         prefetch_bytes=problem.prefetch_bytes,
+        runs=problem.runs,
     )
-    return Evaluation(problem, schedule, call_seconds(graph, topology, schedule, problem.seconds))
+    clocks = {spec.key: problem.clock(spec) for spec in topology.devices}
+    seconds = {name: clocks[assignment.operations[name]][name] for name in graph.operations}
+    return Evaluation(problem, schedule, call_seconds(graph, topology, schedule, seconds))
+
+
+def _with_slots(problem: Problem, assignment: Assignment) -> Assignment:
+    """With none where nothing is streamed, and with at least one of each prefetch buffer elsewhere."""
+    if not problem.streaming:
+        return replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
+    if all(assignment.slots.values()):
+        return assignment
+    return replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})

@@ -10,6 +10,7 @@ from graphplan.devices.topology import DeviceKey, DeviceSpec, Topology
 from graphplan.ir.cost_model import operation_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
+from graphplan.ir.schedule import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Problem:
     prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
     further_calls: bool = False
     streaming: bool = True
-    # seconds of each operation by device: asked for at every evaluation
+    # what every evaluation asks for: steps that schedules share; seconds of each operation by device
+    runs: Runs = field(init=False, default_factory=Runs, repr=False, compare=False)
     _clocks: dict[DeviceKey, tuple[DeviceSpec, dict[str, float]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )

@@ -35,7 +35,6 @@ from graphplan.ir.schedule import (
     Run,
     Step,
     Wait,
-    backward_start,
 )
 
 SMALL = 4.0
@@ -55,6 +54,7 @@ class Streamed:
             if key in memory and name in graph.streamable and graph.weights[name].nbytes
         }
         self.devices = {s.key for s in topology.accelerators if assignment.slots.get(s.key) != 0}
+        self.operations = assignment.operations
 
     def __call__(self, name: str, device: DeviceKey) -> bool:
         """Whether operations on ``device`` read ``name`` from its prefetch buffer."""
@@ -106,6 +106,7 @@ def add_streams(
     topology: Topology,
     assignment: Assignment,
     steps: Sequence[Run | Move],
+    backward: int,
     least: Mapping[DeviceKey, int],
 ) -> tuple[tuple[Step, ...], tuple[PrefetchBuffer, ...]]:
     """The steps with loads, waits and releases, and the prefetch buffers that they use.
@@ -115,9 +116,9 @@ def add_streams(
         topology: its devices and links.
         assignment: where weights live, and how many slots a prefetch buffer has.
         steps: without the copies of streamed weights.
+        backward: how many of them are of the forward pass.
         least: device -> bytes of the prefetch buffer that is there already.
     """
-    backward = backward_start(graph, steps)
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
     prefetch_buffers, order = [], _HostOrder(graph, assignment)
@@ -141,22 +142,25 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
     if not streamed.weights:
         return uses
     views: dict[tuple[str, DeviceKey], _Span] = {}
-    home: dict[str, DeviceKey] = {}
+    placed, producer, touches = streamed.operations, graph.producer, graph.touches
     for index, step in enumerate(steps):
         if isinstance(step, Move):
             if (span := views.get((step.value, step.source))) is not None:
                 span.end = index
             continue
+        touched = touches.get(step.operation)
+        if touched is None:
+            continue
         operation, fresh = graph.operations[step.operation], dict[str, _Span]()
-        for name in operation.inputs:
-            device = home.get(name, step.device) if operation.host_only else step.device
+        for name in touched:
+            maker = producer.get(name) if operation.host_only else None
+            device = step.device if maker is None else placed[maker]
             if views and (span := views.get((name, device))) is not None:
                 span.end = index
-            elif name in streamed.weights and not operation.host_only and streamed(name, device):
+            elif name in streamed.weights and not operation.host_only and device in streamed.devices:
                 fresh[name] = _Span([name], index, index)
                 uses[device].append(fresh[name])
         for name in operation.outputs:
-            home[name] = step.device
             base = graph.values[name].alias_of
             if base is not None:
                 span = fresh.get(base) or views.get((base, step.device))
@@ -213,17 +217,17 @@ def _merge_small(
         return []
     graph = order.graph
     link = topology.link(order.source(topology, spans), spec.key)
-    largest = max(_bytes(graph, span.weights) for span in spans)
-    limit = min(SMALL * link.latency * link.bandwidth, largest)
-    merged = [spans[0]]
-    for span in spans[1:]:
-        last = merged[-1]
-        joined = [*last.weights, *span.weights]
-        apart = not order.adjoin(last, span) or last.start < backward <= span.start
-        if apart or _bytes(graph, joined) > limit:
+    sizes = [_bytes(graph, span.weights) for span in spans]
+    limit = min(SMALL * link.latency * link.bandwidth, max(sizes))
+    merged, nbytes = [spans[0]], sizes[0]
+    for span, own in zip(spans[1:], sizes[1:], strict=True):
+        last, joined = merged[-1], round_up(nbytes) + own
+        if joined > limit or not order.adjoin(last, span) or last.start < backward <= span.start:
             merged.append(span)
+            nbytes = own
         else:
-            last.weights, last.end = joined, max(last.end, span.end)
+            last.weights, last.end = [*last.weights, *span.weights], max(last.end, span.end)
+            nbytes = joined
     return merged
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
-from graphplan.ir.schedule import Assignment, Move, MoveKind, Run, Schedule, read_in_place
+from graphplan.ir.schedule import Assignment, Move, MoveKind, Run, Runs, Schedule, read_in_place
 from graphplan.passes.schedule.prefetch_segments import Streamed, add_streams
 
 
@@ -33,6 +33,7 @@ def build_schedule(
     *,
     returns_to_host: bool = True,
     prefetch_bytes: Mapping[DeviceKey, int] | None = None,
+    runs: Runs | None = None,
 ) -> Schedule:
     """The schedule that carries out ``assignment`` in the graph's order.
 
@@ -43,8 +44,9 @@ def build_schedule(
         host: key or name of the caller's device.
         returns_to_host: whether outputs go back there.
         prefetch_bytes: device -> bytes of the prefetch buffer that is there already.
+        runs: of other schedules of the graph, which this one shares.
     """
-    writer = _ScheduleWriter(graph, topology, assignment, host)
+    writer = _ScheduleWriter(graph, topology, assignment, host, Runs() if runs is None else runs)
     operations = graph.operations.values()
     for operation in operations:
         if not operation.backward:
@@ -55,39 +57,37 @@ def build_schedule(
         for name in graph.outputs:
             if name in writer.home and writer.is_tensor(name):
                 writer.bring(name, host, "output")
+    backward = len(writer.steps)
     for operation in operations:
         if operation.backward:
             writer.run(operation)
             writer.bring_gradients(operation)
-    steps, made = add_streams(graph, topology, assignment, writer.steps, prefetch_bytes or {})
+    steps, made = add_streams(graph, topology, assignment, writer.steps, backward, prefetch_bytes or {})
     return Schedule(steps, assignment, host, returns_to_host, made)
 
 
 class _ScheduleWriter:
-    def __init__(self, graph: Graph, topology: Topology, assignment: Assignment, host: DeviceKey) -> None:
-        self.graph, self.assignment = graph, assignment
+    def __init__(
+        self, graph: Graph, topology: Topology, assignment: Assignment, host: DeviceKey, runs: Runs
+    ) -> None:
+        self.graph, self.assignment, self.runs = graph, assignment, runs
         self.streamed = Streamed(graph, topology, assignment)
         self.steps: list[Run | Move] = []
         self.home: dict[str, DeviceKey] = dict(assignment.weights)
         self.home.update(dict.fromkeys(graph.inputs, host))
-        self.present: set[tuple[str, DeviceKey]] = set(self.home.items())
-        self.present.update(read_in_place(topology, assignment))
+        self.copied: set[tuple[str, DeviceKey]] = set(read_in_place(topology, assignment))
 
     def is_tensor(self, name: str) -> bool:
         return name not in self.graph.not_tensors
 
     def run(self, operation: Operation) -> None:
-        device = self.assignment.operations[operation.name]
-        if not operation.host_only:
-            for name in operation.inputs:
-                if (name, device) in self.present or not self.is_tensor(name):
-                    continue
-                if not self.streamed(name, device):
-                    self.bring(name, device, self._kind(name))
-        self.steps.append(Run(operation.name, device))
+        device, home = self.assignment.operations[operation.name], self.home
+        for name in self.graph.reads[operation.name]:
+            if home[name] != device and (name, device) not in self.copied and not self.streamed(name, device):
+                self.bring(name, device, self._kind(name))
+        self.steps.append(self.runs[operation.name, device])
         for name in operation.outputs:
-            self.home[name] = device
-            self.present.add((name, device))
+            home[name] = device
 
     def bring_gradients(self, operation: Operation) -> None:
         for name in operation.outputs:
@@ -96,14 +96,14 @@ class _ScheduleWriter:
                 self.bring(name, self.assignment.weights[parameter], "gradient")
 
     def bring(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
-        if (name, device) in self.present:
+        if self.home[name] == device or (name, device) in self.copied:
             return
-        self.present.add((name, device))
+        self.copied.add((name, device))
         self.steps.append(Move(name, self.home[name], device, self._bytes(name), kind))
 
     def write_back(self, name: str, host: DeviceKey) -> None:
         # what touches a changed input is tied together, so at most one other device has it
-        for device in {key for value, key in self.present if value == name} - {host}:
+        for device in {key for value, key in self.copied if value == name} - {host}:
             self.steps.append(Move(name, device, host, self._bytes(name), "writeback"))
 
     def _bytes(self, name: str) -> int:

@@ -8,6 +8,7 @@ that has not helped for some time (Lourenço, Martin and Stützle, "Iterated loc
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from graphplan.passes.placement.params import ROUNDING, Effort
 
 def _is_better(one: Evaluation, other: Evaluation) -> bool:
     """Whether a placement is less over the budgets than another, or faster, or streams less."""
-    if not other.excess and one.seconds > other.seconds * (1 + ROUNDING):
+    if one.seconds > _most_seconds(other):
         return False  # whatever its bytes
     over, least = sum(one.excess.values()), sum(other.excess.values())
     if over != least:
@@ -30,6 +31,11 @@ def _is_better(one: Evaluation, other: Evaluation) -> bool:
     if abs(one.seconds - other.seconds) > ROUNDING * other.seconds:
         return one.seconds < other.seconds
     return _streamed_bytes(one) < _streamed_bytes(other)
+
+
+def _most_seconds(found: Evaluation) -> float:
+    """What is better than this takes no more seconds, unless this passes a budget."""
+    return math.inf if found.excess else found.seconds * (1 + ROUNDING)
 
 
 def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
@@ -91,13 +97,14 @@ class _Climb:
                 for move in moves() if draw is None else _shuffled(moves(), draw):
                     if self.effort.over:
                         return
-                    found = self._evaluate(move)
+                    found = self._evaluate(move, _most_seconds(self.now))
                     if _is_better(found, self.now):
                         self.now, improved = found, True
 
-    def _evaluate(self, change: Assignment) -> Evaluation:
+    def _evaluate(self, change: Assignment, most_seconds: float = math.inf) -> Evaluation:
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
-        return evaluate_filled(self.problem, _changed(self.now.assignment, change), self.arrays.unread)
+        changed = _changed(self.now.assignment, change)
+        return evaluate_filled(self.problem, changed, self.arrays.unread, most_seconds)
 
     def _elsewhere(self, draw: random.Random) -> Assignment:
         """Once or twice, some operations go to a device, and some of what it reads is streamed."""

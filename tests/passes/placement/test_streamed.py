@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,10 @@ from graphplan.passes.placement.bounds.label_dp import search_labels
 from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Scope
 from graphplan.passes.placement.driver import attempt, holds_for, place
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
 
 MIB = 1 << 20
@@ -250,3 +251,23 @@ def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
     assert found.evaluation.seconds < 0.8 * once.evaluation.seconds
     settled = place(replace(problem, prefetch_limits={0: 1 << 40}), limits)  # by an earlier plan
     assert settled.evaluation.seconds == once.evaluation.seconds
+
+
+def test_what_takes_too_many_seconds_is_refused_without_its_bytes() -> None:
+    """No slot fewer, and no weight that nobody reads elsewhere, would make it faster."""
+    refused = 0
+    for seed in range(300):
+        draw, problem = random.Random(seed), random_instance(seed, MEDIUM).problem
+        able = [spec.key for spec in problem.topology.computing]
+        operations = problem.obey({name: draw.choice(able) for name in problem.graph.operations})
+        streamed = [name for name in problem.graph.weights if draw.random() < 0.5]
+        asked, unread = reside(problem, operations, streamed), unread_weights(problem)
+        found = evaluate_filled(problem, asked, unread)
+        most = 0.99 * found.seconds
+        at_once = evaluate_filled(problem, asked, unread, most)
+        if "memory" in vars(at_once) or at_once.seconds <= most:
+            assert at_once == found
+        else:
+            refused += 1
+            assert most < at_once.seconds <= found.seconds
+    assert refused > 100
