@@ -1,7 +1,8 @@
 """What ``torch.export`` does beside tracing that no capture needs.
 
 It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
-``no_grad`` blocks are split off and put back, and what the cache of fake results notes is tried each time.
+``no_grad`` blocks are split off and put back, what the cache of fake results notes is tried each time, and each
+result is described twice, the second time with the memory format of which no graph asks.
 Distributions check the values of their parameters, on which no trace can branch; ``torch.compile`` too leaves
 that out.
 """
@@ -31,6 +32,7 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
     """
     private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
+    private(proxy_tensor, "_extract_tensor_metadata", "torch")
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
     amp = torch.amp.autocast_mode
     enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
@@ -65,6 +67,7 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
     return [
         (fx.GraphModule, "recompile", _when_called),
         (FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once),
+        (proxy_tensor, "_extract_tensor_metadata", lambda _own: lambda _result: None),
         (mode, "__torch_function__", writing),
         (Distribution, "__init__", _unchecked),
         (Distribution, "_validate_sample", lambda _own: lambda _self, _value: None),
