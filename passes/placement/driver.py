@@ -381,7 +381,7 @@ def _place_streamed(
         search.offer(turns)
     assert search.best is not None
     if not search.proven:
-        search.best = climb_streamed(search.arrays, search.best, effort)
+        search.best = climb_streamed(search.arrays, search.best, effort, search.bound.seconds)
     return certify(search.best, _named(search.bound, candidate, problem))
 
 

@@ -46,15 +46,16 @@ def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
     )
 
 
-def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort) -> Evaluation:
+def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0) -> Evaluation:
     """A placement that is at least as fast.
 
     Args:
         arrays: of the problem.
         start: a placement, within the budgets or not: fewer bytes over them come first.
         effort: what is charged.
+        bound: seconds that none is below; near enough to these, no other hills are climbed.
     """
-    return _Climb(arrays, start, effort).run()
+    return _Climb(arrays, start, effort).run(bound)
 
 
 class _Climb:
@@ -74,12 +75,12 @@ class _Climb:
         self.streamable |= {names[i]: self.frontier.readers[i] for i in self.frontier.shared if streamable(i)}
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
 
-    def run(self) -> Evaluation:
+    def run(self, bound: float) -> Evaluation:
         draw, params = random.Random(0), self.effort.params
         idle, most = 0, params.restarts * self.effort.total / params.visits(self.arrays.count)
         self._climb()
-        best = self.now
-        while idle < most and not self.effort.over:
+        best, enough = self.now, bound / (1 - params.sufficient_gap)
+        while idle < most and not self.effort.over and _most_seconds(best) > enough:
             self.now = best
             self.now = self._evaluate(self._elsewhere(draw))
             self._climb(draw)

@@ -22,10 +22,11 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Scope
 from graphplan.passes.placement.driver import attempt, holds_for, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
-from graphplan.passes.placement.params import Limits
+from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
+from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
 MIB = 1 << 20
 TIGHT = 1 + 1e-9
@@ -271,3 +272,13 @@ def test_what_takes_too_many_seconds_is_refused_without_its_bytes() -> None:
             refused += 1
             assert most < at_once.seconds <= found.seconds
     assert refused > 100
+
+
+def test_no_other_hills_are_climbed_from_a_placement_at_the_bound() -> None:
+    problem = one_card(stack([MIB] * 6), 4.0)
+    arrays, start = Arrays(problem), on_card(problem, *problem.graph.weights)
+    best = climb_streamed(arrays, start, Effort(1e7))
+    at_bound, unknown = Effort(1e7), Effort(1e7)
+    assert climb_streamed(arrays, best, at_bound, best.seconds) == best
+    climb_streamed(arrays, best, unknown)
+    assert at_bound.done < unknown.done / 2
