@@ -1,8 +1,8 @@
 """What ``torch.export`` does beside tracing that no capture needs.
 
 It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
-``no_grad`` blocks are split off and put back, what the cache of fake results notes is tried each time, and each
-result is described twice, the second time with the memory format of which no graph asks.
+``no_grad`` blocks are split off and put back, what the cache of fake results notes is tried each time, and
+each result is described twice, the second time with a memory format that nothing reads.
 Distributions check the values of their parameters, on which no trace can branch; ``torch.compile`` too leaves
 that out.
 """
