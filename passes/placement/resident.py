@@ -67,7 +67,9 @@ class ResidentSearch:
 
     def _begin(self, near: Assignment | None) -> bool:
         if near is not None and near.operations.keys() == self.arrays.graph.operations.keys():
-            self._offer(self.arrays.devices(near), self._homes_of(near))
+            devices = self.arrays.devices(near)
+            if all((devices[unit] == devices[unit[0]]).all() for unit in self.arrays.units):
+                self._offer(devices, self._homes_of(near))
         infeasible = list(self._segments())
         if self.devices is None:
             infeasible += self._segments(loose=True)

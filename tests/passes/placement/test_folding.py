@@ -15,15 +15,15 @@ MIB = 1 << 20
 LAYERS = 8
 
 
-def step() -> Graph:
+def step(layers: int = LAYERS) -> Graph:
     """A stack of layers with a weight and a gradient each, and what they save."""
     operations, values, last = [], [Value("x", MIB, MIB), Value("t", 64, 64)], "x"
-    for i in range(LAYERS):
+    for i in range(layers):
         operations.append(Operation(f"a{i}", "mm", (last, f"w{i}"), (f"a{i}",), flops=10**9))
         values.append(Value(f"a{i}", MIB, MIB))
         last = f"a{i}"
     tangent = "t"
-    for i in reversed(range(LAYERS)):
+    for i in reversed(range(layers)):
         saved = f"a{i - 1}" if i else "x"
         made = (f"b{i}", f"g{i}")
         inputs = (tangent, f"w{i}", saved)
@@ -32,7 +32,7 @@ def step() -> Graph:
         )
         values += [Value(f"b{i}", MIB, MIB), Value(f"g{i}", MIB, MIB, gradient_of=f"w{i}")]
         tangent = f"b{i}"
-    weights = [Weight(f"w{i}", 4 * MIB, beside=(4 * MIB,)) for i in range(LAYERS)]
+    weights = [Weight(f"w{i}", 4 * MIB, beside=(4 * MIB,)) for i in range(layers)]
     return Graph(operations, values, weights, ["x", "t"], [last])
 
 
@@ -59,3 +59,11 @@ def test_a_stack_is_cut_once_and_its_backward_pass_at_the_same_layer() -> None:
     assert all(devices[f"a{i}"] == devices[f"b{i}"] for i in range(LAYERS))
     moved = [step.value for step in found.schedule.moves() if step.kind == "activation"]
     assert len(moved) <= 3
+
+
+def test_a_known_placement_that_parts_a_pass_from_its_backward_is_not_lost() -> None:
+    problem = Problem(step(5), cards(2, memory=57 * MIB // 2), CPU)
+    known = place(problem).evaluation
+    devices = known.assignment.operations
+    assert any(devices[f"a{i}"] != devices[f"b{i}"] for i in range(5))
+    assert place(problem, near=known.assignment).evaluation.seconds <= known.seconds
