@@ -14,7 +14,7 @@ class Scope(Enum):
     """The placements that a bound holds for, each class a part of the one before it."""
 
     ANY = "weights may reside anywhere"
-    SEARCHED = "a weight that one group of operations reads resides with it, on the CPU, or as it is fixed"
+    SEARCHED = "weights reside where they are read, those of several where anything runs; or on the CPU"
     ON_ACCELERATORS = "on the accelerators"
     WITHOUT_OFFLOAD = "without offload"
 

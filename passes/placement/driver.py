@@ -14,6 +14,7 @@ import numpy as np
 
 from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.milp import bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
@@ -249,7 +250,7 @@ def _place_resident(
     if evaluation is None or not evaluation.feasible:
         return None
     streamed = _on_faster_accelerators(search, evaluation, problem, limits)
-    return streamed or certify(evaluation, _named(search.bound, candidate, problem))
+    return streamed or _certified(evaluation, search.bound, candidate, problem)
 
 
 def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
@@ -286,7 +287,7 @@ def _place_evenly(
         return _place_resident(replace(candidate, balance=False), problem, limits, near)
     search.relax()
     bound = replace(search.bound, proof=f"{search.bound.proof}, of the fastest placement, even or not")
-    return certify(evaluation, _named(bound, candidate, problem))
+    return _certified(evaluation, bound, candidate, problem)
 
 
 def _prove(search: StreamedSearch, seconds: float) -> None:
@@ -344,23 +345,29 @@ def is_searched(problem: Problem, found: Evaluation) -> bool:
     """Whether each weight that one group of operations reads resides with it, on the CPU, or as it is fixed.
 
     Other calls over the same weights may leave it on another accelerator, from where no search streams it.
+    A weight that several groups read may reside where anything runs: memory beside it is counted only there.
     """
     graph, now = problem.graph, found.assignment
     group_of = {name: number for number, group in enumerate(graph.together) for name in group}
+    busy = {now.operations[name] for name, operation in graph.operations.items() if not operation.host_only}
     for name in graph.weights:
         readers = graph.readers.get(name, ())
         own = len({group_of.get(reader, reader) for reader in readers}) == 1
-        homes = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
-        if own and now.weights[name] not in homes | {now.operations[reader] for reader in readers}:
+        homes = {now.operations[reader] for reader in readers} if own else busy
+        others = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
+        if readers and now.weights[name] not in homes | others:
             return False
     return True
 
 
-def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
-    """The bound with the class of placements that it holds for."""
-    if candidate is problem or not problem.offload or problem.topology.cpu is None:
-        return bound
-    return replace(bound, scope=Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD)
+def _certified(found: Evaluation, bound: Bound, candidate: Problem, problem: Problem) -> Solution:
+    """A placement with its bound, and the class of placements that it holds for, if this is one of them."""
+    if not is_searched(problem, found):  # repair may leave shared weights where nothing runs
+        bound = least_seconds(Arrays(problem))
+    elif candidate is not problem and problem.offload and problem.topology.cpu is not None:
+        scope = Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD
+        bound = replace(bound, scope=scope)
+    return certify(found, bound)
 
 
 def _place_streamed(
@@ -382,7 +389,7 @@ def _place_streamed(
     assert search.best is not None
     if not search.proven:
         search.best = climb_streamed(search.arrays, search.best, effort, search.bound.seconds)
-    return certify(search.best, _named(search.bound, candidate, problem))
+    return _certified(search.best, search.bound, candidate, problem)
 
 
 def _in_turns(candidate: Problem, effort: Effort) -> Evaluation | None:

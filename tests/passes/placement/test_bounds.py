@@ -6,11 +6,13 @@ import itertools
 import math
 import random
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from brute import Brute
+from placements import cards
 from test_optimal import KINDS, budgets_of, random_graph
 from torch import nn
 
@@ -27,6 +29,7 @@ from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
+MIB = 1 << 20
 TIGHT = 1 + 1e-9
 SPEEDS = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), "cpu": Speed(5e10, 2e10)}
 
@@ -170,6 +173,24 @@ def waiting_layers(count: int) -> Graph:
 def test_the_same_input_gives_the_same_plan() -> None:
     first, second = (place(mixed(layers(60), 1.3)) for _ in range(2))
     assert first == second
+
+
+def test_the_bound_of_a_plan_with_shared_weights_where_nothing_runs_is_not_false() -> None:
+    # device 0 holds one shared weight at a time beside its own, device 1 all of them and no operation
+    values, operations, last = [Value("x", 5 * MIB, 5 * MIB)], [], "x"
+    weights = [*(f"shared{i}" for i in range(8) for _ in range(2)), "own"]
+    for i, weight in enumerate(weights):
+        operations.append(Operation(f"op{i}", "mm", (last, weight), (f"v{i}",), flops=10**9))
+        values.append(Value(f"v{i}", 5 * MIB, 5 * MIB))
+        last = f"v{i}"
+    sizes = [Weight(name, 8 * MIB if name == "own" else MIB) for name in dict.fromkeys(weights)]
+    graph = Graph(operations, values, sizes, ["x"], [last])
+    topology = cards(2).with_memory({0: 22 * MIB, 1: 9 * MIB})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = place(Problem(graph, topology, CPU))
+    assert set(found.evaluation.assignment.operations.values()) == {0}
+    assert 0 < found.bound.seconds < found.evaluation.seconds
 
 
 @pytest.mark.parametrize("share", [1.3, 0.7])
