@@ -23,7 +23,7 @@ from shortcuts import short_search
 
 import graphplan
 from graphplan import errors
-from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.params import PARAMS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -122,7 +122,7 @@ def test_the_front_page_is_short_and_its_files_exist() -> None:
 def test_the_planners_page_has_every_field_of_the_parameters() -> None:
     text = (DOCS / "planner.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
-    assert {name: float(value) for name, value in listed.items()} == asdict(SearchParams())
+    assert {name: float(value) for name, value in listed.items()} == asdict(PARAMS)
 
 
 def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:

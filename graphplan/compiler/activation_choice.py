@@ -26,7 +26,7 @@ from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
 from graphplan.passes.placement.driver import accelerators_alone, attempt, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of, ordered
@@ -136,8 +136,8 @@ class _Choice:
     @property
     def large(self) -> bool:
         """Whether the default effort does not grow with the operations any more: a quick search is all."""
-        params, operations = SearchParams(), self.problem.graph.operations
-        return self.state.limits.deadline is None and params.visits(len(operations)) >= params.most_visits
+        operations = self.problem.graph.operations
+        return self.state.limits.deadline is None and PARAMS.visits(len(operations)) >= PARAMS.most_visits
 
     @cached_property
     def bound(self) -> Bound:

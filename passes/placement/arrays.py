@@ -22,7 +22,6 @@ from graphplan.devices.topology import DeviceKey, DeviceSpec, round_up
 from graphplan.ir.liveness import steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
-from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
 
@@ -36,7 +35,6 @@ class Arrays:
 
     Args:
         problem: what they are of.
-        params: how a search over them is steered.
         folded: whether operations are in the order of :mod:`graphplan.passes.placement.folding`.
 
     Attributes:
@@ -63,14 +61,8 @@ class Arrays:
         shared: weights without a fixed home that several macro-operations read.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        params: SearchParams = SearchParams(),  # noqa: B008  # frozen
-        *,
-        folded: bool = False,
-    ) -> None:
-        self.problem, self.graph, self.params, self.folded = problem, problem.graph, params, folded
+    def __init__(self, problem: Problem, *, folded: bool = False) -> None:
+        self.problem, self.graph, self.folded = problem, problem.graph, folded
         topology = problem.topology
         self.specs: list[DeviceSpec] = topology.computing
         self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
@@ -104,10 +96,10 @@ class Arrays:
         self.room = np.array([float(spec.room) for spec in self.specs])
 
     @classmethod
-    def of_search(cls, problem: Problem, params: SearchParams) -> Arrays:
+    def of_search(cls, problem: Problem) -> Arrays:
         """Those that placements are searched on: of a training step, folded."""
         folded = problem.graph.trains
-        return cls(fold(problem) if folded else problem, params, folded=folded)
+        return cls(fold(problem) if folded else problem, folded=folded)
 
     def _read_links(self) -> None:
         count, topology = len(self.keys), self.problem.topology

@@ -22,7 +22,7 @@ from graphplan.passes.placement.certificate import Bound, Scope, Solution, certi
 from graphplan.passes.placement.driver import bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
-from graphplan.passes.placement.params import Limits, SearchParams
+from graphplan.passes.placement.params import PARAMS, Limits
 from graphplan.passes.placement.problem import Problem
 
 _AS_FAST = ", with the disk as fast as the CPU"
@@ -148,7 +148,7 @@ class _DiskPlacement:
             if homes[name] == cpu:
                 together.setdefault(self.problem.graph.consumers.get(name, ()), []).append(name)
         left = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
-        for _ in range(2 * SearchParams().retries):
+        for _ in range(2 * PARAMS.retries):
             over = 0 if cpu is None else found.excess.get(cpu, 0)
             if over <= 0 or not left:
                 break
@@ -200,7 +200,7 @@ class _DiskPlacement:
     def _tried(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
         """Budgets grown until a placement is found within them; none where that takes too many steps."""
         limits = replace(self.limits, proves=False, advises=False)
-        for _ in range(SearchParams().retries if needed else 0):
+        for _ in range(PARAMS.retries if needed else 0):
             problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
             try:
                 _DiskPlacement(problem, self.mappable, limits).run()

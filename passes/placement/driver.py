@@ -20,7 +20,7 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
-from graphplan.passes.placement.params import Effort, Limits, SearchParams
+from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
@@ -55,7 +55,7 @@ def place(
     if found is not None:
         return _searched_on(found, problem, limits)
     # the search is no proof: what fits larger budgets may fit the given ones
-    effort = Limits(limits.deadline).work(len(problem.graph.operations), SearchParams().advice_effort)
+    effort = Limits(limits.deadline).work(len(problem.graph.operations), PARAMS.advice_effort)
     advice = smallest_budgets(problem, effort, probe)
     if advice is not None:
         again = evaluate(problem, advice.evaluation.assignment)
@@ -66,11 +66,10 @@ def place(
 
 def _searched_on(found: Solution, problem: Problem, limits: Limits) -> Solution:
     """Searched with more work where the gap is large, unless earlier plans leave little to choose."""
-    params = SearchParams()
     settled = bool(problem.prefetch_limits) or problem.balance
-    if found.gap <= params.large_gap or settled or limits.left is not None or not limits.proves:
+    if found.gap <= PARAMS.large_gap or settled or limits.left is not None or not limits.proves:
         return found
-    more = replace(limits, effort=limits.effort * params.more_work)
+    more = replace(limits, effort=limits.effort * PARAMS.more_work)
     again = attempt(problem, more, found.evaluation.assignment)
     return found if again is None or again.evaluation.seconds > found.evaluation.seconds else again
 
@@ -93,7 +92,7 @@ def probe(
     if not _runs(problem):
         only = _without_operations(problem)
         return only if only.feasible else None
-    visits = SearchParams().visits(len(problem.graph.operations)) / 10
+    visits = PARAMS.visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
@@ -204,7 +203,7 @@ def _on_faster_accelerators(
     Not where a cache or an optimizer's step makes the same weights serve calls of another kind: the tokens
     after a prompt would stream them too, and the CPU would change them.
     """
-    least = search.effort.params.sufficient_gap * found.seconds
+    least = PARAMS.sufficient_gap * found.seconds
     if search.beyond_fastest <= least or not _may_stream_alone(problem):
         return None
     there = replace(problem, allowed=search.problem.allowed)
@@ -223,7 +222,7 @@ def _may_stream_alone(problem: Problem) -> bool:
 
 
 def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
-    times = SearchParams().streaming_effort if streaming else 1.0
+    times = PARAMS.streaming_effort if streaming else 1.0
     return limits.work(len(problem.graph.operations), times)
 
 
@@ -239,7 +238,7 @@ def _place_resident(
     if not _begin(search, near):
         return None
     if limits.proves:
-        small = len(search.proving.units) * search.proving.computing <= effort.params.milp_variables
+        small = len(search.proving.units) * search.proving.computing <= PARAMS.milp_variables
         if small and not effort.late:
             with effort.share(0.3) as part:
                 found = bound_by_classes(search.proving, search.seconds, part, streaming=False)
@@ -259,7 +258,7 @@ def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> 
     An error costs the caller more than a longer search: a small effort does not end before the default has.
     """
     whole = search.effort
-    default = SearchParams().visits(len(search.problem.graph.operations))
+    default = PARAMS.visits(len(search.problem.graph.operations))
     search.effort = replace(whole, deadline=whole.until(0.5))
     found = search.begin(near)
     whole.charge(search.effort.done)
@@ -396,7 +395,7 @@ def _in_turns(candidate: Problem, effort: Effort) -> Evaluation | None:
     if candidate.fixed_weights.keys() >= set(candidate.graph.streamable):
         return None  # operations follow the weights that an earlier plan has placed
     # half of little time: what the other searches begin with is several times slower
-    with effort.share(effort.params.turns_share if effort.deadline is None else 0.5) as part:
+    with effort.share(PARAMS.turns_share if effort.deadline is None else 0.5) as part:
         search = StreamedSearch(candidate, part)
         search.take_turns()
     return search.best

@@ -10,7 +10,7 @@ from graphplan.devices.topology import ALIGNMENT, DeviceKey, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
 
@@ -51,7 +51,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
         low, high = high, high * (1 + step)
         step *= 2
         found = probe(replace(problem, topology=topology.scaled(high)), effort)
-    while found is not None and high / low > 1 + 2 * effort.params.negligible and not effort.over:
+    while found is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
         middle = (low + high) / 2.0
         closer = probe(replace(problem, topology=topology.scaled(middle)), effort)
         if closer is None:

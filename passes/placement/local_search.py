@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LocalSearch:
         """
         arrays, draw = self.arrays, random.Random(0)
         variables = len(arrays.units) + len(arrays.shared)
-        patience = left = self.effort.params.retries * variables * arrays.computing
+        patience = left = PARAMS.retries * variables * arrays.computing
         homes = np.flatnonzero(arrays.accelerates).tolist() or range(arrays.computing)
         over, least = self.excess, seconds(self.devices, self.chosen)
         while (over or least) and left and arrays.computing > 1 and not self.effort.over:
@@ -187,7 +187,7 @@ class LocalSearch:
         return bool((peaks <= self.arrays.room).all())
 
     def _empties(self, peaks: Floats) -> bool:
-        least = self.effort.params.negligible
+        least = PARAMS.negligible
         return self._fits(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
 
     # -- moves ---------------------------------------------------------------------------------------

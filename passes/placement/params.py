@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-
-from graphplan.errors import PlanError
+from dataclasses import dataclass, field, replace
 
 ROUNDING = 1e-9  # relative: sums of seconds or bytes in another order differ by less
 
@@ -91,16 +89,12 @@ class SearchParams:
     large_gap: float = 0.5
     more_work: float = 4.0
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) <= 0:
-                raise PlanError(
-                    f"SearchParams({each.name}={getattr(self, each.name)!r}): write a positive number"
-                )
-
     def visits(self, operations: int) -> float:
         """The default effort for a graph of so many operations."""
         return float(min(self.least_visits + self.visits_per_operation * operations, self.most_visits))
+
+
+PARAMS = SearchParams()
 
 
 @dataclass(slots=True)
@@ -110,13 +104,11 @@ class Effort:
     Attributes:
         visits: that are left.
         deadline: ``time.monotonic()`` at which to stop, or None.
-        params: how the search is steered.
         total: visits at the start.
     """
 
     visits: float
     deadline: float | None = None
-    params: SearchParams = field(default_factory=SearchParams)
     total: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +197,7 @@ class Limits:
 
     def work(self, operations: int, times: float = 1.0) -> Effort:
         """What can be done in the time that is left; by work, ``times`` what so many operations are worth."""
-        params, left = SearchParams(), self.left
+        left = self.left
         if left is not None:
-            return Effort(params.visits_per_second * left, self.deadline)
-        return Effort(params.visits(operations) * self.effort * times)
+            return Effort(PARAMS.visits_per_second * left, self.deadline)
+        return Effort(PARAMS.visits(operations) * self.effort * times)

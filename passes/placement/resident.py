@@ -15,7 +15,7 @@ from graphplan.passes.placement.bounds.relaxation import Relaxation, least_secon
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.local_search import LocalSearch
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.segment_dp import SegmentDP
 
@@ -46,12 +46,12 @@ class ResidentSearch:
     _repaired: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.arrays = Arrays.of_search(self.problem, self.effort.params)
+        self.arrays = Arrays.of_search(self.problem)
 
     @cached_property
     def proving(self) -> Arrays:
         """Of the problem itself: what a bound must hold for."""
-        return Arrays(self.problem, self.effort.params) if self.arrays.folded else self.arrays
+        return Arrays(self.problem) if self.arrays.folded else self.arrays
 
     # -- a first placement ---------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class ResidentSearch:
         """Mend those that pass the budgets by least."""
         starts.sort(key=lambda one: np.maximum(self.arrays.peaks(one) - self.arrays.room, 0.0).sum())
         untried = {key: devices for devices in starts if (key := devices.tobytes()) not in self._repaired}
-        for key, devices in list(untried.items())[: self.effort.params.retries]:
+        for key, devices in list(untried.items())[: PARAMS.retries]:
             self._repaired.add(key)
             with self.effort.share(0.25) as part:
                 search = LocalSearch(self.arrays, devices, part)
@@ -139,9 +139,9 @@ class ResidentSearch:
         seconds = arrays.seconds(devices, chosen)
         if not np.isfinite(seconds):
             return False
-        key, near = devices.tobytes(), self.seconds * (1 + self.effort.params.negligible)
+        key, near = devices.tobytes(), self.seconds * (1 + PARAMS.negligible)
         if climb and seconds < near and key not in self._climbed:
-            with self.effort.share(self.effort.params.local_share) as part:
+            with self.effort.share(PARAMS.local_share) as part:
                 search = LocalSearch(arrays, devices, part, chosen)
                 search.climb()
             self._climbed |= {key, search.devices.tobytes()}
@@ -155,7 +155,7 @@ class ResidentSearch:
     @property
     def proven(self) -> bool:
         """Whether the gap is small enough to end."""
-        return self.bound.seconds >= self.seconds * (1 - self.effort.params.sufficient_gap)
+        return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
     def relax(self) -> list[Relaxation]:
         """Raise the bound by Lagrangian relaxations, one for each home of the largest shared weight."""
@@ -163,7 +163,7 @@ class ResidentSearch:
             least = least_seconds(self.arrays)
             self.bound = self.bound.raised(least.seconds, least.proof)
             return []
-        enough = self.seconds * (1 - self.effort.params.sufficient_gap / 2)
+        enough = self.seconds * (1 - PARAMS.sufficient_gap / 2)
         with self.effort.share(0.5) as part:
             found = relax(self.arrays, enough, part)
         if self.arrays.folded:
@@ -179,7 +179,7 @@ class ResidentSearch:
         relaxations, width = self.relax(), 0
         still_open = relaxations
         while not self.proven and not self.effort.over:
-            enough = self.seconds * (1 - self.effort.params.sufficient_gap)
+            enough = self.seconds * (1 - PARAMS.sufficient_gap)
             still_open = sorted((r for r in still_open if r.bound < enough), key=lambda r: r.bound)
             width = self._next_width(width, still_open)
             if not width:
@@ -193,14 +193,14 @@ class ResidentSearch:
         """Let runs take each other's room, with work beyond that of the label searches."""
         if self.devices is None or self.proven:
             return
-        more = replace(self.effort, visits=self.effort.params.exchange_effort * self.effort.total)
+        more = replace(self.effort, visits=PARAMS.exchange_effort * self.effort.total)
         search = LocalSearch(self.arrays, self.devices, more, self.chosen)
         search.exchange()
         self._offer(search.devices, search.chosen)
 
     def _enumerate(self, relaxations: list[Relaxation]) -> None:
         """Judge all placements whose relaxed seconds are below the best, where these are few."""
-        most = 1000 * self.effort.params.completions
+        most = 1000 * PARAMS.completions
         for relaxation in relaxations:
             frontier = relaxation.frontier
             if self.proven or self.effort.over or relaxation.bound >= self.seconds:
@@ -230,17 +230,16 @@ class ResidentSearch:
         """Labels that a wider search keeps, within half of the effort; 0 where that is not worth it."""
         if not relaxations:
             return 0
-        params = self.effort.params
         most = min(widest(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
-        least = int(width + 1 if width else params.first_width / params.width_growth)
+        least = int(width + 1 if width else PARAMS.first_width / PARAMS.width_growth)
         if most < least:
             return 0 if self.devices is not None else least
-        return min(most, int(max(width, params.first_width) * params.width_growth))
+        return min(most, int(max(width, PARAMS.first_width) * PARAMS.width_growth))
 
     def _search(self, relaxation: Relaxation, width: int) -> bool:
         """Search labels, again with margins where peaks pass a budget; whether a wider search is the same."""
         margin, exact = np.zeros(self.arrays.computing), True
-        for attempt in range(1 + self.effort.params.retries):
+        for attempt in range(1 + PARAMS.retries):
             below = self.seconds * (1 if attempt else 1 - ROUNDING)
             found = search_labels(relaxation, width, below, self.effort, margin)
             exact &= found.exact
@@ -275,8 +274,8 @@ class ResidentSearch:
         """Among placements of the same seconds within a tenth of a percent, one with more head-room."""
         if self.devices is None or self.problem.balance:
             return
-        most = self.seconds * (1 + self.effort.params.sufficient_gap)
-        with self.effort.share(self.effort.params.local_share) as part:
+        most = self.seconds * (1 + PARAMS.sufficient_gap)
+        with self.effort.share(PARAMS.local_share) as part:
             search = LocalSearch(self.arrays, self.devices, part, self.chosen)
             search.balance(most)
         self.devices, self.chosen, self.seconds = search.devices, search.chosen, search.seconds

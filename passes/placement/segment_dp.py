@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.symmetry import device_classes
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 Homes = Mapping[str, int]
 _State = tuple[tuple[int, ...], int]  # devices used of each class, class of the last; -1 for host and CPU
@@ -152,7 +152,7 @@ class SegmentDP:
 
     def _cuts(self) -> Ints:
         """The ends, and positions that fewer bytes cross than their neighbours, spread over the weights."""
-        arrays, params = self.arrays, self.effort.params
+        arrays = self.arrays
         allowed = np.ones(arrays.count + 1, dtype=bool)
         for members in () if self.loose else arrays.units:
             allowed[members[0] + 1 : members[-1] + 1] = False
@@ -163,9 +163,9 @@ class SegmentDP:
         if not self.in_order:
             steps *= len(self.classes) * (1 if self._uniform else len(self.classes))
         visits = (
-            params.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
+            PARAMS.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
         )
-        limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, params.segment_cuts))
+        limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, PARAMS.segment_cuts))
         if len(found) <= limit:
             return found
         bytes_at = self.arrays.crossing[found]
@@ -256,7 +256,7 @@ class SegmentDP:
         """No home decided; and all large shared weights on one device, for one of each class."""
         yield {}
         arrays = self.arrays
-        least = self.effort.params.negligible * self.arrays.weight_bytes.sum()
+        least = PARAMS.negligible * self.arrays.weight_bytes.sum()
         large = arrays.weight_bytes >= max(1.0, least)
         shared = [item for item in arrays.shared if large[item - arrays.values]]
         nbytes = float(arrays.nbytes[shared].sum()) if shared else 0.0
@@ -269,7 +269,7 @@ class SegmentDP:
     def placements(self, homes: Homes) -> Iterator[tuple[list[Segment], Ints]]:
         """The cheapest segments and their devices; again with margins, while exact peaks pass a budget."""
         margin = np.zeros(self.arrays.computing)
-        for attempt in range(1 + self.effort.params.retries):
+        for attempt in range(1 + PARAMS.retries):
             if attempt and self.effort.over:
                 return
             found = self._solve(homes, margin)
@@ -312,7 +312,7 @@ class SegmentDP:
 
     def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
         """How many devices of each of these classes are used, in an order in which one more comes later."""
-        return used_devices([*map(len, classes)], 0 if self.in_order else self.effort.params.relaxed_states)
+        return used_devices([*map(len, classes)], 0 if self.in_order else PARAMS.relaxed_states)
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)

@@ -6,16 +6,19 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
+import pytest
 from random_problems import Parameters, random_instance
 
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
-from graphplan.passes.placement.params import Effort, SearchParams
+from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.placement.problem import Problem
 
 CARD = DeviceSpec(0, "cuda:0", 1 << 30, 1e12, 1e11, 4e-6)
@@ -94,9 +97,17 @@ def best_of_all(arrays: Arrays, *, budgets: bool = True) -> float:
     return best
 
 
-def ample(visits: float = 1e9, **params: int) -> Effort:
+def ample(visits: float = 1e9) -> Effort:
     """Effort that does not run out."""
-    return Effort(visits, None, SearchParams(**params))
+    return Effort(visits)
+
+
+@contextmanager
+def steered(module: ModuleType, **params: int) -> Iterator[None]:
+    """Let the search of one module have these parameters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PARAMS", replace(PARAMS, **params))
+        yield
 
 
 def stack(

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.symmetry import device_classes
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import PARAMS, Effort
 
 _WORD = 62  # bits that hold a state, the sign apart
 
@@ -213,7 +213,7 @@ class Frontier:
                 self.fixed_queue[self.accelerators, readers[0]] += queue
             if not self.guide or cpu_fixed:
                 seconds[self.cpu, self.accelerators] = 0.0
-            elif arrays.nbytes[item] >= arrays.params.negligible * arrays.weight_bytes.sum():
+            elif arrays.nbytes[item] >= PARAMS.negligible * arrays.weight_bytes.sum():
                 seconds[self.cpu, self.accelerators] = np.inf
         return seconds
 
@@ -275,7 +275,7 @@ class Frontier:
             return items
         growing = sorted(items, key=lambda item: nbytes[item])
         together = np.cumsum(nbytes[growing])
-        least = self.arrays.params.negligible * nbytes[items].sum()
+        least = PARAMS.negligible * nbytes[items].sum()
         small = set(growing[: np.searchsorted(together, least, side="right")])
         return [item for item in items if item not in small]
 
@@ -419,7 +419,7 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
 
     Args:
         frontier: whose states these are.
-        effort: what is charged; its ``relaxed_states`` says how many are followed.
+        effort: what is charged.
     """
     stages: list[DpStage] = []
     made: dict[Hashable, DpStage] = {}
@@ -443,7 +443,7 @@ def settled_frontiers(
     """
     frontier = Frontier(arrays, streaming=streaming, guide=guide)
     sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
-    if not sizes or max(sizes) < effort.params.negligible * float(arrays.weight_bytes.sum()):
+    if not sizes or max(sizes) < PARAMS.negligible * float(arrays.weight_bytes.sum()):
         yield frontier, make_stages(frontier, effort)
         return
     frontier = Frontier(arrays, streaming=streaming, guide=guide, first=int(np.argmax(sizes)))
@@ -460,7 +460,7 @@ def _make_stage(
     effort.charge(2000.0 + after.size)
     known, relaxed = np.unique(after[np.isfinite(seconds)]), relaxed - set(step.closed)
     for slot in step.open:
-        if len(known) * frontier.devices <= effort.params.relaxed_states:
+        if len(known) * frontier.devices <= PARAMS.relaxed_states:
             break
         relaxed |= {slot}
         known = np.unique(frontier.without(known, {slot}))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from graphplan.passes.placement.arrays import Bools, Floats, Ints
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import PARAMS, Effort
 
 _NEVER = 1e9  # seconds of what cannot be: nothing takes as long, and sums of it are finite
 _MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
@@ -185,7 +185,7 @@ class _LabelSearch:
                 return LabelSearch((), 0.0, exact=False)
         seconds = labels.clock + self.frontier.constant
         order = np.argsort(seconds, kind="stable")
-        order = order if self.every else order[: self.effort.params.completions]
+        order = order if self.every else order[: PARAMS.completions]
         found = tuple(self._trace(int(label), labels, seconds) for label in order)
         bound = min(self.below, self.dropped, float(seconds.min()))
         return LabelSearch(found, bound, not np.isfinite(self.dropped))

@@ -24,7 +24,7 @@ from scipy.sparse import csr_array, hstack
 from scipy.sparse import eye_array as identity
 
 from graphplan.passes.placement.arrays import Bools, Floats
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 _WHOLE = 1e-6  # what differs less from a whole number is one
 _VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept
@@ -156,7 +156,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
         program: its integer variables are branched on.
         objective: the variable.
         enough: a bound that needs no improvement.
-        effort: what is charged; its ``milp_nodes`` limits the linear programs that raise the bound by a
+        effort: what is charged; ``milp_nodes`` limits the linear programs that raise the bound by a
             ``negligible`` share of what is missing.
     """
     program.freeze()
@@ -169,8 +169,8 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
     heap = [(root.bound, next(order), root)]
     while heap and heap[0][0] < enough and not effort.over:
         bound, _, node = heap[0]
-        if solved - seen[0] >= effort.params.milp_nodes:
-            if bound - seen[1] < effort.params.negligible * (enough - bound):
+        if solved - seen[0] >= PARAMS.milp_nodes:
+            if bound - seen[1] < PARAMS.negligible * (enough - bound):
                 break
             seen = solved, bound
         fraction = np.abs(node.values - np.round(node.values))

@@ -19,7 +19,7 @@ import numpy as np
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import Frontier
 from graphplan.passes.placement.bounds.linear_program import LinearProgram, branch_and_bound
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.schedule.prefetch_segments import SMALL
 
 
@@ -63,7 +63,7 @@ class _Program:
         self.program = LinearProgram()
         self.cpu = self.frontier.cpu
         self.needs = arrays.working_sets
-        self.least = arrays.params.negligible * float(arrays.weight_bytes.sum())
+        self.least = PARAMS.negligible * float(arrays.weight_bytes.sum())
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
@@ -81,7 +81,7 @@ class _Program:
         found = self._group(self._windows(1))
         most_differ = 2 * len(found) > self.frontier.units
         if self.frontier.streaming and most_differ:
-            found = self._group(self._windows(self.arrays.params.milp_windows))
+            found = self._group(self._windows(PARAMS.milp_windows))
         return found
 
     def _group(self, window: Ints) -> list[_Class]:
@@ -120,7 +120,7 @@ class _Program:
 
     def _places(self) -> list[list[int]]:
         """Devices one by one, or those together that nothing tells apart."""
-        if len(self.classes) * self.frontier.devices <= self.arrays.params.milp_variables:
+        if len(self.classes) * self.frontier.devices <= PARAMS.milp_variables:
             return [[d] for d in range(self.frontier.devices)]
         return self.frontier.classes
 
@@ -287,7 +287,7 @@ class _Program:
         """Weights leave room for what the neediest operations take while they run."""
         needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
         for index in range(len(self.classes)):
-            if needs[index] > self.arrays.params.negligible * room:
+            if needs[index] > PARAMS.negligible * room:
                 there = self.program.variable(1.0, integer=True)
                 count = float(len(self.classes[index].units))
                 self.program.at_least([(there, count), (self.x[number][index], -1.0)], 0.0)
@@ -320,6 +320,6 @@ class _Program:
 
     def solve(self, effort: Effort) -> float:
         """Seconds below which no placement can be."""
-        enough = 1.0 - effort.params.sufficient_gap / 2
+        enough = 1.0 - PARAMS.sufficient_gap / 2
         found = branch_and_bound(self.program, self.makespan, enough, effort)
         return found * self.scale

@@ -23,7 +23,7 @@ from scipy.optimize import linprog
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.certificate import Bound, Scope
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,12 @@ class Relaxation:
         if not self.possible:
             self.bound = np.inf
             return
-        params = effort.params
         point = self._first_prices() if not self.rest else self._as_point(self.prices)
         if point is None:
             self.possible, self.bound = False, np.inf
             return
         cuts: list[tuple[float, Floats]] = []
-        for _ in range(params.price_rounds if rounds is None else rounds):
+        for _ in range(PARAMS.price_rounds if rounds is None else rounds):
             prices = self._as_prices(point)
             point = self._as_point(prices)
             bound, rest, slope = self._dual(prices)
@@ -179,7 +178,7 @@ class Relaxation:
             if self.bound >= enough or effort.over:
                 return
             highest, proposed = self._highest(cuts)
-            if highest - self.bound < params.sufficient_gap / 2 * abs(self.bound):
+            if highest - self.bound < PARAMS.sufficient_gap / 2 * abs(self.bound):
                 return
             point = (self._as_point(self.prices) + proposed) / 2
 

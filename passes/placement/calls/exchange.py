@@ -15,7 +15,7 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.calls.shared_buffers import evaluate_together, fit_together
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.params import ROUNDING, Effort, Limits, SearchParams
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
 
@@ -54,7 +54,7 @@ class _ExchangeSearch:
     def __post_init__(self) -> None:
         problems = self.problems
         operations = sum(len(problem.graph.operations) for problem in problems)
-        visits = SearchParams().visits(operations) * self.limits.effort / 4  # placing the calls has the rest
+        visits = PARAMS.visits(operations) * self.limits.effort / 4  # placing the calls has the rest
         self.effort = Effort(visits, self.limits.deadline)
         self.keys = [spec.key for spec in problems[0].topology.computing]
         self.accelerators = problems[0].topology.accelerator_keys

@@ -35,7 +35,7 @@ from graphplan.passes.placement.driver import (
 )
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.infeasible import smallest_budgets
-from graphplan.passes.placement.params import Effort, Limits, SearchParams
+from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
 Find = Callable[[Problem], Evaluation | None]
@@ -98,7 +98,7 @@ def place_jointly(
     problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
     known: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
-    part = replace(part, effort=part.effort * SearchParams().call_effort)
+    part = replace(part, effort=part.effort * PARAMS.call_effort)
     alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:

@@ -13,13 +13,14 @@ from itertools import pairwise
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats
+from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
 
 
 def coarsen(arrays: Arrays) -> Problem:
     """The same problem with pieces of its order tied together."""
     problem = arrays.problem
-    if arrays.count <= arrays.params.coarse_least:
+    if arrays.count <= PARAMS.coarse_least:
         return problem
     cuts = [0, *_cuts(arrays), arrays.count]
     names = [operation.name for operation in arrays.operations]
@@ -29,8 +30,8 @@ def coarsen(arrays: Arrays) -> Problem:
 def _cuts(arrays: Arrays) -> list[int]:
     """Positions in order, without the ends."""
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
-    nbytes, longest = bytes_read(arrays), arrays.params.coarse_longest
-    least = arrays.params.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
+    nbytes, longest = bytes_read(arrays), PARAMS.coarse_longest
+    least = PARAMS.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
     heavy = np.flatnonzero(nbytes > least).tolist()
     found = {0, count}
     runs_on = np.isfinite(arrays.compute)
@@ -84,6 +85,6 @@ def _allowed(arrays: Arrays) -> Bools:
     """(positions,) that part no group, but for those that are spread out."""
     found = np.ones(arrays.count + 1, dtype=bool)
     for members in arrays.units:
-        if members[-1] - members[0] < arrays.params.coarse_longest:
+        if members[-1] - members[0] < PARAMS.coarse_longest:
             found[members[0] + 1 : members[-1] + 1] = False
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.streaming.coarsen import bytes_read
 
 
@@ -31,7 +32,7 @@ def in_turns(arrays: Arrays, rounds: int) -> Ints:
     share = room + max(0.0, nbytes.sum() - room.sum()) * speed / speed.sum()
     found = able[_deficit_round_robin(nbytes, share / share.sum() * nbytes.sum() / rounds)]
     found[on_cpu] = arrays.cpu
-    least = arrays.params.negligible * float(arrays.weight_bytes.sum())
+    least = PARAMS.negligible * float(arrays.weight_bytes.sum())
     for item in (one for one in arrays.shared if arrays.nbytes[one] >= least):
         readers = list(arrays.readers[item])
         found[readers] = found[readers[-1]]  # a head, beside the lookup in the table that it shares

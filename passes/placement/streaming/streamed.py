@@ -23,7 +23,7 @@ from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation, re
 from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import SegmentDP
@@ -58,7 +58,7 @@ class StreamedSearch:
     beside: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._search_on(Arrays.of_search(self.problem, self.effort.params))
+        self._search_on(Arrays.of_search(self.problem))
 
     def _search_on(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -72,12 +72,12 @@ class StreamedSearch:
         tied = coarsen(self.arrays)
         if tied is self.arrays.problem:
             return self.arrays
-        return Arrays(tied, self.effort.params, folded=self.arrays.folded)
+        return Arrays(tied, folded=self.arrays.folded)
 
     @cached_property
     def proving(self) -> Arrays:
         """Of the problem itself: what a bound must hold for."""
-        return Arrays(self.problem, self.effort.params) if self.arrays.folded else self.arrays
+        return Arrays(self.problem) if self.arrays.folded else self.arrays
 
     @property
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class StreamedSearch:
     @property
     def proven(self) -> bool:
         """Whether the gap is small enough to end."""
-        return self.bound.seconds >= self.seconds * (1 - self.effort.params.sufficient_gap)
+        return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
     def _evaluate(self, assignment: Assignment) -> Evaluation:
         return evaluate_filled(self.problem, assignment, self.arrays.unread)
@@ -111,7 +111,7 @@ class StreamedSearch:
 
         Slots that too few weights fill come last: those of a head, say, which is larger than all others.
         """
-        arrays, ratio = self.arrays, self.effort.params.slot_ratio
+        arrays, ratio = self.arrays, PARAMS.slot_ratio
         able = np.flatnonzero(arrays.accelerates).tolist()
         lacking = arrays.weight_bytes.sum() - arrays.room[able].sum()
 
@@ -162,7 +162,7 @@ class StreamedSearch:
                 self._all_on(device)
         self._spread_evenly()
         if self.best is None and self.nearest is not None:
-            with self.effort.share(self.effort.params.local_share) as part:
+            with self.effort.share(PARAMS.local_share) as part:
                 self.offer(climb_streamed(self.arrays, self.nearest, part))
         return self.best is not None
 
@@ -230,7 +230,7 @@ class StreamedSearch:
             slot: bytes of the largest weight that is streamed.
         """
         operations, tried = self.arrays.named(devices), None
-        for _ in range(2 * self.effort.params.retries):
+        for _ in range(2 * PARAMS.retries):
             spread = {d: self._spread(devices, d, nbytes, slot) for d, nbytes in lacking.items() if nbytes}
             if spread == tried:
                 return  # all that can be streamed is
@@ -253,7 +253,7 @@ class StreamedSearch:
         arrays, frontier = self.arrays, self.guide
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
         mine = [i for i in mine if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
-        filling = [i for i in mine if arrays.nbytes[i] * self.effort.params.slot_ratio > slot]
+        filling = [i for i in mine if arrays.nbytes[i] * PARAMS.slot_ratio > slot]
         if np.isfinite(slot) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
             mine = filling
         total, found = arrays.stored_bytes(mine), list[int]()
@@ -283,15 +283,14 @@ class StreamedSearch:
         """Search configurations, the most promising first, then those beside the best."""
         if self.best is None and self.effort.over:
             return  # no bound is asked for
-        params = self.effort.params
         with self.effort.share(0.25) as part:
             configurations = sorted(self._configurations(part), key=lambda one: one.bound)
         best = configurations[0] if configurations else None
         with self.effort.share(0.35) as part:
             for one in configurations:
-                if part.over or one.bound >= self.seconds * (1 - params.sufficient_gap):
+                if part.over or one.bound >= self.seconds * (1 - PARAMS.sufficient_gap):
                     break
-                best = self._search(one, params.first_width, part) or best
+                best = self._search(one, PARAMS.first_width, part) or best
         if best is not None:
             with self.effort.share(0.3) as part:
                 best = self._beside(best, part)
@@ -324,9 +323,9 @@ class StreamedSearch:
         movable = np.unique(movable[movable > 0])
         room = self.arrays.room[self.arrays.accelerates].max(initial=0.0)
         found, left = list[float](), movable[movable <= room]
-        while len(left) and len(found) < self.effort.params.slot_sizes:
+        while len(left) and len(found) < PARAMS.slot_sizes:
             found.append(float(left[-1]))
-            left = left[left * self.effort.params.slot_ratio <= left[-1]]
+            left = left[left * PARAMS.slot_ratio <= left[-1]]
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
@@ -355,7 +354,7 @@ class StreamedSearch:
         if (known := self.beside.get(configuration)) is not None and (known > asked.beside).any():
             tighter = replace(asked, beside=np.maximum(known, asked.beside))
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
-        for _ in range(1 + self.effort.params.retries):
+        for _ in range(1 + PARAMS.retries):
             width = min(width, widest(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
                 break
@@ -398,7 +397,7 @@ class StreamedSearch:
 
     def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""
-        tried, improved, gap = set[tuple[float, ...]](), True, self.effort.params.sufficient_gap
+        tried, improved, gap = set[tuple[float, ...]](), True, PARAMS.sufficient_gap
         while improved and not effort.over:
             improved = False
             for trial in self._neighbours(best):
@@ -409,7 +408,7 @@ class StreamedSearch:
                 found = _relaxed(best.frontier, best.stages, trial, effort)
                 if not found.possible or found.bound >= self.seconds * (1 - gap):
                     continue
-                better = self._search(found, self.effort.params.first_width, effort)
+                better = self._search(found, PARAMS.first_width, effort)
                 if better is not None:
                     best, improved = better, True
                     break
@@ -430,9 +429,9 @@ class StreamedSearch:
     def _widen(self, best: Relaxation, effort: Effort) -> None:
         """Search the best configuration wider and wider, at better prices."""
         best.improve(self.seconds, effort)
-        width = self.effort.params.first_width
+        width = PARAMS.first_width
         while not effort.over:
-            width = int(width * self.effort.params.width_growth)
+            width = int(width * PARAMS.width_growth)
             if width > widest(best, effort.visits):
                 return
             best = self._search(best, width, effort) or best

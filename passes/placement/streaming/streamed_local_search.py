@@ -18,7 +18,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.frontier import Frontier
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
-from graphplan.passes.placement.params import ROUNDING, Effort
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
 def _is_better(one: Evaluation, other: Evaluation) -> bool:
@@ -76,10 +76,10 @@ class _Climb:
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
 
     def run(self, bound: float) -> Evaluation:
-        draw, params = random.Random(0), self.effort.params
-        idle, most = 0, params.restarts * self.effort.total / params.visits(self.arrays.count)
+        draw = random.Random(0)
+        idle, most = 0, PARAMS.restarts * self.effort.total / PARAMS.visits(self.arrays.count)
         self._climb()
-        best, enough = self.now, bound / (1 - params.sufficient_gap)
+        best, enough = self.now, bound / (1 - PARAMS.sufficient_gap)
         while idle < most and not self.effort.over and _most_seconds(best) > enough:
             self.now = best
             self.now = self._evaluate(self._elsewhere(draw))

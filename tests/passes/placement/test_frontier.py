@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placements import HOST, ample, best_of_all, equal_cards, resident_problems, stack
+from placements import HOST, ample, best_of_all, equal_cards, resident_problems, stack, steered
 from random_problems import TINY
 
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds import frontier as frontiers
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, make_stages
 from graphplan.passes.placement.problem import Problem
 
@@ -30,7 +31,8 @@ def shortest(frontier: Frontier, stages: list[DpStage]) -> float:
 def without_budgets(arrays: Arrays, states: int = 10**6) -> float:
     """Seconds of the fastest placement, by the frontier."""
     frontier = Frontier(arrays)
-    return shortest(frontier, make_stages(frontier, ample(relaxed_states=states)))
+    with steered(frontiers, relaxed_states=states):
+        return shortest(frontier, make_stages(frontier, ample()))
 
 
 def test_the_shortest_path_is_the_best_placement_without_budgets() -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placements import HOST, ample, best_of_all, equal_cards, resident_problems, stack
+from placements import HOST, ample, best_of_all, equal_cards, resident_problems, stack, steered
 from random_problems import TINY
 
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds import frontier as frontiers
 from graphplan.passes.placement.bounds.frontier import Frontier, make_stages
 from graphplan.passes.placement.bounds.label_dp import Completion, LabelSearch, search_labels, widest
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
@@ -27,9 +28,10 @@ LIGHT = replace(TINY, nbytes=(64 << 10, 4 << 20), special=0.0)
 
 def relax(arrays: Arrays, states: int = 10**6) -> Relaxation:
     frontier = Frontier(arrays)
-    effort = ample(relaxed_states=states)
-    found = Relaxation(frontier, make_stages(frontier, effort), Buffers.none(frontier.devices))
-    found.improve(math.inf, effort)
+    with steered(frontiers, relaxed_states=states):
+        stages = make_stages(frontier, ample())
+    found = Relaxation(frontier, stages, Buffers.none(frontier.devices))
+    found.improve(math.inf, ample())
     return found
 
 

@@ -9,16 +9,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from placements import HOST, ample, best_of_all, cards, equal_cards, random_units, resident_problems, stack
+from placements import (
+    HOST,
+    ample,
+    best_of_all,
+    cards,
+    equal_cards,
+    random_units,
+    resident_problems,
+    stack,
+    steered,
+)
 from random_problems import MEDIUM, TINY, random_instance
 
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds import linear_program, milp
 from graphplan.passes.placement.bounds.milp import _Program, bound_by_classes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
@@ -193,7 +203,8 @@ def test_more_devices_or_memory_never_raise_the_bound(seeds: range) -> None:
             arrays = Arrays(Problem(graph, topology, CPU))
             best = best_of_all(arrays)
             if best < math.inf:
-                bounds.append(bound_by_classes(arrays, best, ample(1e9, milp_nodes=10**5), streaming=False))
+                with steered(linear_program, milp_nodes=10**5):
+                    bounds.append(bound_by_classes(arrays, best, ample(1e9), streaming=False))
         # each is proven up to the gap that is enough
         assert all(later <= before * 1.001 for before, later in itertools.pairwise(bounds))
 
@@ -203,8 +214,8 @@ def test_equal_cards_are_counted_together_and_unequal_links_are_not() -> None:
     graph = stack([MIB] * 30, 10**8)
 
     def places(topology: Topology) -> list[list[int]]:
-        arrays = Arrays(Problem(graph, topology, CPU), SearchParams(milp_variables=1))
-        return _Program(arrays, 1.0, streaming=False).places
+        with steered(milp, milp_variables=1):
+            return _Program(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False).places
 
     assert places(equal_cards(8)) == [list(range(8))]
     assert places(cards(8)) == [[d] for d in range(8)]
@@ -216,5 +227,5 @@ def test_places_of_several_devices_prove_nothing_false() -> None:
     for arrays in resident_problems(TINY, 80, most=1000):
         best = best_of_all(arrays)
         if best < math.inf:
-            together = Arrays(arrays.problem, SearchParams(milp_variables=1))
-            assert bound_of(together, best, streaming=False) <= best * TIGHT
+            with steered(milp, milp_variables=1):
+                assert bound_of(arrays, best, streaming=False) <= best * TIGHT

@@ -26,7 +26,7 @@ from graphplan.passes.placement import resident
 from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
-from graphplan.passes.placement.params import Limits, SearchParams
+from graphplan.passes.placement.params import PARAMS, Limits
 
 TINY_BLOCK, MEDIUM_BLOCK = 6, 2
 KIB, MIB = 1 << 10, 1 << 20
@@ -85,7 +85,7 @@ def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(resident, "search_labels", counted)
     problem = random_instance(7012, TINY).problem
     assert attempt(problem, Limits(), None) is None
-    assert sum(calls.values()) <= 1 + SearchParams().retries + len(problem.topology.devices)
+    assert sum(calls.values()) <= 1 + PARAMS.retries + len(problem.topology.devices)
 
 
 @pytest.mark.filterwarnings("error")
