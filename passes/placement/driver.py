@@ -221,11 +221,6 @@ def _may_stream_alone(problem: Problem) -> bool:
     return len(speeds) > 1 and _may_offload(problem) and not (further or trains or settled)
 
 
-def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
-    times = PARAMS.streaming_effort if streaming else 1.0
-    return limits.work(len(problem.graph.operations), times)
-
-
 def _place_resident(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
@@ -233,7 +228,7 @@ def _place_resident(
     if candidate.balance and len(candidate.topology.accelerators) > 1:
         return _place_evenly(candidate, problem, limits, near)
     mine = limits.until(0.5) if limits.left is not None and _may_stream_alone(problem) else limits
-    effort = _effort(candidate, mine)
+    effort = mine.work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _begin(search, near):
         return None
@@ -278,7 +273,7 @@ def _place_evenly(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
     """Segments of which the longest is as short as can be; the bound is of the fastest placement."""
-    effort = _effort(candidate, limits)
+    effort = limits.work(len(candidate.graph.operations))
     search = ResidentSearch(candidate, effort)
     evaluation = search.evaluation() if search.begin() else None
     if evaluation is None or not evaluation.feasible:
@@ -311,7 +306,7 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
     """
     if not _runs(problem):
         return _bound_without_operations(_without_operations(problem))
-    search = StreamedSearch(problem, _effort(problem, limits, streaming=True))
+    search = StreamedSearch(problem, limits.work(len(problem.graph.operations), PARAMS.streaming_effort))
     _prove(search, seconds)
     return search.bound
 
@@ -373,7 +368,7 @@ def _place_streamed(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
     """Accelerators in turn; segments, beams over configurations of buffers; the smallest moves; bounds."""
-    effort = _effort(candidate, limits, streaming=True)
+    effort = limits.work(len(candidate.graph.operations), PARAMS.streaming_effort)
     turns = _in_turns(candidate, effort)
     search = StreamedSearch(candidate, effort)
     begun = _begin(search, near) if turns is None else search.begin(near)
