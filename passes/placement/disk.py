@@ -132,11 +132,11 @@ class _DiskPlacement:
             memory = DeviceSpec(DISK, CPU, extra + beside + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
             devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
             alone = replace(problem, topology=replace(topology, devices=devices))
-            return [_on(accelerators, alone)]
+            return [alone.on(accelerators)]
         larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + extra})
         fixed = {**problem.fixed_weights, **dict.fromkeys(settled, cpu)}
         wide = replace(problem, topology=larger, fixed_weights=fixed)
-        return [wide, _on(accelerators, wide), _on({cpu}, wide)] if accelerators else [wide]
+        return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))] if accelerators else [wide]
 
     def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
         """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
@@ -227,9 +227,3 @@ class _DiskPlacement:
 
 def _without_disk(topology: Topology) -> Topology:
     return replace(topology, devices=tuple(spec for spec in topology.devices if spec.key != DISK))
-
-
-def _on(keys: Set[DeviceKey], problem: Problem) -> Problem:
-    """The same problem with every operation that may on one of these devices."""
-    rules = {name: problem.allowed.get(name, frozenset(keys)) for name in problem.graph.operations}
-    return replace(problem, allowed={name: (rule & keys) or rule for name, rule in rules.items()})

@@ -161,9 +161,7 @@ def accelerators_alone(problem: Problem) -> Problem | None:
     keys = problem.topology.accelerator_keys
     if not keys:
         return None
-    allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
-    rules = {name: (rule & keys) or rule for name, rule in allowed.items()}
-    alone = replace(problem, allowed=rules, offload=False)
+    alone = replace(problem.on(keys), offload=False)
     room = sum(problem.topology[key].room for key in keys)
     return alone if _least_held(alone, keys) <= room else None
 

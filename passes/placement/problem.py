@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Topology
 from graphplan.ir.cost_model import operation_seconds
@@ -66,6 +66,11 @@ class Problem:
                     found[name] = math.inf
             known = self._clocks[spec.key] = spec, found
         return known[1]
+
+    def on(self, keys: frozenset[DeviceKey]) -> Problem:
+        """The same problem with every operation that may on one of these devices."""
+        allowed = {name: self.allowed.get(name, keys) for name in self.graph.operations}
+        return replace(self, allowed={name: (rule & keys) or rule for name, rule in allowed.items()})
 
     def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
         """The same devices, but for operations that may not run there: those go where they may."""
