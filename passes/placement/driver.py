@@ -94,7 +94,7 @@ def probe(
         return only if only.feasible else None
     visits = PARAMS.visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
-    for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
+    for candidate, streaming in _attempts(problem):
         part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
         search = StreamedSearch(candidate, part) if streaming else ResidentSearch(candidate, part)
         if not search.begin():
@@ -124,8 +124,9 @@ def _bound_without_operations(found: Evaluation) -> Bound:
     return Bound(0.0, "no operations") if found.seconds == 0.0 else Bound()
 
 
-def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
+def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Problems to try in turn, and whether with streaming."""
+    alone = accelerators_alone(problem)
     if alone is not None:
         yield alone, _streams_anyway(alone)
     if _may_offload(problem):
@@ -181,7 +182,7 @@ def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
     if not _runs(problem):
         only = _without_operations(problem)
         return certify(only, _bound_without_operations(only)) if only.feasible else None
-    for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
+    for candidate, streaming in _attempts(problem):
         if streaming:
             if candidate.balance:
                 warn(_NOT_EVEN)

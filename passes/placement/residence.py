@@ -58,14 +58,14 @@ def reside(
         if home is not None:
             found[weight.name] = home
             taken[home] += weight.held_bytes
-    beside = {module_of(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
+    beside = siblings(problem)
     for weight in graph.weights.values():
         if weight.name not in found:
-            idle = cpu
-            if idle is None:
-                idle = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
-            # a buffer that this call does not read, another may write to, with its neighbours
-            home = beside.get(module_of(weight.name), idle) if weight.kind == "buffer" else idle
+            home = cpu
+            if weight.name in beside:  # another call may write to this buffer, with its neighbours
+                home = found[beside[weight.name]]
+            elif home is None:
+                home = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
             found[weight.name] = home
             taken[home] += weight.held_bytes
     return Assignment(dict(operations), found)
