@@ -123,21 +123,15 @@ def search_labels(
 
 def widest(relaxation: Relaxation, visits: float) -> int:
     """Labels that a search with so many visits can keep after each step; below 1 where there are too few."""
-    devices, steps = relaxation.frontier.devices, max(1, len(relaxation.frontier.steps))
-    options = _options(relaxation)
-    fixed = _visits(options, devices, 0)
-    return int((visits / steps - fixed) / (_visits(options, devices, 1) - fixed))
+    fixed = _visits(relaxation, 0)
+    each = visits / max(1, len(relaxation.frontier.steps))
+    return int((each - fixed) / (_visits(relaxation, 1) - fixed))
 
 
-def _visits(options: int, devices: int, labels: int) -> float:
-    """What a step takes."""
-    return options * (1500.0 + 600.0 * devices + 4.0 * devices * labels)
-
-
-def _options(relaxation: Relaxation) -> int:
-    """Of the weights of a step: they stay, or are streamed."""
-    streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
-    return 2 if streams else 1
+def _visits(relaxation: Relaxation, labels: int) -> float:
+    """What a step takes: its weights stay, or are streamed."""
+    devices = relaxation.frontier.devices
+    return (1 + relaxation.streams) * (1500.0 + 600.0 * devices + 4.0 * devices * labels)
 
 
 @dataclass
@@ -153,8 +147,7 @@ class _LabelSearch:
         relaxation = self.relaxation
         self.frontier = relaxation.frontier
         self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
-        self.options = _options(relaxation)
-        self.streams = self.options > 1
+        self.streams = relaxation.streams
         self.room = relaxation.room + relaxation.least - (0.0 if self.margin is None else self.margin)
         self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
         self.dropped = np.inf
@@ -195,7 +188,7 @@ class _LabelSearch:
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
-        self.effort.charge(_visits(self.options, *seconds.shape))
+        self.effort.charge(_visits(relaxation, labels.count))
         grown = []
         for d, streamed in product(range(self.frontier.devices), (False, True)):
             if not self._possible(i, d, streamed=streamed):

@@ -15,6 +15,7 @@ from those of the linear program that divides operation classes over devices in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import scipy.sparse as sparse
@@ -140,10 +141,11 @@ class Relaxation:
                 self.ahead[d] = self.buffers.total[d] * per_byte[d]
             self.copy[d] = np.where(able, seconds, np.inf)
 
-    @property
+    @cached_property
     def streams(self) -> bool:
-        """Whether anything may be streamed."""
-        return bool(np.isfinite(self.copy).any() or self.fixed_queue.any())
+        """Whether anything may be streamed through the reserved buffers."""
+        streamed = np.isfinite(self.copy).any() or self.fixed_queue.any()
+        return bool(self.buffers is not None and streamed and not self.on_clock)
 
     # -- prices --------------------------------------------------------------------------------------
 
