@@ -215,10 +215,8 @@ class _Program:
         return exact * per_byte + latency * exact / max(joined, 1.0)
 
     def _needs_slot(self, slots: list[int], size: float, streamed: int, most: float) -> None:
-        """Where a weight is streamed, a slot is at least as large as the largest size not above its own."""
-        at = int(np.searchsorted(self.sizes, size, side="right")) - 1
-        if at >= 0:
-            self.program.at_most([(streamed, 1.0), (slots[at], -most)], 0.0)
+        """Where a weight is streamed, a slot is at least as large."""
+        self.program.at_most([(streamed, 1.0), (slots[self.sizes.index(size)], -most)], 0.0)
 
     def _buffers(self, place: list[int], slots: list[int]) -> int:
         """Bytes of prefetch buffers: one slot at least as large as what is streamed."""
