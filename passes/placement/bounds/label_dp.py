@@ -104,7 +104,7 @@ def search_labels(
     width: int,
     below: float,
     effort: Effort,
-    margin: Floats | None = None,
+    margin: Floats | float = 0.0,
     *,
     every: bool = False,
 ) -> LabelSearch:
@@ -140,7 +140,7 @@ class _LabelSearch:
     width: int
     below: float
     effort: Effort
-    margin: Floats | None
+    margin: Floats | float
     every: bool
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class _LabelSearch:
         self.frontier = relaxation.frontier
         self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
         self.streams = relaxation.streams
-        self.room = relaxation.room + relaxation.least - (0.0 if self.margin is None else self.margin)
+        self.room = relaxation.room + relaxation.least - self.margin
         self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
         self.dropped = np.inf
         self.trail: list[tuple[Ints, Ints]] = []
