@@ -214,8 +214,7 @@ class StreamedSearch:
         able = (device for device, *_ in device_classes(arrays) if arrays.accelerates[device])
         trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
         if self.best is not None:
-            now = self.best.assignment.operations
-            trials.append(np.array([arrays.number[now[one.name]] for one in arrays.operations]))
+            trials.append(arrays.devices(self.best.assignment))
         for size, devices in product(self._slot_sizes, trials):
             if self.effort.over:
                 return
