@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link
 from graphplan.ir.graph import Graph
+from graphplan.passes.placement.segment_dp import spread
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,5 @@ class Boundaries:
             most: cuts, both ends included.
             progress: (operations + 1,) share of the work before each position, from 0 to 1.
         """
-        inner = self.allowed[1:-1]
-        if len(inner) <= most - 2:
-            return self.allowed
-        nbytes = self.crossing_bytes[inner]
-        stretch = np.floor(progress[inner] * (most // 2)).astype(np.int64)
-        order = np.argsort(nbytes, kind="stable")
-        _, first = np.unique(stretch[order], return_index=True)
-        chosen = order[np.sort(first)]
-        rest = order[~np.isin(order, chosen)][: most - 2 - len(chosen)]
-        kept = np.sort(inner[np.concatenate([chosen, rest])])
-        return np.concatenate([self.allowed[:1], kept, self.allowed[-1:]])
+        order = np.argsort(self.crossing_bytes[self.allowed[1:-1]], kind="stable")
+        return spread(self.allowed, order, progress, most)

@@ -166,19 +166,11 @@ class SegmentDP:
             PARAMS.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
         )
         limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, PARAMS.segment_cuts))
-        if len(found) <= limit:
-            return found
-        bytes_at = self.arrays.crossing[found]
-        bytes_at[[0, -1]] = np.inf
-        low = np.ones(len(found), dtype=bool)
-        low[1:-1] = (bytes_at[1:-1] <= bytes_at[:-2]) & (bytes_at[1:-1] <= bytes_at[2:])
-        inner = found[1:-1]
-        order = np.lexsort((self.arrays.crossing[inner], ~low[1:-1]))
-        stretch = np.floor(self._progress[inner] * (limit // 2)).astype(np.int64)
-        _, first = np.unique(stretch[order], return_index=True)
-        kept = order[np.sort(first)]
-        rest = order[~np.isin(order, kept)][: max(0, limit - 2 - len(kept))]
-        return np.concatenate([found[:1], np.sort(inner[np.concatenate([kept, rest])]), found[-1:]])
+        crossing = arrays.crossing[found]
+        crossing[[0, -1]] = np.inf
+        before, here, after = crossing[:-2], crossing[1:-1], crossing[2:]
+        order = np.lexsort((here, (here > before) | (here > after)))
+        return spread(found, order, self._progress, limit)
 
     @cached_property
     def _progress(self) -> Floats:
@@ -525,6 +517,23 @@ def _kept_until(arrays: Arrays) -> Ints:
     saved = np.unique(items[backward[readers] & (arrays.source[items] >= 0) & (items < arrays.values)])
     found[saved] = end[arrays.source[saved]]
     return found
+
+
+def spread(cuts: Ints, order: Ints, progress: Floats, most: int) -> Ints:
+    """So many of these cuts, both ends among them: the best of each stretch of the work, then of all.
+
+    Args:
+        cuts: positions.
+        order: indices of those between the ends, the best first.
+        progress: (positions,) share of the work before each.
+        most: cuts; there are half as many stretches.
+    """
+    inner = cuts[1:-1]
+    stretch = np.floor(progress[inner] * (most // 2)).astype(np.int64)
+    _, first = np.unique(stretch[order], return_index=True)
+    kept = order[np.sort(first)]
+    chosen = np.concatenate([kept, order[~np.isin(order, kept)]])[: most - 2]
+    return np.concatenate([cuts[:1], np.sort(inner[chosen]), cuts[-1:]])
 
 
 def used_devices(

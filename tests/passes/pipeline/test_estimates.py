@@ -46,3 +46,14 @@ def test_a_stage_receives_by_one_link_and_sends_by_the_other() -> None:
     # 64 rows of 8 numbers in, of 512 out
     assert seconds(slow, fast)[1, 2] < 64 * 8 * 4 / 1e3 * 1.1
     assert seconds(fast, slow)[1, 2] > 64 * 512 * 4 / 1e3
+
+
+def test_there_are_no_more_candidates_than_asked_for() -> None:
+    plan = graphplan.plan(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), args=(torch.ones(64, 8),))
+    boundaries = Boundaries(plan.graph)
+    progress = np.linspace(0.0, 1.0, len(plan.graph.operations) + 1)
+    progress[-2] = 1.0  # the last operation is free
+    for most in range(3, 12):
+        found = boundaries.candidates(most, progress)
+        assert len(found) == min(most, len(boundaries.allowed))
+        assert {found[0], found[-1]} == {0, len(plan.graph.operations)}
