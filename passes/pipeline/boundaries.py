@@ -141,9 +141,7 @@ class Boundaries:
     def candidates(self, most: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
         """So many of the allowed cuts, those that few bytes cross, spread over the work.
 
-        Args:
-            most: cuts, both ends included.
-            progress: (operations + 1,) share of the work before each position, from 0 to 1.
+        ``progress``: (operations + 1,) share of the work before each position.
         """
         order = np.argsort(self.crossing_bytes[self.allowed[1:-1]], kind="stable")
         return spread(self.allowed, order, progress, most)

@@ -59,14 +59,7 @@ class StageCapture:
 def cut_capture(
     whole: Capture, boundaries: Boundaries, start: int, end: int, trace: str = "trace"
 ) -> StageCapture:
-    """The stage of the operations from position ``start`` to ``end``.
-
-    Args:
-        whole: the capture of the model's call, for the sizes of the plan.
-        boundaries: of its graph.
-        start: position of the first operation.
-        end: position after the last.
-        trace: as in :class:`StageCapture`.
+    """The stage of the operations from position ``start`` to ``end``, of a capture for the plan's sizes.
 
     Raises:
         CaptureError: a value that crosses a cut, or a result, is no tensor, or of a size that data decides.

@@ -16,14 +16,9 @@ from graphplan.ir.schedule import Assignment
 def structure_of(
     graph: Graph, start: int, end: int, received: Sequence[str], sent: Sequence[str]
 ) -> Hashable:
-    """Equal for two stretches of the order that differ in names only.
+    """Equal for two stretches of the order, from ``start`` to ``end``, that differ in names only.
 
-    Args:
-        graph: whose order it is.
-        start: position of the first operation.
-        end: position after the last.
-        received: values that cross the cut before it.
-        sent: values that cross the cut after it.
+    ``received`` and ``sent`` are the values that cross the cuts before and after it.
     """
     number: dict[str, int] = {}
     described: list[Hashable] = []

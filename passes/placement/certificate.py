@@ -64,12 +64,7 @@ def certify(evaluation: Evaluation, bound: Bound) -> Solution:
 
 
 def checked(bound: Bound, seconds: float) -> Bound:
-    """The bound of a plan. One that is above it is a bug, which must show: it is never clamped.
-
-    Args:
-        bound: that was proved.
-        seconds: of the plan.
-    """
+    """The bound of a plan. One that is above its seconds is a bug, which must show: it is never clamped."""
     if bound.seconds > seconds * (1 + ROUNDING):
         warn(
             f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.text}) and found a plan of "

@@ -298,10 +298,7 @@ def _prove(search: StreamedSearch, seconds: float) -> None:
 def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Bound:
     """A bound on every placement, those included that offload though the accelerators hold the model.
 
-    Args:
-        problem: with a CPU.
-        seconds: of a known placement.
-        limits: when to stop.
+    A known one takes so many seconds.
     """
     if not _runs(problem):
         return _bound_without_operations(_without_operations(problem))
@@ -311,13 +308,7 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
 
 
 def holds_for(scope: Scope, problem: Problem, found: Evaluation) -> bool:
-    """Whether a bound of this scope holds for ``found``.
-
-    Args:
-        scope: of the bound.
-        problem: that was placed.
-        found: a placement of it, from any search.
-    """
+    """Whether a bound of this scope holds for a placement of the problem, from any search."""
     if scope is Scope.ANY:
         return True
     if not is_searched(problem, found):

@@ -34,12 +34,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
     Growth begins where the weights fit at all, goes on with an eighth for activations, and doubles its steps
-    until a placement is found; between the last two, bisection.
-
-    Args:
-        problem: what does not fit.
-        effort: what the search may cost; the best by then is returned.
-        probe: finds a placement with little work, and charges it.
+    until a placement is found; between the last two, bisection. ``probe`` finds a placement with little work.
     """
     # budgets of nothing cannot grow in proportion: they start at one allocation
     empty = {s.key: ALIGNMENT for s in problem.topology.computing if s.memory == 0}

@@ -99,10 +99,7 @@ def unread_weights(problem: Problem) -> list[Weight]:
 def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, int]) -> dict[str, DeviceKey]:
     """Homes of weights that nobody reads: in CPU memory while it has room, else where most room is.
 
-    Args:
-        unread: the weights; the largest goes first.
-        topology: the devices.
-        free: device that computes -> bytes beside all else.
+    ``free``: device that computes -> bytes beside all else.
     """
     homes, free, cpu = dict[str, DeviceKey](), dict(free), topology.cpu
     for weight in sorted(unread, key=lambda w: -w.held_bytes):

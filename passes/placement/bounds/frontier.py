@@ -415,12 +415,7 @@ class DpStage:
 
 
 def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
-    """A stage for each step; in a stack, a layer's are mostly those of the layer before.
-
-    Args:
-        frontier: whose states these are.
-        effort: what is charged.
-    """
+    """A stage for each step; in a stack, a layer's are mostly those of the layer before."""
     stages: list[DpStage] = []
     made: dict[Hashable, DpStage] = {}
     states, relaxed = frontier.start(), frozenset[int]()

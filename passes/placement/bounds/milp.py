@@ -45,13 +45,9 @@ class _Class:
 
 
 def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
-    """Seconds that no placement can be below.
+    """Seconds that no placement can be below; a known one takes ``enough``.
 
-    Args:
-        arrays: of the problem.
-        enough: seconds of a known placement.
-        effort: what is charged.
-        streaming: whether weights may be streamed, and shared ones reside in CPU memory.
+    ``streaming``: whether weights may be streamed, and shared ones reside in CPU memory.
     """
     return _Program(arrays, enough, streaming=streaming).solve(effort)
 

@@ -150,13 +150,7 @@ class Relaxation:
     # -- prices --------------------------------------------------------------------------------------
 
     def improve(self, enough: float, effort: Effort, rounds: int | None = None) -> None:
-        """Look for prices with a higher bound.
-
-        Args:
-            enough: seconds that no bound needs to pass.
-            effort: what is charged.
-            rounds: cutting planes at most.
-        """
+        """Look for prices with a higher bound, up to ``enough`` seconds, by so many cutting planes."""
         if not self.possible:
             self.bound = np.inf
             return
@@ -344,11 +338,7 @@ def least_seconds(arrays: Arrays) -> Bound:
 def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:
     """A relaxation with prices for each home of the largest shared weight; the least bound is the problem's.
 
-    Args:
-        arrays: of the problem.
-        enough: seconds that no bound needs to pass.
-        effort: what is charged.
-        streaming: as of :class:`~graphplan.passes.placement.bounds.frontier.Frontier`.
+    No bound needs to pass ``enough`` seconds.
     """
     frontiers = settled_frontiers(arrays, effort, streaming=streaming)
     found = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]

@@ -183,14 +183,9 @@ def _in_turn(
     first: Evaluation | None,
     find: Find,
 ) -> list[Evaluation] | None:
-    """Place calls one after the other, each over the weights that those before it have settled.
+    """Place calls in this order, each over the weights that those before it have settled.
 
-    Args:
-        calls: what to place.
-        order: in which.
-        homes: of weights that are settled before.
-        first: a placement of the first in order.
-        find: places one call.
+    ``homes`` are settled before; ``first`` is a placement of the first in order.
     """
     with_homes, placed = dict(homes), dict[int, Evaluation]()
     for index in order:

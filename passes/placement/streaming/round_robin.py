@@ -15,12 +15,7 @@ from graphplan.passes.placement.streaming.coarsen import bytes_read
 
 
 def in_turns(arrays: Arrays, rounds: int) -> Ints:
-    """(macro-operations,) devices.
-
-    Args:
-        arrays: of a problem with accelerators, and a CPU.
-        rounds: how often each accelerator has its turn.
-    """
+    """(macro-operations,) devices; each accelerator has its turn so many times."""
     assert arrays.cpu is not None
     able, read = np.flatnonzero(arrays.accelerates), bytes_read(arrays)
     nbytes = np.array([read[unit].sum() for unit in arrays.units])

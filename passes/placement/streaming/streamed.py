@@ -438,11 +438,7 @@ class StreamedSearch:
     # -- the bound -----------------------------------------------------------------------------------
 
     def prove(self, enough: float) -> None:
-        """The Lagrangian bound of the problem itself, whatever the buffers, for each home.
-
-        Args:
-            enough: seconds of a known placement.
-        """
+        """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
         with self.effort.share(0.15) as part:
             found = relax(self.proving, enough, part, streaming=True)
         least = min((one.bound for one in found), default=np.inf)

@@ -47,13 +47,9 @@ def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
 
 
 def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0) -> Evaluation:
-    """A placement that is at least as fast.
+    """A placement that is at least as fast; of those over the budgets, one that is less so.
 
-    Args:
-        arrays: of the problem.
-        start: a placement, within the budgets or not: fewer bytes over them come first.
-        effort: what is charged.
-        bound: seconds that none is below; near enough to these, no other hills are climbed.
+    Near enough to ``bound``, seconds that none is below, no other hills are climbed.
     """
     return _Climb(arrays, start, effort).run(bound)
 
