@@ -136,12 +136,13 @@ def test_streaming_costs_what_is_copied_at_least() -> None:
     topology = replace(topology, devices=(topology.devices[0], replace(HOST, flops=1e6)))
     arrays = Arrays(Problem(graph, topology, CPU))
     found = relax(arrays, streaming=True)
-    assert found.streams
+    assert np.isfinite(found.copy).any()
     found.improve(math.inf, ample())
     least = (48 - 20) * MIB / 5e9  # what the card does not hold
     assert found.bound >= 0.9 * least
     two = Buffers(np.array([2, 0]), np.array([4.0 * MIB, 0.0]), np.zeros(2))
     narrow = relax(arrays, two, streaming=True)
+    assert narrow.streams
     narrow.improve(math.inf, ample())
     assert narrow.bound >= found.bound * (1 - 1e-3)
     assert narrow.bound >= 0.9 * (48 - 20 + 8) * MIB / 5e9 - 8 * MIB / 5e9
