@@ -154,10 +154,7 @@ class Relaxation:
         if not self.possible:
             self.bound = np.inf
             return
-        point = self._first_prices() if not self.rest else self._as_point(self.prices)
-        if point is None:
-            self.possible, self.bound = False, np.inf
-            return
+        point = self._as_point(self.prices) if self.rest else self._first_prices()
         cuts: list[tuple[float, Floats]] = []
         for _ in range(PARAMS.price_rounds if rounds is None else rounds):
             prices = self._as_prices(point)
@@ -289,8 +286,8 @@ class Relaxation:
         constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant
         return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope
 
-    def _first_prices(self) -> Floats | None:
-        """From the linear program of operation classes over devices; None where it has no solution."""
+    def _first_prices(self) -> Floats:
+        """From the linear program of operation classes over devices; none where it has no solution."""
         count = self.frontier.devices
         columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.copy])
         _, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
@@ -298,8 +295,6 @@ class Relaxation:
         copy, queue = self.copy[:, first].T, self.fixed_queue[:, first].T
         nbytes, movable = self.nbytes[first][:, None], self.movable[first][:, None]
         able, may_copy = np.isfinite(seconds), np.isfinite(copy)
-        if not able.any(axis=1).all():
-            return None
         seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(first)
         on_clock, on_queue = (copy, 0.0) if self.on_clock else (0.0, copy)
 
