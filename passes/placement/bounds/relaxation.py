@@ -78,7 +78,6 @@ class Relaxation:
         proof: the method that found it.
         prices: of that bound.
         rest: (states,) before each step and after the last, the priced cost to the end.
-        crowded: whether an accelerator has no room for its prefetch buffers.
         possible: whether some placement may exist.
     """
 
@@ -96,13 +95,14 @@ class Relaxation:
         self.seconds = np.array([step.seconds for step in steps]).T
         self.cpu = frontier.cpu if frontier.streaming else None
         self.buffers = buffers
-        self._set_room()
+        has_room = self._set_room()
         self._set_copies()
         self.bound, self.proof, self.rest = 0.0, "Lagrangian relaxation", list[Floats]()
         self.prices = Prices(np.zeros(count), np.zeros(count))
-        self.possible = all(len(stage.states) for stage in stages) and not self.crowded
+        self.possible = has_room and all(len(stage.states) for stage in stages)
 
-    def _set_room(self) -> None:
+    def _set_room(self) -> bool:
+        """Reserve bytes; whether all prefetch buffers have room."""
         arrays = self.frontier.arrays
         # a device where weights reside runs something: at least the least needy operation
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
@@ -115,9 +115,9 @@ class Relaxation:
             least = np.maximum(least, self.buffers.beside)
         room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
-        self.crowded = bool((room[reserved > 0] < reserved[reserved > 0]).any())
         # a device without room for anything is not used, and then takes no bytes
         self.least, self.room = least, np.maximum(room - reserved, 0.0)
+        return bool((room >= reserved)[reserved > 0].all())
 
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays
