@@ -563,8 +563,6 @@ class Arrays:
             for members, d in zip(self.units, units.tolist(), strict=True)
             for i in members
         }
-        if not placed:
-            return np.zeros(self.count, dtype=np.int64)
         found = self.problem.obey(follow(self.graph, placed))
         return np.array([self.number[found[operation.name]] for operation in self.operations], dtype=np.int64)
 
