@@ -317,7 +317,9 @@ class SegmentDP:
         there = taken + self.arrays.fixed_bytes
         space = self.arrays.room - there - margin
         used = [members[0] for members in classes] + ([] if self.cpu is None else [self.cpu])
-        needs = {d: self._needs(tables, d, there[d]) for d in used}
+        # bytes of each segment beside what is there: weights are in one storage with that
+        stored = {d: self.arrays.specs[d].resident_alone(tables.weights + there[d]) for d in used}
+        needs = {d: stored[d] - there[d] + tables.activations for d in used}
         costs = [self._seconds(tables, d, needs[d] - space[d], space[d], homes) for d in used]
         on_cpu = None if self.cpu is None else costs.pop()
         path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
@@ -337,11 +339,6 @@ class SegmentDP:
         if names not in self._made:
             self._made[names] = self._tables(homes)
         return self._made[names]
-
-    def _needs(self, tables: _Tables, device: int, there: float) -> Floats:
-        """(rows, columns) bytes of each segment on a device beside what is there, weights in one storage."""
-        storage = self.arrays.specs[device].resident_alone(tables.weights + there) - there
-        return storage + tables.activations
 
     def _seconds(self, tables: _Tables, device: int, excess: Floats, space: float, homes: Homes) -> Floats:
         """(rows, columns) of each segment on a device, without what arrives from other segments."""
