@@ -272,8 +272,7 @@ class ResidentSearch:
 
     def balance(self) -> None:
         """Among placements of the same seconds within a tenth of a percent, one with more head-room."""
-        if self.devices is None or self.problem.balance:
-            return
+        assert self.devices is not None
         most = self.seconds * (1 + PARAMS.sufficient_gap)
         with self.effort.share(PARAMS.local_share) as part:
             search = LocalSearch(self.arrays, self.devices, part, self.chosen)
