@@ -59,7 +59,7 @@ class _ExchangeSearch:
         self.keys = [spec.key for spec in problems[0].topology.computing]
         self.accelerators = problems[0].topology.accelerator_keys
         fixed = {name for problem in problems for name in problem.fixed_weights}
-        self.layers = _layers([problem.graph for problem in problems], fixed)
+        self.layers = _layers(problems[0].graph, fixed)
         followers = [_followers(problem.graph, self.layers) for problem in problems]
         self.followers = {layer: [each[layer] for each in followers] for layer in self.layers}
         for layer, names in self.followers.items():
@@ -135,10 +135,10 @@ class _ExchangeSearch:
                 yield {**devices, **dict.fromkeys(busy, freed)}
 
 
-def _layers(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
+def _layers(graph: Graph, fixed: set[str]) -> dict[str, list[str]]:
     """Layer -> its weights, as far as the caller has not settled where they are."""
     found: dict[str, list[str]] = {}
-    for weight in graphs[0].weights.values():
+    for weight in graph.weights.values():
         if weight.name not in fixed and weight.nbytes and weight.streamable:
             found.setdefault(_layer_of(weight.name), []).append(weight.name)
     return found
