@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.capture.model.model_copy import ModelCopy
@@ -182,7 +183,7 @@ class StageSearch:
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
         cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
         if self.cluster.flight.train:
-            cuts = np.union1d(cuts[cuts <= self._last_trained], cuts[-1:])
+            cuts = np.union1d(cuts[cuts <= np.flatnonzero(self.reads_trained)[-1]], cuts[-1:])
         return Estimates(boundaries, cuts, cluster.class_machines, cluster.network, cluster.flight)
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
@@ -237,11 +238,10 @@ class StageSearch:
         self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
 
     @property
-    def _last_trained(self) -> int:
-        """Position of the last operation that reads a parameter which is trained: no cut is after it."""
+    def reads_trained(self) -> NDArray[np.bool_]:
+        """(operations,) whether each reads a parameter that is trained: no cut is after the last."""
         graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
-        every = enumerate(graph.operations.values())
-        return max(at for at, op in every if any(graph.root(name) in wanted for name in op.inputs))
+        return np.array([any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()])
 
     def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
         """What was placed."""

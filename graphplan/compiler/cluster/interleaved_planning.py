@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
 from graphplan.compiler.cluster.stage_placement import Stretch
-from graphplan.compiler.training import trainable
 from graphplan.devices.topology import Topology
 from graphplan.ir.cluster.interleaved_order import play
 from graphplan.ir.cluster.machine_stage import stage_seconds
@@ -126,9 +125,7 @@ class InterleavedSearch(StageSearch):
         size = len(estimates.cuts)
         if not self.cluster.flight.train:
             return np.zeros((size, size), dtype=bool)
-        graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
-        reads = [any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()]
-        before = np.concatenate([[0], np.cumsum(reads)])[estimates.cuts]
+        before = np.concatenate([[0], np.cumsum(self.reads_trained)])[estimates.cuts]
         return np.asarray((before[:, None] == before[None, :]) & (before[:, None] > 0))
 
 
