@@ -22,6 +22,7 @@ from graphplan.devices.topology import DeviceKey, DeviceSpec, round_up
 from graphplan.ir.liveness import steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
+from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
 
@@ -482,6 +483,12 @@ class Arrays:
     def weight_bytes(self) -> Floats:
         """(weights,) bytes in a device's storage of weights, and beside it."""
         return np.array([float(sum(map(round_up, (w.nbytes, *w.beside)))) for w in self.weights])
+
+    @cached_property
+    def large_shared(self) -> list[int]:
+        """The shared weights that are more than a negligible share of all weights."""
+        least = max(1.0, PARAMS.negligible * float(self.weight_bytes.sum()))
+        return [item for item in self.shared if self.stored_bytes([item]) >= least]
 
     def stored_bytes(self, items: Sequence[int]) -> float:
         """Bytes of these weights in a device's storage of weights."""

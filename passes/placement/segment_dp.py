@@ -247,14 +247,10 @@ class SegmentDP:
     def homes(self) -> Iterator[Homes]:
         """No home decided; and all large shared weights on one device, for one of each class."""
         yield {}
-        arrays = self.arrays
-        least = PARAMS.negligible * self.arrays.weight_bytes.sum()
-        large = arrays.weight_bytes >= max(1.0, least)
-        shared = [item for item in arrays.shared if large[item - arrays.values]]
-        nbytes = float(arrays.nbytes[shared].sum()) if shared else 0.0
-        for members in self.classes if shared else ():
-            if nbytes <= arrays.room[members[0]]:
-                yield {arrays.names[item]: members[0] for item in shared}
+        arrays, large = self.arrays, self.arrays.large_shared
+        for members in self.classes if large else ():
+            if arrays.nbytes[large].sum() <= arrays.room[members[0]]:
+                yield {arrays.names[item]: members[0] for item in large}
 
     # -- the shortest path ---------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class Frontier:
                 self.fixed_queue[self.accelerators, readers[0]] += queue
             if not self.guide or cpu_fixed:
                 seconds[self.cpu, self.accelerators] = 0.0
-            elif arrays.nbytes[item] >= PARAMS.negligible * arrays.weight_bytes.sum():
+            elif item in arrays.large_shared:
                 seconds[self.cpu, self.accelerators] = np.inf
         return seconds
 
@@ -436,14 +436,15 @@ def settled_frontiers(
 
     One home of each class of devices is enough. Arguments are as of :class:`Frontier`.
     """
-    frontier = Frontier(arrays, streaming=streaming, guide=guide)
-    sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
-    if not sizes or max(sizes) < PARAMS.negligible * float(arrays.weight_bytes.sum()):
+    sizes = {item: arrays.stored_bytes([item]) for item in arrays.large_shared}
+    largest = max(sizes, key=sizes.__getitem__, default=None)
+    first = None if largest is None else arrays.shared.index(largest)
+    frontier = Frontier(arrays, streaming=streaming, guide=guide, first=first)
+    if largest is None:
         yield frontier, make_stages(frontier, effort)
         return
-    frontier = Frontier(arrays, streaming=streaming, guide=guide, first=int(np.argmax(sizes)))
     for home, *_ in frontier.classes:
-        if np.isfinite(frontier.steps[0].seconds[home]) and max(sizes) <= arrays.room[home]:
+        if np.isfinite(frontier.steps[0].seconds[home]) and sizes[largest] <= arrays.room[home]:
             settled = frontier.with_first(home)
             yield settled, make_stages(settled, effort)
 

@@ -59,7 +59,6 @@ class _Program:
         self.program = LinearProgram()
         self.cpu = self.frontier.cpu
         self.needs = arrays.working_sets
-        self.least = PARAMS.negligible * float(arrays.weight_bytes.sum())
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
@@ -86,7 +85,7 @@ class _Program:
         read = np.array([arrays.stored_bytes(own) for own in frontier.own])
         for item in range(arrays.values, len(arrays.names)):
             for unit in frontier.readers.get(item, ()):
-                if item in frontier.shared and arrays.nbytes[item] >= self.least:
+                if item in arrays.large_shared:
                     shared[unit].append(item)
                 if item in frontier.shared or arrays.fixed[item] >= 0:
                     read[unit] += arrays.stored_bytes([item])
@@ -104,8 +103,7 @@ class _Program:
         """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
-        shared = (item for item in arrays.shared if arrays.nbytes[item] >= self.least)
-        large = [unit for item in shared for unit in arrays.readers[item]]
+        large = [unit for item in arrays.large_shared for unit in arrays.readers[item]]
         streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
         parts = [part[0] for part in np.array_split(marks, count) if len(part)]

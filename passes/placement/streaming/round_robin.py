@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
-from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.streaming.coarsen import bytes_read
 
 
@@ -27,8 +26,7 @@ def in_turns(arrays: Arrays, rounds: int) -> Ints:
     share = room + max(0.0, nbytes.sum() - room.sum()) * speed / speed.sum()
     found = able[_deficit_round_robin(nbytes, share / share.sum() * nbytes.sum() / rounds)]
     found[on_cpu] = arrays.cpu
-    least = PARAMS.negligible * float(arrays.weight_bytes.sum())
-    for item in (one for one in arrays.shared if arrays.nbytes[one] >= least):
+    for item in arrays.large_shared:
         readers = list(arrays.readers[item])
         found[readers] = found[readers[-1]]  # a head, beside the lookup in the table that it shares
     units = np.arange(len(found))
