@@ -131,11 +131,10 @@ class Frontier:
         self.devices, self.units = arrays.computing, len(arrays.units)
         self.accelerators, self.cpu = np.flatnonzero(arrays.accelerates).tolist(), arrays.cpu
         self.readers, self.shared = arrays.readers, arrays.shared
-        free = [v for v in range(arrays.values, len(arrays.names)) if arrays.fixed[v] < 0]
-        alone: dict[int, list[int]] = defaultdict(list)
-        for item in (v for v in free if len(self.readers.get(v, ())) == 1):
-            alone[self.readers[item][0]].append(item)
-        self.own = [alone[unit] for unit in range(self.units)]
+        self.own: list[list[int]] = [[] for _ in arrays.units]
+        for item, readers in sorted(self.readers.items()):
+            if item >= arrays.values and arrays.fixed[item] < 0 and len(readers) == 1:
+                self.own[readers[0]].append(item)
         self._first, self.values = first, self._read_values()
         self.needs_home = any(self._depends_on_source(value) for value in self.values)
         self.width = self.devices * (2 if self.needs_home else 1)
