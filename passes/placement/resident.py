@@ -97,7 +97,7 @@ class ResidentSearch:
             )
             if search.classes:
                 yield from self._offer_segments(search)
-            if len(search.cuts) == search.possible_cuts:
+            if search.complete:
                 return
 
     def _offer_segments(self, search: SegmentDP) -> Iterator[Ints]:

@@ -158,7 +158,6 @@ class SegmentDP:
             allowed[members[0] + 1 : members[-1] + 1] = False
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
-        self.possible_cuts = len(found)
         steps = len(self.states_of(self.classes))
         if not self.in_order:
             steps *= len(self.classes) * (1 if self._uniform else len(self.classes))
@@ -166,6 +165,7 @@ class SegmentDP:
             PARAMS.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
         )
         limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, PARAMS.segment_cuts))
+        self.complete = len(found) <= limit  # whether no cut is left out
         crossing = arrays.crossing[found]
         crossing[[0, -1]] = np.inf
         before, here, after = crossing[:-2], crossing[1:-1], crossing[2:]

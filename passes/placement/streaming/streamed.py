@@ -142,7 +142,7 @@ class StreamedSearch:
     def _begin(self, near: Assignment | None) -> bool:
         if near is not None and (known := self._adopted(near)) is not None:
             self.offer(self._evaluate(known))
-        complete = False  # whether no cut was left out
+        complete = False
         for options in (
             {"streaming": True, "use_cpu": True},
             {"streaming": True, "use_cpu": True, "in_order": True},
@@ -155,7 +155,7 @@ class StreamedSearch:
             if "in_order" in options and complete:
                 continue
             search = SegmentDP(self.arrays, self.effort, **options)
-            complete = len(search.cuts) == search.possible_cuts
+            complete = search.complete
             self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
             if self.best is None or not self.arrays.accelerates[device]:
