@@ -164,17 +164,12 @@ class Arrays:
         if self.problem.returns_to_host:
             made = [n for n in self.graph.outputs if n in self.item_of]
             reads += [(self.item_of[name], self.count) for name in dict.fromkeys(made)]
-        table = np.array(reads, dtype=np.int64).reshape(-1, 2)
-        self.item, self.reader = table[:, 0], table[:, 1]
-        table = np.array(looks, dtype=np.int64).reshape(-1, 2)
-        self.looked_at, self.looking = table[:, 0], table[:, 1]  # by operations that only read sizes
-        table = np.array(self._gradients(), dtype=np.int64).reshape(-1, 2)
-        self.gradient, self.parameter = table[:, 0], table[:, 1]
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """Items that go, as soon as they are made, to where another resides."""
-        of = ((value.name, value.gradient_of) for value in self.tensors if value.gradient_of)
-        return [(self.item_of[name], self.item_of[parameter]) for name, parameter in of]
+        # gradients go, as soon as they are made, to where their parameters reside
+        of = [(self.item_of[v.name], self.item_of[v.gradient_of]) for v in self.tensors if v.gradient_of]
+        self.item, self.reader = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+        # by operations that only read sizes
+        self.looked_at, self.looking = np.array(looks, dtype=np.int64).reshape(-1, 2).T
+        self.gradient, self.parameter = np.array(of, dtype=np.int64).reshape(-1, 2).T
 
     def _add_write_backs(self) -> None:
         """What a forward pass changes of its inputs is copied back: a cost of the operation that does."""
