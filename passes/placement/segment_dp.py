@@ -188,18 +188,18 @@ class SegmentDP:
         sizes = np.zeros(len(self.read_item))
         stored = arrays.weight_bytes
         sizes[self.is_weight] = stored[self.read_item[self.is_weight] - arrays.values]
-        reach = self._reach(mine, sizes)
+        fresh = mine & (self.previous < 0)
+        reach = self._reach(fresh, sizes)
         tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
         made, copied, workspace = arrays.made_bytes, arrays.copied_bytes, arrays.workspace
         spec = self.classes[0][0]
-        own = np.flatnonzero((arrays.source >= 0) & (np.arange(len(arrays.names)) < arrays.values))
+        own = np.flatnonzero(arrays.source[: arrays.values] >= 0)
         own = own[np.argsort(arrays.source[own], kind="stable")]
         birth, death, size = arrays.source[own], self.last[own], made[own, spec]
         copies, until = copied[self.read_item, spec], self.last[self.read_item]
         moved = arrays.nbytes[self.read_item]
-        value = ~self.is_weight
-        from_host = (value & (self.previous < 0)) | (self.is_fixed & (self.previous < 0))
-        again = (value & (self.previous >= 0)) | (self.is_weight & ~decided & (self.previous >= 0))
+        from_host = (~self.is_weight | self.is_fixed) & (self.previous < 0)
+        again = ~decided & (self.previous >= 0)
         per_operation = np.bincount(self.read_by[mine], sizes[mine], n)
         ends = np.minimum(np.arange(len(cuts)) + reach, len(cuts) - 1)
         reads = np.searchsorted(self.read_by, cuts)
@@ -209,17 +209,16 @@ class SegmentDP:
             count, at = end - start, cuts[row + 1 : row + 1 + reach] - 1 - start
             columns = slice(0, len(at))
             r, b = slice(reads[row], reads[last_row]), slice(births[row], births[last_row])
-            reader, outside = self.read_by[r] - start, self.previous[r] < start
-            host, peer, fresh = outside & from_host[r], outside & again[r], outside & mine[r]
-            fresh &= self.previous[r] < 0
+            reader, peer = self.read_by[r] - start, again[r] & (self.previous[r] < start)
             for chosen, nbytes, number in (
-                (host, tables.host_bytes, tables.host_count),
+                (from_host[r], tables.host_bytes, tables.host_count),
                 (peer, tables.peer_bytes, tables.peer_count),
             ):
                 nbytes[row, columns] = np.bincount(reader[chosen], moved[r][chosen], count).cumsum()[at]
                 number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
-            tables.weights[row, columns] = np.bincount(reader[fresh], sizes[r][fresh], count).cumsum()[at]
-            copy = outside & (value[r] | again[r])  # of shared weights too
+            read = fresh[r]
+            tables.weights[row, columns] = np.bincount(reader[read], sizes[r][read], count).cumsum()[at]
+            copy = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # of shared weights too
             change = np.zeros(count + 1)
             change += np.bincount(reader[copy], copies[r][copy], count + 1)
             change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
@@ -231,13 +230,12 @@ class SegmentDP:
         self.effort.charge(3000.0 * len(cuts))
         return tables
 
-    def _reach(self, mine: Bools, sizes: Floats) -> int:
+    def _reach(self, fresh: Bools, sizes: Floats) -> int:
         """How many cuts further a segment may end at most, by the bytes of its weights."""
         if self.streaming or self.cpu is not None or self.loose:
             return len(self.cuts) - 1
-        fresh = mine & (self.previous < 0)
-        per_operation = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
-        total = np.concatenate([[0.0], per_operation.cumsum()])[self.cuts]
+        nbytes = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
+        total = np.concatenate([[0.0], nbytes.cumsum()])[self.cuts]
         most = max(self.arrays.room[members[0]] for members in self.classes)
         found = np.searchsorted(total, total + most, side="right") - 1 - np.arange(len(self.cuts))
         return max(1, min(int(found.max()), len(self.cuts) - 1))
