@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,9 +183,7 @@ class Estimates:
     @cached_property
     def _live(self) -> Floats:
         """(cuts, cuts) most bytes of activations at once."""
-        pieces = [
-            self.live_bytes[a:b].max(initial=0.0) for a, b in zip(self.cuts, self.cuts[1:], strict=False)
-        ]
+        pieces = [self.live_bytes[a:b].max(initial=0.0) for a, b in pairwise(self.cuts)]
         found = np.zeros((len(self.cuts), len(self.cuts)))
         for start in range(len(pieces)):
             found[start, start + 1 :] = np.maximum.accumulate(pieces[start:])
