@@ -89,14 +89,9 @@ def bound_interleaved(
 
 
 def bound_turns(seconds: Floats, transfer: Floats, machines: int, each: int, microbatches: int) -> float:
-    """As :func:`bound_interleaved`, of plain figures.
+    """As :func:`bound_interleaved`, of plain figures, for so many stages on ``each`` machine.
 
-    Args:
-        seconds: (operations,) of each.
-        transfer: (positions,) of what crosses each position that may be cut, both ends excluded.
-        machines: how many.
-        each: stages on each.
-        microbatches: of the batch.
+    ``transfer``: (positions,) of what crosses each position that may be cut, both ends excluded.
     """
     cuts, total = machines * each - 1, float(seconds.sum())
     least = float(transfer.min(initial=np.inf))

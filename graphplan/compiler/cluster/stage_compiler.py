@@ -165,11 +165,7 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
 def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
     """Bytes of network buffers of a stage: both directions, all microbatches.
 
-    Args:
-        received: bytes of what a microbatch brings.
-        sent: likewise of what it leaves with; of results, for the last stage.
-        flight: what is on its way.
-        last: whether nothing comes back for what is sent.
+    A microbatch brings ``received`` bytes, and leaves with ``sent``; nothing comes back to the last stage.
     """
     return flight.microbatches * (flight.crossings * received + (1 if last else flight.crossings) * sent)
 

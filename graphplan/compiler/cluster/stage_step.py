@@ -31,9 +31,7 @@ Kept = Mapping[DeviceKey, int]
 def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
     """The stage with its training step; as it is where nothing that it computes has a gradient.
 
-    Args:
-        source: the stage.
-        values: that it takes, for their sizes; those that the plan is for if there are none.
+    It is for the sizes of these values that it takes, or for those that the plan is for.
 
     Raises:
         CaptureError: gradients would have to pass a stage of which no parameter requires one.
@@ -134,13 +132,10 @@ def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> I
 
 
 def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int]:
-    """Bytes on each device that a stage holds beside one microbatch's step.
+    """Bytes on each device that a stage holds beside one microbatch's step, with so many others in flight.
 
-    Args:
-        plan: of the step.
-        others: microbatches that are in flight beside it.
-        shared: parameters that other stages read too: while their gradients are summed over the ranks,
-            earlier ones are kept, and one at a time passes host memory.
+    ``shared`` are parameters that other stages read too: while their gradients are summed over the ranks,
+    earlier ones are kept, and one at a time passes host memory.
     """
     saved = saved_bytes(plan.graph, plan.topology, plan.schedule)
     found = {key: others * nbytes for key, nbytes in saved.items() if others * nbytes}
