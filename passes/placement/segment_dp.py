@@ -68,10 +68,6 @@ class _Row:
     origin: Ints
     start: Ints
 
-    @classmethod
-    def empty(cls, cuts: int, number: int) -> _Row:
-        return cls(number, np.full(cuts, np.inf), np.full(cuts, -1), np.full(cuts, -1))
-
 
 class SegmentDP:
     """Segments of a problem's order.
@@ -405,7 +401,8 @@ class _ShortestPath:
 
     def _row(self, name: _State) -> _Row:
         if name not in self.rows:
-            self.rows[name] = _Row.empty(self.cuts, len(self.rows))
+            none = np.full(self.cuts, -1)
+            self.rows[name] = _Row(len(self.rows), np.full(self.cuts, np.inf), none, none.copy())
         return self.rows[name]
 
     def _extend(self, state: tuple[int, ...], last: int) -> None:
