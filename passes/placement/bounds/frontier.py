@@ -138,7 +138,6 @@ class Frontier:
         self._first, self.values = first, self._read_values()
         self.needs_home = any(self._depends_on_source(value) for value in self.values)
         self.width = self.devices * (2 if self.needs_home else 1)
-        self.mask = (1 << self.devices) - 1
         self.classes = device_classes(arrays)
         self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
         if self.devices > _WORD:  # then no bits are left for which are in use
@@ -382,7 +381,7 @@ class Frontier:
         """(devices, states) of a copy from where it was made."""
         if not self.needs_home:
             return np.asarray(seconds[0][:, None])
-        home = states >> (shift + self.devices) & self.mask
+        home = states >> (shift + self.devices) & ((1 << self.devices) - 1)
         made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
         return np.asarray(np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None]))
 
