@@ -90,8 +90,8 @@ def evaluate_filled(
 ) -> Evaluation:
     """As :func:`evaluate`; weights that nobody reads leave devices without room for those that have some.
 
-    ``unread``: as :func:`~graphplan.passes.placement.residence.unread_weights` finds them. A placement of more
-    than ``most_seconds`` is judged by its seconds alone: no other slots or homes would make it faster.
+    ``unread``: as :func:`~graphplan.passes.placement.residence.unread_weights` finds them. A placement of
+    more than ``most_seconds`` is judged by its seconds alone: no other slots or homes would make it faster.
     """
     found = _judge(problem, assignment)
     if found.seconds > most_seconds:
