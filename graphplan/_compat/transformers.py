@@ -51,15 +51,16 @@ def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     return private(table, "_local_mapping", "transformers")
 
 
-def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str]]:
-    """The module of three functions, and their names.
+def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str, str]]:
+    """The module of four functions, and their names.
 
-    What decides whether eager attention has a mask; what makes the function that keeps several texts in a row
-    apart; what makes one function of several that all have to allow a token.
+    What decides whether eager attention has a mask; what finds several texts in a row by positions; what
+    makes the function that keeps these apart; what makes one function of several that all must allow a token.
     """
     from transformers import masking_utils
 
-    names = "_ignore_causal_mask_sdpa", "packed_sequence_mask_function", "and_masks"
+    packed = "find_packed_sequence_indices", "packed_sequence_mask_function"
+    names = ("_ignore_causal_mask_sdpa", *packed, "and_masks")
     for name in names:
         private(masking_utils, name, "transformers")
     return masking_utils, names

@@ -12,7 +12,7 @@ from every_architecture import build
 
 import graphplan
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 ROOM = {0: "1GiB", "cpu": "1GiB"}
 
@@ -71,3 +71,34 @@ def test_attention_that_is_causal_where_it_has_no_mask_stays_so() -> None:
         placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
         assert placed.plan.method == "transformers"
         assert largest_difference(placed(**copy.deepcopy(made.inputs)), made.result) < 1e-5
+
+
+def masks_of(plan: graphplan.Plan) -> list[tuple[str, ...]]:
+    """What each attention reads beside query, key and value."""
+    operations = plan.graph.operations.values()
+    return [one.inputs[3:] for one in operations if one.type == "scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("window", [None, 8])
+def test_causal_attention_has_no_mask_where_eager_has_none(train: bool, window: int | None) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window}
+    config = transformers.MistralConfig(num_hidden_layers=2, **sizes, **heads)
+    model = transformers.MistralForCausalLM(config).train(train)
+    ids, positions = torch.randint(0, 50, (2, 16)), torch.arange(3).repeat(2, 5)
+    below = train or window is None  # a graph of any length is of those above the window too
+    for length, given, masked in (
+        (6, {}, not below),
+        (6, {"position_ids": positions[:, :6]}, True),  # two texts in a row
+        (16, {}, window is not None),
+    ):
+        inputs: dict[str, Any] = {"input_ids": ids[:, :length], "use_cache": False} | given
+        inputs |= {"labels": inputs["input_ids"]} if train else {}
+        placed = graphplan.partition(copy.deepcopy(model), {"cpu": "1GiB"}, kwargs=inputs, train=train)
+        assert [bool(mask) for mask in masks_of(placed.plan)] == [masked] * 2
+        shorter = {k: v[:, 1:] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        with torch.set_grad_enabled(train):
+            for one in [inputs] if train else [inputs, shorter]:
+                assert largest_difference(placed(**one).logits, model(**one).logits) < 1e-5

@@ -8,6 +8,9 @@ error. Here such attention is given the mask that has eager's result in both cas
     eager     mask = None if all(padding) else causal & padding
     trace     mask = causal & padding
     here      mask = causal & padding | all(padding)
+
+Where there is no padding for certain, since the call has no mask and the model makes the positions itself,
+there is no mask here either: attention that is causal by itself has faster kernels, and no square.
 """
 
 from __future__ import annotations
@@ -18,10 +21,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphplan._compat.torch import storage_of
+from graphplan._compat.traced_tensors import node_of
 from graphplan._compat.transformers import functions_of_masks, local_entries
 from graphplan.capture.thread_patches import Patch, patched
+
+aten = torch.ops.aten
+
+_KEEPING = (aten.add.Tensor, aten.expand.default, aten.unsqueeze.default)
+"""Operations after which positions still follow one another, if what is added is a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,15 @@ class _Question:
             return starts
         ends = _both(padding[:, : self.q_length].all(), (~padding[:, self.q_length :]).all())
         return _both(ends, starts if isinstance(starts, torch.Tensor) else None)
+
+    @property
+    def is_needless(self) -> bool:
+        """Whether eager leaves the mask out for certain, whatever the sizes and values are."""
+        if self.padding is not None or self.packed is not None or isinstance(self.q_offset, torch.Tensor):
+            return False
+        if self.window is not None and not statically_known_true(self.kv_length < self.window):
+            return False
+        return statically_known_true(self.kv_length == self.q_length)
 
     def _padding(self) -> torch.Tensor | None:
         if self.padding is None or self.padding.shape[-1] <= self.kv_length:
@@ -105,9 +126,10 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    module, (ignored, packed, joined) = functions_of_masks()
+    module, (ignored, found, packed, joined) = functions_of_masks()
     with patched(
         Patch.of(module, ignored, lambda own: _asking(own, masks)),
+        Patch.of(module, found, _finding),
         Patch.of(module, packed, _keeping_apart),
         Patch.of(module, joined, _joining),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
@@ -124,10 +146,29 @@ def _entry(table: Any, factory: Callable[[Callable[..., Any]], Callable[..., Any
 
 def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     def ignore(padding_mask: Any, *sizes: Any, **named: Any) -> bool:
-        masks.asked.append(_Question(padding_mask, *sizes, **named))
-        return own(padding_mask, *sizes, **named)
+        question = _Question(padding_mask, *sizes, **named)
+        masks.asked.append(question)
+        return question.is_needless or own(padding_mask, *sizes, **named)
 
     return ignore
+
+
+def _finding(own: Callable[..., Any]) -> Callable[..., Any]:
+    def texts(position_ids: torch.Tensor) -> Any:
+        return None if _counts_on(position_ids) else own(position_ids)
+
+    return texts
+
+
+def _counts_on(positions: torch.Tensor) -> bool:
+    """Whether each is the one after the last, as the trace shows: ``torch.arange`` has made them."""
+    mode = get_proxy_mode()
+    node = None if mode is None else node_of(positions, mode.tracer)
+    while node is not None and node.target in _KEEPING:
+        source, *others = node.args
+        moved = any(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in others)
+        node = source if isinstance(source, fx.Node) and not moved else None
+    return node is not None and node.target in (aten.arange.default, aten.arange.start)
 
 
 def _keeping_apart(own: Callable[..., Any]) -> Callable[..., Any]:
