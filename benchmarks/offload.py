@@ -123,7 +123,9 @@ class Bench:
         limit = self.asked.prompt + self.asked.tokens
         measured = graphplan.measure_devices({0: self.budget(1.0), "cpu": "64GiB"}, dtype=torch.bfloat16)
         print(measured, flush=True)
-        for share in self.asked.shares:
+        for place, share in enumerate(self.asked.shares):
+            if place:
+                self.model = llama(self.asked.layers)  # accelerate has left meta tensors
             budgets = {0: self.budget(share), "cpu": 2 * self.size}
             inputs = {"input_ids": self.ids, "use_cache": False}
 
@@ -140,7 +142,6 @@ class Bench:
                 return dispatch_model(self.model, places)
 
             yield self.measured("accelerate", share, theirs)
-            self.model = llama(self.asked.layers)  # it has meta tensors now
 
 
 @torch.no_grad()
