@@ -151,7 +151,7 @@ class ModuleState:
     @property
     def known_plan(self) -> PlanData | None:
         """Of a module that was unpickled, the plan that put its weights where they are."""
-        unpickled = self.start or (None if self.programs else self.restart)
+        unpickled = None if self.programs else self.start or self.restart
         return None if unpickled is None else unpickled.known_plan
 
     @property

@@ -133,7 +133,7 @@ def test_who_moves_weights_waits_for_calls_of_others() -> None:
         threads[0].start()
         assert inside.wait(60)
         threads[1].start()
-        threads[1].join(1)
+        threads[1].join(3)  # until it waits
         go_on.set()
         for thread in threads:
             thread.join(60)
