@@ -54,7 +54,7 @@ class Row:
         offloaded: weights that reside on no accelerator, of those that are read.
         buffer: prefetch buffers of the accelerators.
         within: whether every peak is within its budget.
-        planning: seconds of planning, without the capture.
+        planning: seconds of the processor, without the capture.
         others: accelerate's and transformers' maps.
         error: why there is no plan.
     """
@@ -83,14 +83,14 @@ class Measured:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        start = time.perf_counter()
+        start = time.process_time()
         self.model: nn.Module = MODELS[name].build()
         model_copy = ModelCopy(self.model)
         self.call = model_copy.bind((), MODELS[name].example())
         roomy = devices([Card(A, _ROOMY)], cpu_gib=_ROOMY)
         self.compiler = Compiler(model_copy, roomy, Options())
         self.graph = self.plan(roomy).graph
-        self.capture = time.perf_counter() - start
+        self.capture = time.process_time() - start
         self.activations = peak_activation(Problem(self.graph, roomy, CPU))
 
     def topology(self, case: str) -> Topology:
@@ -109,13 +109,13 @@ class Measured:
         topology = self.topology(case)
         row = Row(self.name, case, self.graph.weight_bytes, self.activations)
         problem = Problem(self.graph, topology, CPU)
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             found = self.plan(topology)
         except InfeasibleError as error:
             row.error = str(error)
         else:
-            row.planning = time.perf_counter() - start
+            row.planning = time.process_time() - start
             problem = Problem(found.graph, topology, CPU)
             row.offloaded = offloaded_weights(problem, found.schedule.assignment)
             row.buffer = sum(buffer.nbytes for buffer in found.schedule.prefetch_buffers)
