@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import SIMULATED, round_up
 from graphplan.ir.liveness import LiveStorages
 from graphplan.passes.frontend.flop_formulas import flops_of
-from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe, stand_in
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, stand_in
 
 aten = torch.ops.aten
 
@@ -87,18 +87,14 @@ def run_fake(
         with _Tracker(arguments, target, kernels) as tracker:
             # by what it runs, whose workspace is seen
             out = ATTENTION.get(target, target)(*args, **kwargs)
+        if target in _BATCH_NORMS:
+            out = _with_true_strides(out, args[_BATCH_NORMS[target]])
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        results = [
-            replace(result, tensor=_true_strides(target, fakes, result.tensor))
-            for result in _results(returned, arguments)
-        ]
+        results = _results(returned, arguments)
         own = sum(round_up(result.nbytes) for result in results)
         workspace = {"": max(0, tracker.live.peak - own)}
-        value = describe(out)
-        if isinstance(value, TensorMeta) and results:
-            value = results[0].tensor
         flops = flops_of(target, args, kwargs, out) if target in ATTENTION else tracker.flops
-        return Effect(value, tuple(results), flops, workspace)
+        return Effect(describe(out), tuple(results), flops, workspace)
 
 
 def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
@@ -116,16 +112,25 @@ def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
     return results
 
 
-def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> TensorMeta:
-    """``meta`` with the strides that kernels give it, where torch's fakes keep the input's.
+_BATCH_NORMS: dict[Any, int] = {
+    aten.batch_norm.default: 0,
+    aten.native_batch_norm.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+}
+"""Each, and the position of its input."""
 
-    BatchNorm's kernels write contiguous results, or channels-last ones for channels-last input.
+
+def _with_true_strides(out: Any, given: torch.Tensor) -> Any:
+    """What a BatchNorm returned, with the strides that its kernels give it: fakes have an argument's.
+
+    Kernels write contiguous results, or channels-last ones for channels-last input.
     """
-    if target is not aten.batch_norm.default or len(meta.shape) != fakes[0].dim():
-        return meta
-    if fakes[0].dim() == 4 and fakes[0].is_contiguous(memory_format=torch.channels_last):
-        return meta
-    return TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype, meta.requires_grad)
+    last = given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)
+    form = torch.channels_last if last else torch.contiguous_format
+    strides = torch.empty(given.shape, device="meta", memory_format=form).stride()
+    return pytree.tree_map_only(
+        torch.Tensor, lambda one: one.as_strided(one.shape, strides) if one.dim() == given.dim() else one, out
+    )
 
 
 class _Tracker(TorchDispatchMode):

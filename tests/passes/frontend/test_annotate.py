@@ -109,6 +109,30 @@ def test_what_has_a_kernel_takes_no_workspace_for_its_formula() -> None:
     assert plan.graph.operations["silu_backward"].workspace_on("sim") > x.nbytes
 
 
+class Channels(nn.Module):
+    """BatchNorm over rows that lie the other way, from a layer to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2))
+        return found.square().mean()
+
+
+def test_batch_norm_of_a_training_step_makes_contiguous_tensors() -> None:
+    x = torch.randn(4, 16, 8)
+    graph = graphplan.plan(Channels(), {0: "1GiB"}, (x,), train=True).graph
+    turned = {op.outputs[0] for op in graph.operations.values() if op.type == "transpose"}
+    copied = [
+        op.name
+        for op in graph.operations.values()
+        if op.type == "reshape" and turned.intersection(op.inputs) and graph.values[op.outputs[0]].nbytes
+    ]
+    assert len(copied) == 2  # what the next layer reads each way: kernels turn nothing around
+
+
 def test_branches_and_rounds_have_the_work_of_their_operations() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
