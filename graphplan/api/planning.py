@@ -137,9 +137,9 @@ def plan(
             result has this name, all that have a gradient.
         recompute: False: nothing of the forward pass is computed again in the backward pass.
         offload_activations: False: what the backward pass reads stays on the device where it was made.
-        accumulate_gradients: False: no parameter has a gradient when a step begins, as after
-            ``optimizer.zero_grad()``, so that gradients take memory from where they are made on only. A step
-            that begins with one is then an error.
+        accumulate_gradients: False: no parameter has a gradient when a forward pass begins, as after
+            ``optimizer.zero_grad()``, so that gradients take memory from where they are made on only. A
+            forward pass that begins with one, for evaluation too, is then an error.
 
     Returns:
         a :class:`graphplan.Plan`; with ``machines``, a :class:`graphplan.ClusterPlan`.

@@ -69,6 +69,7 @@ def lower_planned(
         modes=modes,
         prepare=captured.prepare,
         backward=backward,
+        accumulates=options.training is None or options.training.accumulates,
     )
 
 
@@ -82,7 +83,6 @@ def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backw
         tuple(captured.step.input_gradients.values()),
         tuple(name for name in graph.weights if name in read),
         captured.step.others,
-        tuple(value.gradient_of for value in graph.values.values() if value.gradient_of and value.stays),
     )
 
 

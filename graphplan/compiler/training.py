@@ -29,7 +29,7 @@ class Training:
         outputs: names of the results that backward starts from; None for the loss, or all.
         recompute: whether parts of the forward pass may be computed again in the backward pass.
         offload_activations: whether saved activations may wait for the backward pass in CPU memory.
-        accumulates: whether gradients may be there when a step begins.
+        accumulates: whether gradients may be there when a call begins.
     """
 
     optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
@@ -48,16 +48,18 @@ class Training:
         """The graph, with gradients and the optimizer's state beside the parameters.
 
         A step that is captured says itself which parameters have gradients; beside another call there are
-        all that may have one. What ``earlier`` steps have left beside others stays.
+        all that may have one. What ``earlier`` steps have left beside others stays. If gradients do not
+        accumulate, no call begins with one: there are those of the step alone, from where they are made, or
+        where they are copied as long as their parameter.
         """
         own = self.trained if capture.step is None else capture.step.gradients.values()
         trained = {*own, *earlier}
-        made, apart = frozenset[str](), frozenset(() if self.accumulates else trained)
-        if capture.step is not None and not self.accumulates:
+        made, counted = frozenset[str](), trained
+        if not self.accumulates:
             made = _made_in_place(graph, capture)
-            apart = frozenset(graph.values[name].gradient_of for name in made)
+            counted = {value.gradient_of for value in graph.values.values() if value.name not in made}
         weights = [
-            self._held(weight, steps=capture.step is not None, gradient=weight.name not in apart)
+            self._held(weight, steps=capture.step is not None, gradient=weight.name in counted)
             if weight.name in trained
             else weight
             for weight in graph.weights.values()

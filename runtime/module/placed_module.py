@@ -41,7 +41,7 @@ from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training.missing_gradients import refuse_transforms, tell_of_gradients
-from graphplan.runtime.module.training.training_step import run_step
+from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.weights.storage import like
 from graphplan.runtime.weights.weight_changes import KeptInPlace
@@ -171,6 +171,8 @@ def _run(
             return _run_modulewise(module, served, record)
     program = state.programs[served.index]
     code = code_of(module, state, served.index)
+    if not program.accumulates:
+        require_no_gradients(module)
     if record is not None:
         code = record(program, code)
     if program.backward is not None:

@@ -44,7 +44,6 @@ class Backward:
         weights: names of the parameters and buffers that it reads, which must not change before.
         others: position -> name of each further result to which no gradient may come, though the model's own
             code has one.
-        fresh: names of the parameters that may have no gradient when the step begins.
     """
 
     graph: fx.Graph
@@ -52,7 +51,6 @@ class Backward:
     inputs: tuple[int, ...]
     weights: tuple[str, ...]
     others: Mapping[int, str] = field(default_factory=dict)
-    fresh: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,7 @@ class Program:
         entry: path of the submodule whose call it serves; empty for the module itself.
         dense: those of the placeholders that are made contiguous.
         backward: of a training step; ``graph`` then returns a pair of the results and what is saved.
+        accumulates: whether parameters may have gradients when it begins.
     """
 
     plan: PlanData
@@ -97,6 +96,7 @@ class Program:
     entry: str = ""
     dense: tuple[int, ...] = ()
     backward: Backward | None = None
+    accumulates: bool = True
 
     @property
     def reach(self) -> int:

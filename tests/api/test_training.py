@@ -608,8 +608,23 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(share
         with torch.no_grad():
             placed(**inputs)
         step_of(placed, inputs)
-        with pytest.raises(graphplan.PlanError, match=r"has a gradient when a step begins.*zero_grad"):
+        refusal = r"has a gradient when a forward pass begins.*zero_grad"
+        with pytest.raises(graphplan.PlanError, match=refusal):
             placed(**inputs)
+        with torch.no_grad(), pytest.raises(graphplan.PlanError, match=refusal):
+            placed(**inputs)  # whose plan counts none either
+        placed.embed.requires_grad_(False)
+        placed.embed.weight.grad, kept = None, placed.embed.weight.grad
+        placed.zero_grad()
+        placed.embed.weight.grad = kept  # frozen since
+        with pytest.raises(graphplan.PlanError, match=r"'embed.weight' " + refusal):
+            placed(**inputs)
+        kept = placed.embed.weight.grad = None
+        step_of(placed, inputs)
+        assert "embed.weight" not in {v.gradient_of for v in placed.plans[-1].graph.values.values()}
+        beside = {w.name: w.beside for w in placed.plans[-1].graph.weights.values()}
+        size = placed.embed.weight.nbytes
+        assert beside["embed.weight"] == (size, size)  # the optimizer's state, and no gradient
 
 
 def test_what_accumulate_gradients_goes_with() -> None:

@@ -46,10 +46,10 @@ _TRANSFORMED = (
     "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
     "gradients, place the model with grad=True instead of train=True"
 )
-_NOT_FRESH = (
-    "{!r} has a gradient when a step begins, for which accumulate_gradients=False leaves no room: call "
-    "optimizer.zero_grad() after each optimizer.step(), before the next forward pass, or place the model "
-    "without accumulate_gradients=False"
+_HAS_GRADIENT = (
+    "{!r} has a gradient when a forward pass begins, for which accumulate_gradients=False leaves no room: "
+    "call optimizer.zero_grad() after each optimizer.step(), before the next forward pass, or place the "
+    "model without accumulate_gradients=False"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
@@ -169,21 +169,24 @@ def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
     return [leaf for leaf, known in zip(tensors, starts, strict=True) if leaf.output_nr in known]
 
 
+def require_no_gradients(module: nn.Module) -> None:
+    """Raise PlanError where a parameter has a gradient."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            raise PlanError(_HAS_GRADIENT.format(name))
+
+
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
     """What the model returns, from which a backward pass may start; as
     :func:`graphplan.runtime.module.program_run.run`.
 
     Raises:
-        PlanError: a transform, or forward mode, wants other gradients; or a gradient is there that may not.
+        PlanError: a transform, or forward mode, wants other gradients.
     """
     assert program.backward is not None
     given = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
-    weights = named_tensors(module)
-    if in_transform() or in_forward_mode((*given, *weights.values())):
+    if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
         raise PlanError(_TRANSFORMED)
-    for name in program.backward.fresh:
-        if weights[name].grad is not None:
-            raise PlanError(_NOT_FRESH.format(name))
     tensors, back = take_inputs(program, served)
     call = _StepCall(module, state, program, code, tensors, back)
     inputs = [served.leaves[index] for index in program.backward.inputs]
