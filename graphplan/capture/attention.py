@@ -32,7 +32,10 @@ _LIBRARY.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
 _LIBRARY.define(f"{_NAME}_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 attention = torch.ops.graphplan.scaled_dot_product_attention.default
-"""Weighted values (batch, ..., queries, value size), as those of ``scaled_dot_product_attention``."""
+"""Weighted values (batch, ..., queries, value size), as those of ``scaled_dot_product_attention``.
+
+Batches and heads are broadcast.
+"""
 
 attention_backward = torch.ops.graphplan.scaled_dot_product_attention_backward.default
 """The gradients of query, key and value."""
@@ -80,8 +83,18 @@ def _like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return _by_position(tensor.new_empty(shape or tensor.shape))
 
 
-def _shape(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_how: Any) -> torch.Tensor:
-    return _like(query, *query.shape[:-1], value.shape[-1])
+def _shape(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    _causal: bool,
+    _scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    heads = query.shape[-3:-2] if grouped else ()  # which the others have once they are repeated
+    batches = [(*tensor.shape[: -2 - len(heads)], *heads) for tensor in (query, key, value)]
+    return _like(query, *torch.broadcast_shapes(*batches), query.shape[-2], value.shape[-1])
 
 
 def _shapes_of_gradients(_grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:

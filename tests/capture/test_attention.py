@@ -29,9 +29,8 @@ class Attention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         mask = self.bias if mask is None else mask
-        return functional.scaled_dot_product_attention(
-            query * self.scale, key, value, mask, **self.options
-        ).square()
+        found = functional.scaled_dot_product_attention(query * self.scale, key, value, mask, **self.options)
+        return found.sin().mean()
 
 
 def heads(*shapes: Sequence[int]) -> list[torch.Tensor]:
@@ -52,6 +51,13 @@ CASES: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
     "one head": ({}, heads((2, 6, 8), (2, 6, 8), (2, 6, 8))),
     "two batches": ({}, heads(*[(2, 3, 4, 6, 8)] * 3)),
     "without a batch": ({}, heads(*[(6, 8)] * 3)),
+    "one batch of queries": ({}, heads((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8))),
+    "one head of queries": ({}, heads((2, 1, 6, 8), (2, 4, 6, 8), (1, 4, 6, 8))),
+    "queries without a batch": ({}, heads((6, 8), (2, 4, 6, 8), (2, 4, 6, 8))),
+    "fewer heads, one batch": (
+        {"enable_gqa": True},
+        heads((1, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
+    ),
     "heads side by side": ({}, [t.transpose(1, 2).detach().requires_grad_() for t in heads(*SAME)]),
 }
 
@@ -60,7 +66,7 @@ def step(model: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
     """The result, and the gradients of the parameter and of the inputs."""
     inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
     result = model(*inputs)
-    result.sum().backward()
+    result.backward()
     return [result, *(p.grad for p in model.parameters()), *(t.grad for t in inputs)]
 
 
