@@ -174,8 +174,7 @@ class Placer:
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         if self.compiler is not None:
             return self.compiler
-        trains = self.options.training is not None  # what is trained is written to
-        mappable = frozenset[str]() if self.source is None or trains else self.source.mappable()
+        mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
         return Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)

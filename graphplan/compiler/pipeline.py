@@ -86,7 +86,7 @@ class Compiler:
         options: of the caller.
         homes: where weights are already, if that is settled.
         known: the assignment that has put them there.
-        mappable: the parameters that can stay on disk; None for all.
+        mappable: the parameters that can stay on disk; None for all. Where a model is trained, none can.
         given: a plan to carry out in place of a search, of the first calls.
 
     Attributes:
@@ -103,7 +103,8 @@ class Compiler:
         known: Assignment | None = None,
         given: PlanData | None = None,
     ) -> None:
-        self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
+        self.model_copy, self.topology, self.options = model_copy, topology, options
+        self.mappable = mappable if options.training is None else frozenset[str]()
         self.given = given
         model_copy.compute_on(topology.computing_types)
         placed = () if homes is None else model_copy.weights.tensors.values()

@@ -186,7 +186,7 @@ class _DiskPlacement:
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
         mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)
-        if mapped < total and extra < topology[DISK].room:
+        if mapped < total and extra < topology[DISK].room and not graph.trains:
             hint += (
                 ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
                 f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model so with "

@@ -627,6 +627,19 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(share
         assert beside["embed.weight"] == (size, size)  # the optimizer's state, and no gradient
 
 
+def test_nothing_of_a_training_step_stays_on_disk() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(8, 64)
+    options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
+    budgets = {0: 100 << 10, "cpu": 100 << 10, "disk": ROOMY}
+    with short_search():
+        with pytest.raises(graphplan.InfeasibleError, match="0 bytes of weights left on disk") as caught:
+            graphplan.plan(model, budgets, (x,), **options)
+        assert "save_pretrained" not in str(caught.value)
+        plan = graphplan.plan(model, dict(caught.value.needed), (x,), **options)
+    assert "disk" not in plan.placement.values()
+    assert "optimizer" in str(plan)
+
+
 def test_what_accumulate_gradients_goes_with() -> None:
     machines = [{0: "1GiB"}, {0: "1GiB"}]
     with pytest.raises(graphplan.InputError, match="accumulate_gradients"):
