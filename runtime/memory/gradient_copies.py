@@ -26,7 +26,9 @@ class _Place:
     holders: int
 
     def takes(self, nbytes: int) -> bool:
-        return nbytes <= self.bytes.nbytes and holders_of_storage(self.bytes) == self.holders
+        """Whether it is large enough, and nobody has it, in this process or one that it was sent to."""
+        free = holders_of_storage(self.bytes) == self.holders and not self.bytes.is_shared()
+        return free and nbytes <= self.bytes.nbytes
 
 
 class GradientCopies:
@@ -42,7 +44,7 @@ class GradientCopies:
         place: _Place | None = self._first.get(parameter) if first else self._added
         if place is None or not place.takes(parameter.nbytes):
             pages = HostPages(round_up(parameter.nbytes), pinned=gradient.is_cuda)
-            made = pages.bytes_at(pages.start, parameter.nbytes)
+            made = pages.bytes_at(pages.start, max(parameter.nbytes, 1))  # none over no bytes
             place = _Place(made, holders_of_storage(made))
             if first:
                 self._first[parameter] = place

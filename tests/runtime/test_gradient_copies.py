@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from builders import largest_difference
 from shortcuts import short_search
@@ -28,6 +29,36 @@ def test_memory_is_used_again_once_nobody_has_the_gradient() -> None:
     parameter.grad = copies.copied(torch.full((5, 3), 2.0), parameter)
     assert kept.eq(1).all()
     assert parameter.grad.eq(2).all()
+
+
+def test_memory_that_another_process_may_have_is_left_to_it() -> None:
+    copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(4))
+    parameter.grad = copies.copied(torch.ones(4), parameter).share_memory_()  # as a queue does
+    address = parameter.grad.data_ptr()
+    parameter.grad = None
+    assert copies.copied(torch.ones(4), parameter).data_ptr() != address
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3)])
+def test_gradients_of_one_element_and_of_none(shape: tuple[int, ...]) -> None:
+    copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(shape))
+    for _ in range(2):
+        parameter.grad = copies.copied(torch.ones(shape), parameter)
+        assert copies.copied(torch.ones(shape), parameter).equal(torch.ones(shape))
+        assert parameter.grad.equal(torch.ones(shape))
+        parameter.grad = None
+
+
+def test_gradients_of_inputs_alone_take_no_memory_for_those_of_weights() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    x = torch.randn(16, 64, requires_grad=True)
+    with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine, short_search():
+        placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
+        copies = placed._graphplan.gradients
+        torch.autograd.grad(placed(x).sum(), x)
+        assert len(copies._first) == 0
+        placed(x).sum().backward()
+        assert len(copies._first) > 0
 
 
 def test_what_is_added_shares_memory() -> None:
