@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from graphplan._compat.torch import gradient_hooks
+from graphplan._compat.torch import gradient_hooks, holders_of_storage
 
 
 def constant_attribute(name: str) -> str:
@@ -92,10 +92,13 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: b
         owned: whether nothing else has or will have its memory, so that it need not be copied.
     """
     before, after = gradient_hooks(parameter)
-    for hook in before:
-        changed = hook(gradient)
-        if changed is not None:
-            gradient, owned = changed, False
+    if before:
+        holders = holders_of_storage(gradient)
+        for hook in before:
+            changed = hook(gradient.detach())
+            if changed is not None:
+                gradient, owned = changed, False
+        owned = owned and holders_of_storage(gradient) == holders  # no hook has kept it
     held = parameter.grad
     if held is not None:
         held.add_(gradient)

@@ -627,6 +627,19 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(share
         assert beside["embed.weight"] == (size, size)  # the optimizer's state, and no gradient
 
 
+def test_gradients_that_a_hook_keeps_are_its_own() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine, short_search():
+        placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
+        kept: list[torch.Tensor] = []
+        for parameter in placed.parameters():
+            parameter.register_hook(kept.append)
+        placed(x).square().sum().backward()
+        first = [gradient.cpu().clone() for gradient in kept]
+        placed(x).square().sum().backward()  # adds up
+        assert all(a.equal(b.cpu()) for a, b in zip(first, kept, strict=False))
+
+
 def test_nothing_of_a_training_step_stays_on_disk() -> None:
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(8, 64)
     options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
