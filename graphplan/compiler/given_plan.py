@@ -67,8 +67,11 @@ def _agreed(planned: Graph, here: Graph) -> Graph | None:
     """The graph that was planned, if that of this model is the same, or what both need; else None.
 
     It may have been planned for other devices: kernels differ in what they copy, and in the workspace that
-    they take, which is measured where the device is at hand.
+    they take, which is measured where the device is at hand. How long the optimizer takes is as planned.
     """
+    traffic = {name: weight.step_traffic for name, weight in planned.weights.items()}
+    weights = [replace(w, step_traffic=traffic.get(w.name, w.step_traffic)) for w in here.weights.values()]
+    here = here.changed(weights=weights)
     if planned == here:
         return planned
     if _kinds(planned) != _kinds(here):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,15 @@ def test_another_optimizer_is_told_apart() -> None:
         graphplan.PlanError, match=r"takes \d+ bytes with what training keeps, in the model \d+"
     ):
         graphplan.partition(stack(), None, plan=plan, optimizer=torch.optim.SGD, **how)
+
+
+def test_an_optimizer_that_keeps_the_same_but_takes_longer_is_none() -> None:
+    how: Any = {"args": (X,), "train": True}
+    plan = graphplan.plan(stack(), {"cpu": "1MiB"}, optimizer_bytes_per_element=4, **how)
+    momentum = partial(torch.optim.SGD, momentum=0.9)
+    placed: Any = graphplan.partition(stack(), None, plan=plan, optimizer=momentum, **how)
+    assert placed.plan.peak_bytes == plan.peak_bytes
+    assert placed.plan.optimizer_seconds == plan.optimizer_seconds
 
 
 def test_other_devices_rules_and_files_are_errors(tmp_path: Path) -> None:
