@@ -48,7 +48,8 @@ def _seed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is placed runs alike however long the planner searched: most quick tests wait for little of it."""
-    folder = request.node.path.parent.relative_to(Path(__file__).parent).as_posix()
+    folder = request.node.path.parent.relative_to(Path(__file__).parent)
+    little = any(folder.is_relative_to(one) for one in SEARCH_LITTLE)
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
-    with nullcontext() if full or folder not in SEARCH_LITTLE else short_search():
+    with nullcontext() if full or not little else short_search():
         yield
