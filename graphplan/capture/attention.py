@@ -76,7 +76,7 @@ def _by_position(tensor: torch.Tensor) -> torch.Tensor:
 
 
 RUNS: dict[Any, Callable[..., Any]] = {attention: attend, attention_backward: attend_backward}
-"""The operations of this file, and what runs each: a function, since autograd is below no operation."""
+"""The operations of this file, and what runs each: below an operation, autograd records nothing."""
 
 
 def _like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:

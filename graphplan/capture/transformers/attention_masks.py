@@ -166,8 +166,9 @@ def _counts_on(positions: torch.Tensor) -> bool:
     node = None if mode is None else node_of(positions, mode.tracer)
     while node is not None and node.target in _KEEPING:
         source, *others = node.args
-        moved = any(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in others)
-        node = source if isinstance(source, fx.Node) and not moved else None
+        values = [one.meta.get("val") for one in others if isinstance(one, fx.Node)]
+        alone = not any(isinstance(value, torch.Tensor) for value in values)
+        node = source if isinstance(source, fx.Node) and alone else None
     return node is not None and node.target in (aten.arange.default, aten.arange.start)
 
 
