@@ -87,18 +87,18 @@ def measured(form: str, budget: int | None, asked: Any, make: Callable[[nn.Modul
         losses.append(loss.detach())
 
     seconds = min(in_turn({"": partial(finished, step, GPU)}, asked.rounds, time.perf_counter)[""])
-    row = Row(form, budget, torch.cuda.max_memory_allocated(GPU), seconds, float(losses[0]), setup)
-    plan = getattr(model, "plan", None)
-    if isinstance(plan, graphplan.Plan):
-        row = Row(
-            **asdict(row)
-            | {
-                "planned": plan.peak_bytes[0],
-                "estimated": plan.makespan + plan.optimizer_seconds,
-                "recomputed": plan.recompute_seconds,
-                "streamed": plan.streamed_bytes,
-            }
-        )
+    more: dict[str, Any] = {}
+    if budget is not None:
+        plan = model.plan
+        assert isinstance(plan, graphplan.Plan)
+        more = {
+            "planned": plan.peak_bytes[0],
+            "estimated": plan.makespan + plan.optimizer_seconds,
+            "recomputed": plan.recompute_seconds,
+            "streamed": plan.streamed_bytes,
+        }
+    peak = torch.cuda.max_memory_allocated(GPU)
+    row = Row(form, budget, peak, seconds, float(losses[0]), setup, **more)
     print(row, flush=True)
     return row
 

@@ -80,7 +80,9 @@ def call_seconds(
     graph: Graph, topology: Topology, schedule: Schedule, seconds: Mapping[str, float] | None = None
 ) -> float:
     """Seconds of one call; ``seconds`` are those of each operation where it runs, as estimated for None."""
-    return _run(graph, topology, schedule, seconds or _estimated(graph, topology, schedule), None)
+    if seconds is None:
+        seconds = _estimated(graph, topology, schedule)
+    return _run(graph, topology, schedule, seconds, None)
 
 
 def _estimated(graph: Graph, topology: Topology, schedule: Schedule) -> dict[str, float]:

@@ -213,7 +213,7 @@ class _Lowering:
             return self._instance(name, self.home[name] if elsewhere else step.device)
 
         made = self.out.node_copy(node, find)
-        made.target = ATTENTION.get(made.target, made.target)
+        made.target = ATTENTION.get(made.target, made.target)  # its function, in which autograd records
         made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
         self._bind(node.name, step.device, made)

@@ -1,4 +1,4 @@
-"""Host memory that weights are streamed from: one anonymous mapping, pinned where a GPU reads it.
+"""Host memory of streamed weights and of gradients: an anonymous mapping, pinned where a GPU copies.
 
 Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
 of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
@@ -88,9 +88,9 @@ class HostPages(Pages):
         if reason:
             _forget_error()
             warn(
-                f"the {nbytes} bytes of streamed weights could not be pinned ({reason}): they are "
-                "copied from pageable memory, which is slower. Raise the limit of locked memory (ulimit -l), "
-                "or let more weights reside on the accelerators"
+                f"{nbytes} bytes of host memory could not be pinned ({reason}): what is copied between them "
+                "and a GPU, streamed weights and gradients, takes longer. Raise the limit of locked memory "
+                "(ulimit -l), or let more weights reside on the accelerators"
             )
             return False
         mapping.release = partial(cudart.cudaHostUnregister, self.start)

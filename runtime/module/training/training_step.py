@@ -47,9 +47,9 @@ _TRANSFORMED = (
     "gradients, place the model with grad=True instead of train=True"
 )
 _HAS_GRADIENT = (
-    "{!r} has a gradient when a forward pass begins, for which accumulate_gradients=False leaves no room: "
-    "call optimizer.zero_grad() after each optimizer.step(), before the next forward pass, or place the "
-    "model without accumulate_gradients=False"
+    "{!r} has a gradient of {} bytes on {} when a forward pass begins, for which accumulate_gradients=False "
+    "leaves no room: call optimizer.zero_grad() after each optimizer.step(), before the next forward pass, "
+    "or place the model without accumulate_gradients=False"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
@@ -173,7 +173,7 @@ def require_no_gradients(module: nn.Module) -> None:
     """Raise PlanError where a parameter has a gradient."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            raise PlanError(_HAS_GRADIENT.format(name))
+            raise PlanError(_HAS_GRADIENT.format(name, parameter.grad.nbytes, parameter.grad.device))
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
