@@ -88,8 +88,8 @@ class HostPages(Pages):
         if reason:
             _forget_error()
             warn(
-                f"{nbytes} bytes of host memory could not be pinned ({reason}): what is copied between them "
-                "and a GPU, streamed weights and gradients, takes longer. Raise the limit of locked memory "
+                f"{nbytes} bytes of host memory could not be pinned ({reason}): copies between them "
+                "and a GPU, of streamed weights and gradients, are slower. Raise the limit of locked memory "
                 "(ulimit -l), or let more weights reside on the accelerators"
             )
             return False
