@@ -66,9 +66,9 @@ def bytes_read(arrays: Arrays) -> Floats:
 
 
 def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
-    """(operations,) that share a weight with others, or that the CPU computes before a copy could come.
+    """(operations,) that share a weight with others, or whose results come from the CPU before it could.
 
-    Others are those of other macro-operations.
+    Others are those of other macro-operations. A view of a weight, or its cast, goes with its reader.
     """
     several = [item for item, units in arrays.readers.items() if item >= arrays.values and len(units) > 1]
     shared = np.zeros(arrays.count + 1, dtype=bool)
@@ -78,7 +78,9 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
         return shared
     per_byte = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates]
     fastest = per_byte.min() if len(per_byte) else 0.0
-    return np.asarray(shared | (arrays.compute[arrays.cpu] < nbytes * fastest))
+    made = arrays.source[: arrays.values]
+    results = np.bincount(made[made >= 0], arrays.nbytes[: arrays.values][made >= 0], arrays.count)
+    return np.asarray(shared | (arrays.compute[arrays.cpu] < (nbytes - results) * fastest))
 
 
 def _allowed(arrays: Arrays) -> Bools:
