@@ -275,22 +275,11 @@ class Guard:
         text: for people.
         holds: whether it holds for the leaves of a call.
         code: the tracer's Python over ``v``, the leaves, of which ``holds`` is made; empty where it is not.
-        order: where each of these leaves is among those of the call; None where they are the call's.
     """
 
     text: str
     holds: Callable[[Sequence[Any]], bool]
     code: str = ""
-    order: tuple[Any, ...] | None = None
-
-    def over(self, order: Sequence[Any]) -> Guard:
-        """The same condition, over leaves of which ``order`` says where each is."""
-        if tuple(order) == tuple(range(len(order))):
-            return self
-        inner = self.holds
-        return Guard(
-            self.text, lambda leaves: inner([leaves[index] for index in order]), self.code, tuple(order)
-        )
 
 
 def same_constant(a: Any, b: Any) -> bool:

@@ -6,10 +6,9 @@ Two ways, tried in this order: ``transformers.exporters`` for transformers model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.autocast import write_casts
-from graphplan.capture.captured_graph import Capture, bound_call, name_apart
+from graphplan.capture.captured_graph import Capture, name_apart
 from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
@@ -29,12 +28,10 @@ from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.capture.tracers.exported_program import from_exported
 from graphplan.capture.tracers.own_backward import refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
-from graphplan.capture.tracers.quiet import quiet
+from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
-from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -190,23 +187,20 @@ def _with_examples(
     sizes = sizes and model_copy.entry not in model_copy.unsized
     if exporter and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
-            return _through_transformers(model_copy, host, keep_grad, sizes)
+            return _told(
+                model_copy, sizes, *export_transformers(model_copy, host, keep_grad=keep_grad, sizes=sizes)
+            )
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
     vary = exporter and not failures and model_copy.entry not in model_copy.fixed
     try:
-        found, fixed = export_plain(
-            model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes
-        )
+        traced = export_plain(model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
     except GraphplanError:
         raise
     except Exception as error:  # torch.export runs the model's own code, which may raise anything
         failures["torch.export"] = error
     else:
-        if fixed is not None:
-            if not found.roles:
-                model_copy.fixed.add(model_copy.entry)
-            _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})", sizes)
+        found = _told(model_copy, sizes, *traced)
         for reason in map(first_line, failures.values()):
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
@@ -233,10 +227,18 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     return said + failed_line(last) + (_DATA_DECIDES if decides else "")
 
 
-def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str, sizes: bool = False) -> None:
-    """``sizes``: whether all were to vary, which is not tried again."""
-    if sizes:
-        model_copy.unsized.add(model_copy.entry)
+def _told(model_copy: ModelCopy, sizes: bool, found: Capture, fixed: Exception | None) -> Capture:
+    """What was traced; its user is told why no size varies, or fewer than all ``sizes``, as were to."""
+    if fixed is not None:
+        if not found.roles:
+            model_copy.fixed.add(model_copy.entry)
+        if sizes:
+            model_copy.unsized.add(model_copy.entry)
+        _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
+    return found
+
+
+def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
     model_copy.warn_once(
         f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is captured anew"
     )
@@ -260,30 +262,3 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
             for tensor, version, values in kept:
                 if tensor._version != version:
                     tensor.copy_(values)
-
-
-def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool, sizes: bool) -> Capture:
-    with quiet():
-        exported = export_transformers(
-            model_copy.module, model_copy.method, call, keep_grad=keep_grad, sizes=sizes
-        )
-    if exported.fixed is not None:
-        why = f"its sizes cannot vary in a trace ({first_line(exported.fixed)})"
-        _tell_of_fixed_sizes(model_copy, why, sizes)
-    given, traced = call.kwargs, exported.traced.kwargs
-    dropped = tuple(name for name in given if name not in traced)
-    if any(isinstance(given[name], torch.Tensor) for name in dropped):
-        raise CaptureError(f"the exporter drops {list(dropped)}")
-    computes = any(type(value) is not type(given.get(name)) for name, value in traced.items())
-    prepare = partial(_precomputed, model_copy.module, dropped) if dropped or computes else None
-    return from_exported(exported, call, model_copy, prepare)
-
-
-def _precomputed(module: nn.Module, dropped: Sequence[str], call: BoundCall) -> BoundCall:
-    """What the exporter makes of a call's arguments before it traces: to be done to later calls too."""
-    from transformers.exporters.utils import precompute_export_inputs  # optional package
-
-    inputs = {name: value for name, value in call.on_cpu().kwargs.items() if name not in dropped}
-    with torch.no_grad():
-        precompute_export_inputs(module, inputs)
-    return bound_call(inputs)

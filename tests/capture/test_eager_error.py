@@ -14,7 +14,7 @@ from torch import nn
 from versions import needs
 
 import graphplan
-from graphplan.capture.transformers import exporter
+from graphplan.capture.tracers import transformers_export
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
@@ -145,21 +145,21 @@ def test_without_the_exporter_a_placed_model_says_why_once(
 
     from graphplan.capture import tracing
 
-    monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
+    monkeypatch.setattr(tracing if broken == "export_transformers" else transformers_export, broken, refuse)
     check_that_it_says_why_once(
         f"{said} .LookupError: an odd one.*each new size of its inputs is captured anew"
     )
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = exporter._export
+    export = transformers_export._export
 
     def only_fixed(*args: Any, varying: Any, **kwargs: Any) -> Any:
         if varying:
             raise LookupError("an odd one")
         return export(*args, varying=varying, **kwargs)
 
-    monkeypatch.setattr(exporter, "_export", only_fixed)
+    monkeypatch.setattr(transformers_export, "_export", only_fixed)
     check_that_it_says_why_once(
         "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is captured anew"
     )

@@ -445,7 +445,7 @@ def _of_another(file: Path) -> None:
 
 def _with_code(file: Path) -> None:
     code = "__import__('sys').modules.update(run_of_saved=1)"
-    _rewrite(file, lambda content: content["capture"].update(guards=[["", code, None]]))
+    _rewrite(file, lambda content: content["capture"].update(guards=[["", code]]))
 
 
 def _node_with_code(op: str, name: str, target: Any) -> Callable[[Path], None]:

@@ -79,18 +79,17 @@ def made_capture(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
 def _plain_guard(guard: Guard) -> list[Any]:
     if not guard.code:
         raise NotSavedError(f"a condition on the values of inputs ({guard.text}) is not saved")
-    return [guard.text, guard.code, None if guard.order is None else list(guard.order)]
+    return [guard.text, guard.code]
 
 
-def _made_guard(text: str, code: str, order: list[Any] | None) -> Guard:
+def _made_guard(text: str, code: str) -> Guard:
     """The condition; only comparisons of sizes are evaluated, whatever a file says."""
     for node in ast.walk(ast.parse(code, mode="eval")):
         named = getattr(node, "id", None) or getattr(node, "attr", None)
         known = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_METHODS))
         if not known:
             raise NotSavedError(f"{code!r} is no condition on sizes")
-    found = written_guard(text, code)
-    return found if order is None else found.over(order)
+    return written_guard(text, code)
 
 
 def _saved(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import NO_MODULE, is_transformed
-from graphplan.capture.captured_graph import Capture, Prepare
+from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import (
     WRITTEN,
     KeptStateError,
@@ -26,7 +27,6 @@ from graphplan.capture.signature import (
     CounterLeaf,
     FloatLeaf,
     InputSignature,
-    Prepared,
     TensorLeaf,
     leaf_names,
 )
@@ -40,46 +40,10 @@ from graphplan.capture.sizes.dynamic_sizes import (
 )
 from graphplan.capture.structure import Returned
 from graphplan.capture.transformers.caches import caches_at
-from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
 _TRANSFORMS = {"_add_batch_dim", "_enter_dual_level", "_make_dual"}
 """Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
-
-
-def from_exported(
-    exported: Exported, call: BoundCall, model_copy: ModelCopy, prepare: Prepare | None
-) -> Capture:
-    """What was exported of a transformers model, as a capture.
-
-    ``call`` is in the caller's arguments, and ``prepare`` what was done to these before the trace.
-
-    Raises:
-        CaptureError: as in :func:`from_program`.
-    """
-    traced, guards = exported.traced, exported.guards
-    found = from_program(exported.program, traced, model_copy, exported.roles, is_text=True)
-    names = leaf_names(call)
-    places = {name: index for index, name in enumerate(names)}
-    order = tuple(places.get(name) for name in found.signature.names)
-    prepared = None
-    if None in order:  # conditions may be on what only the exporter sees
-        assert prepare is not None
-        prepared, guards = Prepared(prepare, replace(found.signature, guards=guards)), ()
-    known = dict(zip(found.signature.names, found.signature.leaves, strict=True))
-    leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
-    roles = dict(zip(order, exported.roles, strict=True))
-    return replace(
-        found,
-        signature=InputSignature(
-            call.spec, leaves, names, guards=tuple(g.over(order) for g in guards), prepared=prepared
-        ),
-        method="transformers",
-        prepare=prepare,
-        roles=tuple(roles.get(index, {}) for index in range(len(call.leaves))),
-        order=order,
-        states={name: place for name, at in found.states.items() if (place := order[at]) is not None},
-    )
 
 
 def from_program(
@@ -112,7 +76,7 @@ def from_program(
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(call.leaves)}")
     values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
-        _leaf(leaf, values[name], program.range_constraints, own)
+        asked_of(leaf, values[name], program.range_constraints, own)
         for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
     )
     leaves = tuple(
@@ -250,9 +214,20 @@ def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
     node.args = (tuple(flat),)
 
 
-def _leaf(
-    leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None, roles: Mapping[int, str] | None = None
+def asked_of(
+    leaf: Any,
+    val: Any = None,
+    ranges: Mapping[Any, Any] = MappingProxyType({}),
+    roles: Roles = MappingProxyType({}),
 ) -> Any:
+    """What a signature asks of a leaf.
+
+    Args:
+        leaf: in the example.
+        val: what was traced of it.
+        ranges: of the symbols of the trace.
+        roles: of the axes that may vary.
+    """
     if not isinstance(leaf, torch.Tensor):
         if not isinstance(val, torch.SymInt | torch.SymFloat):
             return leaf
@@ -260,7 +235,7 @@ def _leaf(
             return leaf
         if isinstance(val, torch.SymFloat):
             return FloatLeaf()
-        found = (ranges or {}).get(val.node.expr)
+        found = ranges.get(val.node.expr)
         return CounterLeaf(*((-UNBOUNDED, UNBOUNDED) if found is None else _bounds(found, UNBOUNDED)))
     stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
@@ -272,7 +247,7 @@ def _leaf(
             shape.append(int(size))
             bounds.append(None)
             continue
-        low, high = _bounds((ranges or {}).get(size.node.expr), UNBOUNDED if axis in (roles or {}) else here)
+        low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else here)
         shape.append(None)
         bounds.append((low, 1 if high == 2 and here < 2 else high))  # torch says 2 of what can only be 0 or 1
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)

@@ -1,4 +1,4 @@
-"""Capture of transformers models: its exporter, caches, and layers that no plain trace takes.
+"""What a trace of a transformers model needs: its caches, its masks, and layers that no plain trace takes.
 
-In: a transformers model and a call. Out: an exported program with dynamic batch and length.
+In: the values and modules of a transformers model. Out: what a tracer, and a plan, can look into.
 """

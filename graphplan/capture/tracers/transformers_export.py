@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch import nn
 from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
-from graphplan.capture.captured_graph import bound_call
+from graphplan.capture.captured_graph import Capture, Prepare, bound_call
 from graphplan.capture.export_here import export
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
-from graphplan.capture.signature import BoundCall, Guard, leaf_names
+from graphplan.capture.signature import BoundCall, Guard, InputSignature, Prepared, leaf_names
 from graphplan.capture.sizes.dynamic_axes import (
     BATCH,
     LENGTH,
@@ -41,6 +42,8 @@ from graphplan.capture.sizes.dynamic_axes import (
 )
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.tracers.exported_program import asked_of, from_program
+from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
 from graphplan.capture.transformers.caches import caches_in, is_cache, with_changes
@@ -54,62 +57,38 @@ from graphplan.capture.transformers.export_patches import (
 from graphplan.capture.transformers.recurrences import recurrences_whole
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What was exported.
-
-    Attributes:
-        program: its result is the model's, and what became of what the call changes.
-        traced: the arguments, after what the exporter does to them.
-        roles: for each leaf of ``traced``, its axes that may vary.
-        guards: what else the trace takes for granted.
-        fixed: why no axis varies, where that was tried and failed.
-    """
-
-    program: torch.export.ExportedProgram
-    traced: BoundCall
-    roles: tuple[Roles, ...]
-    guards: tuple[Guard, ...]
-    fixed: Exception | None = None
-
-
 def export_transformers(
-    module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, sizes: bool
-) -> Exported:
-    """Trace a call of a method of a transformers model, or of a submodule, with many axes dynamic.
+    model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, sizes: bool
+) -> tuple[Capture, Exception | None]:
+    """Trace a call, and why fewer axes vary than were asked for, where that was tried and failed.
 
-    ``sizes``: whether other axes than batches and lengths are dynamic too.
+    Args:
+        model_copy: the copy to trace.
+        call: the example inputs, all by name.
+        keep_grad: as in :func:`graphplan.capture.tracing.capture`.
+        sizes: whether other axes than batches and lengths are to vary too.
 
     Raises:
+        CaptureError: what the exporter traces reads fewer weights than the model does.
         Exception: whatever the model's own code or the tracer raises.
     """
     failed: Exception | None = None
     for varying in [(BATCH, LENGTH, SIZE), (BATCH, LENGTH)][not sizes :]:
         try:
-            found = _export(module, method, call, keep_grad=keep_grad, varying=varying)
-            return replace(found, fixed=failed)
+            return _export(model_copy, call, keep_grad=keep_grad, varying=varying), failed
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
-    return replace(_export(module, method, call, keep_grad=keep_grad, varying=()), fixed=failed)
+    return _export(model_copy, call, keep_grad=keep_grad, varying=()), failed
 
 
-def _export(
-    module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]
-) -> Exported:
+def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]) -> Capture:
     """``varying``: the roles of axes that are dynamic."""
-    from transformers.exporters.utils import prepare_for_export  # optional package
-
-    # with caches of their own: the exporter changes what it is given
-    given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    with patched(Patch.of(*uncast_inputs())):
-        _, prepared, flags = prepare_for_export(module, given)
-    # with the flags of the output, which the exporter takes out
-    inputs = {name: {**flags, **prepared}[name] for name in call.kwargs if name in (*flags, *prepared)}
-    inputs |= {name: value for name, value in prepared.items() if name not in inputs}
+    module = model_copy.module
+    inputs, flags = _prepared(module, call)
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
-    original = getattr(module, method)
+    original = getattr(module, model_copy.method)
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
@@ -121,17 +100,62 @@ def _export(
     uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
     codes = forwards_of(module)
     with (
+        quiet(),
         with_forward(module, with_changes(forward, call.kwargs)),
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
         program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes, sizes=SIZE in varying)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
-    guards, call = conditions(program, inputs), bound_call(inputs)
+    guards, traced_call = conditions(program, inputs), bound_call(inputs)
     if uniform:
-        guards += (_same_lengths(list(map(leaf_names(call).index, bounds))),)
+        guards += (_same_lengths(list(map(leaf_names(traced_call).index, bounds))),)
     flat = tuple(role for name in inputs for role in roles[name])
-    return Exported(program, call, flat, guards)
+    found = from_program(program, traced_call, model_copy, flat, is_text=True)
+    signature = replace(found.signature, guards=guards)
+    found = replace(found, method="transformers", roles=flat, signature=signature)
+    computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
+    return _over_arguments(found, call, partial(_precomputed, module)) if computes else found
+
+
+def _prepared(module: nn.Module, call: BoundCall) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The call's arguments with what the exporter computes of them, which is traced; flags of the output."""
+    from transformers.exporters.utils import prepare_for_export  # optional package
+
+    # with caches of their own: the exporter changes what it is given
+    given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+    with patched(Patch.of(*uncast_inputs())):
+        _, prepared, flags = prepare_for_export(module, dict(given))
+    return {**given, **flags, **prepared}, flags  # it takes out flags, and labels that are None
+
+
+def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
+    """What the exporter makes of a call's arguments before it traces: to be done to later calls too."""
+    from transformers.exporters.utils import precompute_export_inputs  # optional package
+
+    inputs = dict(call.on_cpu().kwargs)
+    with torch.no_grad():
+        precompute_export_inputs(module, inputs)
+    return bound_call(inputs)
+
+
+def _over_arguments(found: Capture, call: BoundCall, prepare: Prepare) -> Capture:
+    """A capture of what is computed of a call's arguments, as one of that call."""
+    names = leaf_names(call)
+    places = {name: index for index, name in enumerate(names)}
+    order = tuple(places.get(name) for name in found.signature.names)
+    asked, roles = (dict(zip(order, each, strict=True)) for each in (found.signature.leaves, found.roles))
+    leaves = tuple(asked.get(place, asked_of(leaf)) for place, leaf in enumerate(call.leaves))
+    # conditions may be on what only the exporter sees
+    signature = InputSignature(call.spec, leaves, names, prepared=Prepared(prepare, found.signature))
+    return replace(
+        found,
+        signature=signature,
+        prepare=prepare,
+        roles=tuple(roles.get(place, {}) for place in range(len(leaves))),
+        order=order,
+        states={name: place for name, at in found.states.items() if (place := order[at]) is not None},
+    )
 
 
 @contextmanager
