@@ -78,48 +78,53 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    given, before = (keep_grad, module, args, kwargs, dynamic_shapes, sizes), attributes_of(module)
+    trace = functools.partial(_export, keep_grad, module, args, kwargs)
+    before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
+    repeated: RepeatedModules | None = RepeatedModules()
+    name, below = type(module).__name__, False
     try:
-        try:
-            return _exported(*given, below=False)
-        except _OwnGradientsError:
+        while True:
+            try:
+                state, program = trace(dynamic_shapes, repeated, ends, below=below)
+                repeated = None  # what fails from here on does so without copies of blocks, too
+                if keep_grad:
+                    state.refuse_history()
+                following = functools.partial(trace, below=below)
+                _require_same_next(name, state, program, following, dynamic_shapes)
+                place_writes(program.graph)
+                program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
+                return program
+            except _OwnGradientsError:
+                repeated, below = None, True
+            except Exception as error:  # the tracer runs the model's own code, which may raise anything
+                if repeated is None or not repeated.used or time.thread_time() > ends:
+                    raise
+                logger.info("%s is traced again, without copies of blocks: %s", name, error)
+                repeated = None
             put_back(before)
-            return _exported(*given, below=True)
     finally:
         put_back(before)
 
 
-def _exported(
-    keep_grad: bool,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def _require_same_next(
+    name: str,
+    state: AssignedState,
+    program: torch.export.ExportedProgram,
+    trace: Callable[..., tuple[AssignedState, torch.export.ExportedProgram]],
     dynamic_shapes: Any,
-    sizes: bool,
-    *,
-    below: bool,
-) -> torch.export.ExportedProgram:
-    """As :func:`export`, with one kind of trace: above autograd, or below it."""
-    given, before = (keep_grad, module, args, kwargs), attributes_of(module)
-    repeated = None if below else RepeatedModules()
-    ends = time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    try:
-        state, program = _export(*given, dynamic_shapes, repeated, ends, below=below)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        if repeated is None or not repeated.used or time.thread_time() > ends:
-            raise
-        logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-        put_back(before)
-        state, program = _export(*given, dynamic_shapes, ends=ends, below=below)
-    if keep_grad:
-        state.refuse_history()
+) -> None:
+    """Raise KeptStateError where the call that comes next, of what the first has left, is another."""
     with state.left(program) as differs:
-        if differs:
-            shapes = None if state.makes_tensors else dynamic_shapes  # what it makes has one size
-            state.refuse_other(*_export_again(*given, shapes, below=below))
-    place_writes(program.graph)
-    program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
-    return program
+        if not differs:
+            return
+        try:
+            again = trace(None if state.makes_tensors else dynamic_shapes)  # what it makes has one size
+        except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            raise KeptStateError(
+                f"after its first call {name} has attributes with which it cannot be traced: "
+                f"{first_line(error)}"
+            ) from error
+        state.refuse_other(*again)
 
 
 def _export(
@@ -131,34 +136,14 @@ def _export(
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
     *,
-    below: bool = False,
-) -> tuple[AssignedState, torch.export.ExportedProgram]:
-    state = AssignedState()
-    with (
-        restored_buffers(module),
-        exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below),
-    ):
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    return state, program
-
-
-def _export_again(
-    keep_grad: bool,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    *,
     below: bool,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
-    """The call that comes after the first, of a model that has what that has left."""
-    try:
-        return _export(keep_grad, module, args, kwargs, dynamic_shapes, below=below)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        raise KeptStateError(
-            f"after its first call {type(module).__name__} has attributes with which it cannot be traced: "
-            f"{first_line(error)}"
-        ) from error
+    """One trace: above autograd, or below it."""
+    state = AssignedState()
+    around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
+    with restored_buffers(module), around:
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    return state, program
 
 
 @contextmanager
