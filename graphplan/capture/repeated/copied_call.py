@@ -52,7 +52,7 @@ class CallCopy:
             for before, after in self._recorded.rebound.items():
                 set_node(self._tensors[before], self._nodes[after], self._tracer)
         self._recorded.copies += 1
-        return self._recorded.result.part.rebuilt(tensors, self._other.integers)
+        return self._recorded.result.rebuilt(tensors, self._other.integers)
 
     def _copy(self, nodes: list[fx.Node]) -> None:
         if not nodes:
@@ -112,7 +112,7 @@ class CallCopy:
         return new
 
     def _run(self, event: InnerCall) -> None:
-        args, kwargs = event.given.part.rebuilt(self._tracked(event.given), self._other.integers)
+        args, kwargs = event.given.rebuilt(self._tracked(event.given), self._other.integers)
         last = next(iter(reversed(self._graph.nodes)))
         returned = event.method(*args, **kwargs)
         while (last := last.next).op != "root":

@@ -113,7 +113,7 @@ class RecordedCall:
 
         for event in self.events:
             if isinstance(event, InnerCall):
-                given = event.given.part.with_integers(integers)
+                given = event.given.with_integers(integers)
                 yield given, *map(numbered, event.given.nodes), event.result.description()
                 for node in event.result.nodes:
                     number.setdefault(node, len(number))
@@ -127,7 +127,7 @@ class RecordedCall:
                 yield event.target, args, kwargs, describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
-        yield self.result.part.with_integers(integers), *map(numbered, self.result.nodes)
+        yield self.result.with_integers(integers), *map(numbered, self.result.nodes)
         yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
 
     def require_closed(self) -> None:

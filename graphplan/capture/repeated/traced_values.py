@@ -2,64 +2,41 @@
 
 ::
 
-    (x, None, {"mask": m, "index": 3})       (0, None, {"mask": 1, "index": 3}) and [x, m]
+    (x, None, {"mask": m, "index": 3})       (*, *, {"mask": *, "index": *}), [0, None, 1, 3] and [x, m]
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
 from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, told
+from graphplan.capture.structure import flatten, unflatten
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a value.
+class _Leaf:
+    """A part of a value that holds no others.
 
     Attributes:
-        kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"``, ``"shared"``, or ``"container"``.
-        told: what must be equal of equal parts; the number of a tensor or of a guarded integer.
-        parts: of a container.
+        kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"`` or ``"shared"``.
+        told: what must be equal of equal leaves; the number of a tensor or of a guarded integer.
         value: of what is taken as it is.
     """
 
     kind: str
     told: Any
-    parts: tuple[_Part, ...] = ()
     value: Any = field(default=None, compare=False)
-
-    def with_integers(self, integers: list[int]) -> _Part:
-        """What can be read of it if guarded integers are these."""
-        if self.kind == "guarded":
-            value = integers[self.told]
-            return _Part("constant", (int, value), value=value)
-        return replace(self, parts=tuple(part.with_integers(integers) for part in self.parts))
-
-    def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
-        """It with other tensors, and other integers in the place of guarded ones."""
-        if self.kind == "tensor":
-            return tensors[self.told]
-        if self.kind == "guarded":
-            return integers[self.told]
-        if self.kind != "container":
-            return self.value
-        values = [part.rebuilt(tensors, integers) for part in self.parts]
-        if isinstance(self.told, tuple):
-            kind, *keys = self.told
-            return kind(zip(keys, values, strict=True))
-        kind = self.told
-        return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
 @dataclass(slots=True)
@@ -67,18 +44,31 @@ class TracedValue:
     """What code can read of a value, and the tensors in it.
 
     Attributes:
-        part: equal for values that differ in tensors of equal descriptions.
+        spec: its structure.
+        leaves: equal for values that differ in tensors of equal descriptions.
         tensors: each once.
         nodes: that have made them.
     """
 
-    part: _Part
+    spec: pytree.TreeSpec
+    leaves: list[_Leaf]
     tensors: list[torch.Tensor]
     nodes: list[fx.Node]
 
-    def description(self) -> tuple[Hashable, ...]:
+    def description(self) -> tuple[Any, ...]:
         """Equal for values between which code cannot tell."""
-        return (self.part, *map(describe, self.tensors))
+        return self.spec, self.leaves, *map(describe, self.tensors)
+
+    def with_integers(self, integers: list[int]) -> tuple[Any, ...]:
+        """What can be read of it, but for tensors, if guarded integers are these."""
+        return self.spec, [_constant(integers[x.told]) if x.kind == "guarded" else x for x in self.leaves]
+
+    def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
+        """It with other tensors, and other integers in the place of guarded ones."""
+        numbered: dict[str, Any] = {"tensor": tensors, "guarded": integers}
+        return unflatten(
+            [numbered[x.kind][x.told] if x.kind in numbered else x.value for x in self.leaves], self.spec
+        )
 
 
 def is_symbolic(value: Any) -> bool:
@@ -110,29 +100,32 @@ def take_apart(
     Raises:
         UnlikeError: there is something in it of which nothing is known.
     """
-    found = TracedValue(_Part("constant", None), [], [])
+    parts, spec = flatten(value, lambda part: not _is_container(part))
+    found = TracedValue(spec, [], [], [])
     places = {id(one): place for place, one in enumerate(guarded)}
-
-    def part_of(value: Any) -> _Part:
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return _Part("tensor", _number(value, found, tracer))
-        if kind is GuardedInteger:
-            return _Part("guarded", places[id(value)])
-        if is_symbolic(value):
-            return _Part("symbolic", (kind, value.node.expr), value=value)
-        if isinstance(value, shared):
-            return _Part("shared", id(value), value=value)
-        if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return _Part("container", kind, tuple(map(part_of, value)))
-        if kind in (dict, OrderedDict):
-            return _Part("container", (kind, *value), tuple(map(part_of, value.values())))
-        if isinstance(value, UNCHANGING):
-            return _Part("constant", (kind, told(value)), value=value)
-        raise UnlikeError(f"a {kind.__name__} is passed")
-
-    found.part = part_of(value)
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            leaf = _Leaf("tensor", _number(part, found, tracer))
+        elif type(part) is GuardedInteger:
+            leaf = _Leaf("guarded", places[id(part)])
+        elif is_symbolic(part):
+            leaf = _Leaf("symbolic", (type(part), part.node.expr), part)
+        elif isinstance(part, shared):
+            leaf = _Leaf("shared", id(part), part)
+        elif isinstance(part, UNCHANGING):
+            leaf = _constant(part)
+        else:
+            raise UnlikeError(f"a {type(part).__name__} is passed")
+        found.leaves.append(leaf)
     return found
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, tuple, dict, OrderedDict) or pytree.is_namedtuple_instance(value)
+
+
+def _constant(value: Any) -> _Leaf:
+    return _Leaf("constant", (type(value), told(value)), value)
 
 
 def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
