@@ -515,6 +515,55 @@ def test_a_block_that_replaces_what_it_is_given_is_traced(
     assert lines(found.graph) == lines(traced_whole(model, x).graph)
 
 
+class Holds(nn.Module):
+    """Writes to what its blocks return, which is what they were given, or in the result twice."""
+
+    def __init__(self, result: Callable[[Any], Any], found: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Returns(index, result) for index in range(8))
+        self.found = found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = [x]
+        for block in self.blocks:
+            x, result = block(x, h)
+            self.found(result)[0] = x
+            x = x + result[0][0] + h[0]
+        return x
+
+
+class Returns(Block):
+    def __init__(self, index: int, result: Callable[[Any], Any]) -> None:
+        super().__init__(index)
+        self.result = result
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) + args[0][0], self.result(args[0])
+
+
+def _twice(h: Any) -> Any:
+    made = list(h)
+    return made, made
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda h: [h], lambda result: result[0]),
+        (lambda h: (h, h), lambda result: result[1]),
+        (_twice, lambda r: r[1]),
+    ],
+)
+def test_a_block_that_returns_what_it_is_given_is_traced(
+    result: Callable[[Any], Any], found: Callable[[Any], Any], copies: list[str]
+) -> None:
+    # copies returned lists of their own: what was written to these was lost
+    model, x = Holds(result, found), torch.randn(2, 4)
+    made = captured(model, x)
+    assert not copies
+    assert lines(made.graph) == lines(traced_whole(model, x).graph)
+
+
 class InPlace(Block):
     """Writes to what it is given and to a buffer, and returns parts of it in containers."""
 

@@ -14,6 +14,7 @@ from graphplan.capture.repeated.guarded_integer import GuardedInteger, plain
 from graphplan.capture.repeated.module_traits import Identities, ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.traced_values import TracedValue, describe, is_symbolic, take_apart
 from graphplan.capture.source_lines import calling_line
+from graphplan.capture.structure import Seen
 
 _OF_SIZES = (
     torch.ops.aten.sym_size.int,
@@ -248,10 +249,14 @@ class CallRecorder:
         if Identities(given.tensors) != Identities(call.given.tensors):
             raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
+        known = list(given.containers)
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
+            known += event.result.containers if isinstance(event, InnerCall) else ()
             for value in (event.given, event.result) if isinstance(event, InnerCall) else ():
                 pairs += zip(value.tensors, value.nodes, strict=True)
+        if any(map(Seen(map(id, known)), call.result.containers)):
+            raise UnlikeError("the call returns a list or dict that others have too")
         latest = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
         call.rebound = {node: to for node, to in latest.items() if to is not None and to is not node}
         call.require_closed()

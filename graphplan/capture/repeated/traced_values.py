@@ -48,12 +48,14 @@ class TracedValue:
         leaves: equal for values that differ in tensors of equal descriptions.
         tensors: each once.
         nodes: that have made them.
+        containers: its lists and dicts.
     """
 
     spec: pytree.TreeSpec
     leaves: list[_Leaf]
     tensors: list[torch.Tensor]
     nodes: list[fx.Node]
+    containers: list[Any]
 
     def description(self) -> tuple[Any, ...]:
         """Equal for values between which code cannot tell."""
@@ -100,8 +102,15 @@ def take_apart(
     Raises:
         UnlikeError: there is something in it of which nothing is known.
     """
-    parts, spec = flatten(value, lambda part: not _is_container(part))
-    found = TracedValue(spec, [], [], [])
+    containers: list[Any] = []
+
+    def is_leaf(part: Any) -> bool:
+        if isinstance(part, list | dict):
+            containers.append(part)
+        return not _is_container(part)
+
+    parts, spec = flatten(value, is_leaf)
+    found = TracedValue(spec, [], [], [], containers)
     places = {id(one): place for place, one in enumerate(guarded)}
     for part in parts:
         if isinstance(part, torch.Tensor):
