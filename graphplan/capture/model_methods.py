@@ -84,10 +84,14 @@ def _place_of_call() -> tuple[tuple[CodeType, int], ...]:
 def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callable[..., Any]:
     """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
 
-    When called it raises :class:`RunAsItIs` where the method calls the module, or sets attributes, or, unless
-    ``loops`` are to be traced, in a loop a submodule that has most of its parameters, as ``generate`` does.
+    That holds for all but ``forward``. When called it raises :class:`RunAsItIs` where the method calls the
+    module, or sets attributes, or, unless ``loops`` are to be traced, in a loop a submodule that has most of
+    its parameters, as ``generate`` does.
     """
-    method, running = getattr(module, name), list[str]()
+    method: Callable[..., Any] = getattr(module, name)
+    if name == "forward":
+        return method
+    running = list[str]()
     whole = _count(module)
     inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole and not loops]
 

@@ -22,7 +22,7 @@ from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model_methods import UntracedMethodError
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
@@ -116,6 +116,8 @@ def _refuse_layouts(call: BoundCall) -> None:
 
 def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
     """The capture, with the casts of autocast, and what a backward pass reads."""
+    if model_copy.method != "forward" and all(node.op != "call_function" for node in found.graph.nodes):
+        raise RunAsItIs(f"{model_copy.method!r} computes nothing")
     losses = found.module.meta.pop(LOSSES, ())
     _refuse_parted(found.module.meta.pop(ASSIGNED, {}), model_copy)
     if keep_grad:
@@ -190,6 +192,8 @@ def _with_examples(
             return _told(
                 model_copy, sizes, *export_transformers(model_copy, host, keep_grad=keep_grad, sizes=sizes)
             )
+        except RunAsItIs:
+            raise
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
     vary = exporter and not failures and model_copy.entry not in model_copy.fixed

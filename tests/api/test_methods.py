@@ -209,6 +209,32 @@ def test_what_only_touches_attributes_runs_as_it_is() -> None:
         assert len(made.plans) == 1
 
 
+def test_a_method_of_a_transformers_model_that_changes_it_runs_as_it_is() -> None:
+    # it was a graph, which did not
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Counting(PreTrainedModel):
+        config_class = PretrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(PretrainedConfig())
+            self.net, self.count = stack(), 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
+        def encode(self, x: torch.Tensor) -> Any:
+            self.count += 1
+            return self.net(x) * 2
+
+    model = Counting().eval()
+    with placed(model) as (_, made):
+        with pytest.warns(GraphplanWarning, match="captured again"):
+            found = [made.encode(X) for _ in range(2)]
+        assert made.count == 2
+        assert largest_difference(found[1], 2 * model.net(X)) < 1e-5
+
+
 def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
     model = Autoencoder().eval()
     with placed(model) as (_, made):

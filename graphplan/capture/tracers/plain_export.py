@@ -82,7 +82,7 @@ def export_plain(
         shapes = _by_name(model_copy, call, dynamic_shapes)
         _require_in_range(call, shapes)
         program = _export(model_copy, call, shapes, keep_grad=keep_grad)
-        return _with_operations(from_program(program, call, model_copy)), None
+        return from_program(program, call, model_copy), None
     failed: Exception | None = None
     any_one = any(1 in tensor.shape for tensor in call.tensors)
     tries = [(all_sizes, ones) for all_sizes in {sizes: 0, False: 0} for ones in (True, False)[: 1 + any_one]]
@@ -95,14 +95,7 @@ def export_plain(
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
     program = _export(model_copy, call, None, keep_grad=keep_grad)
-    return _with_operations(from_program(program, call, model_copy)), failed
-
-
-def _with_operations(found: Capture) -> Capture:
-    method = found.entry.partition(":")[2]
-    if method and not any(node.op == "call_function" for node in found.graph.nodes):
-        raise RunAsItIs(f"{method!r} computes nothing")
-    return found
+    return from_program(program, call, model_copy), failed
 
 
 def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, keep_grad: bool) -> Capture:
@@ -119,7 +112,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
     guards = conditions(program, given)
     single = _squeezed(program.graph)
-    found = _with_operations(from_program(program, call, model_copy, roles))
+    found = from_program(program, call, model_copy, roles)
     values = values_of(found.graph)
     leaves = tuple(
         _never_one(leaf, values[name], single)
@@ -200,9 +193,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     """``names``: of all arguments, where ``shapes`` has them by these; else by the model's own."""
     module = model_copy.module
-    own = model_copy.method == "forward"
-    original = module.forward if own else pure_method(module, model_copy.method, loops=keep_grad)
-    forward = with_changes(original, call.kwargs)
+    forward = with_changes(pure_method(module, model_copy.method, loops=keep_grad), call.kwargs)
     if names:
         kinds = [Parameter.POSITIONAL_ONLY] * len(call.args) + [Parameter.KEYWORD_ONLY] * len(call.kwargs)
         forward.__signature__ = Signature(list(map(Parameter, names, kinds)))  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import Capture, Prepare, bound_call
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model_methods import with_forward
+from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
 from graphplan.capture.signature import BoundCall, Guard, InputSignature, Prepared, leaf_names
 from graphplan.capture.sizes.dynamic_axes import (
     BATCH,
@@ -69,6 +69,7 @@ def export_transformers(
         sizes: whether other axes than batches and lengths are to vary too.
 
     Raises:
+        RunAsItIs: no graph stands for the method.
         CaptureError: what the exporter traces reads fewer weights than the model does.
         Exception: whatever the model's own code or the tracer raises.
     """
@@ -76,6 +77,8 @@ def export_transformers(
     for varying in [(BATCH, LENGTH, SIZE), (BATCH, LENGTH)][not sizes :]:
         try:
             return _export(model_copy, call, keep_grad=keep_grad, varying=varying), failed
+        except RunAsItIs:
+            raise
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
     return _export(model_copy, call, keep_grad=keep_grad, varying=()), failed
@@ -88,7 +91,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
-    original = getattr(module, model_copy.method)
+    original = pure_method(module, model_copy.method, loops=keep_grad)
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
