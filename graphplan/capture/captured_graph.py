@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import flatten
-
-Prepare = Callable[[BoundCall], BoundCall]
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """Attributes of generated modules: a child of such a name is not found there under it."""
@@ -73,7 +71,6 @@ class Capture:
         signature: which calls this graph serves.
         method: ``"transformers"`` or ``"export"``.
         sizes: symbol of each dynamic size -> the largest that the plan is for.
-        prepare: from a call's arguments to those that were traced, where they differ.
         parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.
         roles: for each leaf, axis -> ``"batch"`` or ``"length"`` of those that may vary, where a trace
             has found them itself.
@@ -95,7 +92,6 @@ class Capture:
     signature: InputSignature
     method: str
     sizes: dict[Any, int] = field(default_factory=dict)
-    prepare: Prepare | None = None
     parts: dict[str, Part] = field(default_factory=dict)
     roles: tuple[Mapping[int, str], ...] = ()
     order: tuple[int | None, ...] = ()

@@ -247,7 +247,11 @@ class InputSignature:
         broken = next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
         if broken is not None or self.prepared is None:
             return broken
-        return self.prepared.signature.mismatch(self.prepared.prepare(call))
+        return self.prepared.signature.mismatch(self.traced(call))
+
+    def traced(self, call: BoundCall) -> BoundCall:
+        """The call whose arguments were traced."""
+        return call if self.prepared is None else self.prepared.prepare(call)
 
     def _other_arguments(self, call: BoundCall) -> str:
         mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))

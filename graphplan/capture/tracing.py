@@ -165,7 +165,7 @@ def _named_apart(found: Capture) -> Capture:
 
 def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
     """The capture, with sizes that the data decides as in the example."""
-    traced = call if found.prepare is None else found.prepare(call)
+    traced = found.signature.traced(call)
     values = dict(zip(found.inputs, traced.leaves, strict=True))
     for node, name in found.weights.items():
         tensor = found.constants.get(name, model_copy.weights.tensors.get(name))

@@ -67,7 +67,6 @@ def lower_planned(
         host=torch_devices(plan.schedule, topology)[plan.schedule.host],
         out_spec=captured.out_spec,
         modes=modes,
-        prepare=captured.prepare,
         backward=backward,
         accumulates=options.training is None or options.training.accumulates,
     )

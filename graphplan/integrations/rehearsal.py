@@ -129,7 +129,7 @@ class Rehearsal:
         return self._answer(capture, known.number, call)
 
     def _answer(self, capture: Capture, number: int, call: BoundCall) -> Any:
-        traced = call if capture.prepare is None else capture.prepare(call)
+        traced = capture.signature.traced(call)
         sizes = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
         flat = [_zeros(result, sizes) for result in capture.outputs]
         self._kept.append(flat)

@@ -105,7 +105,7 @@ def serve(
     if not isinstance(index, int):
         return index
     program = state.programs[index]
-    route = find_route(signature, program.signature, program.prepare, args, kwargs)
+    route = find_route(signature, program.signature, args, kwargs)
     known = KnownForm(route, index, () if route is None else _places(signature, program.given, kwargs))
     if route is not None:
         order = list(_by_reach(state))
@@ -113,7 +113,7 @@ def serve(
     if route is not None or all(one.index != index for one in likely):
         _remember(state, sizes, known)
     given = {name: call.kwargs[name] for name in program.given}
-    traced = call if program.prepare is None else program.prepare(call)
+    traced = program.signature.traced(call)
     return Served(index, traced.leaves, given)
 
 

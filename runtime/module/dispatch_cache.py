@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from graphplan.capture.signature import (
-    BoundCall,
     CounterLeaf,
     FloatLeaf,
     Guard,
@@ -104,15 +103,14 @@ class Route:
 def find_route(
     forward: inspect.Signature,
     signature: InputSignature,
-    prepare: Callable[[BoundCall], BoundCall] | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Route | None:
     """The route of a call that was bound and served; None where its form cannot be told so quickly.
 
-    ``forward`` is the signature of the model's own; ``signature`` and ``prepare`` are those of the program.
+    ``forward`` is the signature of the model's own, ``signature`` that of the program.
     """
-    if prepare is not None:
+    if signature.prepared is not None:
         return None  # it computes with the tensors
     if any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
         return None

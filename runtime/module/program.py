@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.model.modes import Modes
-from graphplan.capture.signature import BoundCall, InputSignature
+from graphplan.capture.signature import InputSignature
 from graphplan.ir.plan_data import PlanData
 
 
@@ -70,7 +70,6 @@ class Program:
         host: the device where the caller's tensors were planned to be.
         out_spec: the structure of the result.
         modes: of the modules, as traced.
-        prepare: turns the caller's arguments into the traced ones, or None.
         states: the tensors of the caller's caches, and where each is to be.
         given: names of the arguments that a call changes: caches, lists and dicts.
         entry: path of the submodule whose call it serves; empty for the module itself.
@@ -90,7 +89,6 @@ class Program:
     host: torch.device
     out_spec: pytree.TreeSpec
     modes: Modes
-    prepare: Callable[[BoundCall], BoundCall] | None = None
     states: tuple[State, ...] = ()
     given: tuple[str, ...] = ()
     entry: str = ""

@@ -327,4 +327,4 @@ def test_calls_of_generate_take_a_route_as_they_are(flags: dict[str, bool]) -> N
     placed.generate(**inputs, max_new_tokens=4, **flags)
     programs = vars(placed)["_graphplan"].programs
     assert len(programs) == 3
-    assert all(program.prepare is None for program in programs)
+    assert all(program.signature.prepared is None for program in programs)

@@ -19,7 +19,7 @@ from graphplan.capture.signature import BoundCall, CounterLeaf, FloatLeaf, Guard
 from graphplan.capture.sizes.dynamic_axes import written_guard
 
 _FIELDS = (
-    *("weights", "inputs", "out_spec", "method", "prepare", "roles", "order", "states", "given", "kept"),
+    *("weights", "inputs", "out_spec", "method", "roles", "order", "states", "given", "kept"),
     *("entry", "step"),
 )
 _DECIDED = "inputs that transformers' exporter computes from others are not saved"
@@ -39,7 +39,7 @@ def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Ten
         NotSavedError: something of it cannot be written.
     """
     signature = capture.signature
-    if capture.parts or capture.prepare is not None:
+    if capture.parts or capture.signature.prepared is not None:
         raise NotSavedError(_DECIDED)
     writer = GraphWriter()
     plain = {

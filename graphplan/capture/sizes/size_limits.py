@@ -118,9 +118,7 @@ def bounded(
 
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
     """Inputs that the exporter adds to a call, of sizes that may grow as those of the call itself."""
-    if capture.prepare is None or None not in capture.order:
-        return [None] * len(capture.inputs)
-    leaves = capture.prepare(call).leaves
+    leaves = capture.signature.traced(call).leaves
     return [
         TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple((0, size * growth) for size in leaf.shape))
         if index is None and isinstance(leaf, torch.Tensor)

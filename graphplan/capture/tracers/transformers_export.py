@@ -26,7 +26,7 @@ from torch import nn
 from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
-from graphplan.capture.captured_graph import Capture, Prepare, bound_call
+from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
@@ -118,7 +118,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     signature = replace(found.signature, guards=guards)
     found = replace(found, method="transformers", roles=flat, signature=signature)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
-    return _over_arguments(found, call, partial(_precomputed, module)) if computes else found
+    return _over_arguments(found, call, module) if computes else found
 
 
 def _prepared(module: nn.Module, call: BoundCall) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -142,7 +142,7 @@ def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
     return bound_call(inputs)
 
 
-def _over_arguments(found: Capture, call: BoundCall, prepare: Prepare) -> Capture:
+def _over_arguments(found: Capture, call: BoundCall, module: nn.Module) -> Capture:
     """A capture of what is computed of a call's arguments, as one of that call."""
     names = leaf_names(call)
     places = {name: index for index, name in enumerate(names)}
@@ -150,11 +150,10 @@ def _over_arguments(found: Capture, call: BoundCall, prepare: Prepare) -> Captur
     asked, roles = (dict(zip(order, each, strict=True)) for each in (found.signature.leaves, found.roles))
     leaves = tuple(asked.get(place, asked_of(leaf)) for place, leaf in enumerate(call.leaves))
     # conditions may be on what only the exporter sees
-    signature = InputSignature(call.spec, leaves, names, prepared=Prepared(prepare, found.signature))
+    prepared = Prepared(partial(_precomputed, module), found.signature)
     return replace(
         found,
-        signature=signature,
-        prepare=prepare,
+        signature=InputSignature(call.spec, leaves, names, prepared=prepared),
         roles=tuple(roles.get(place, {}) for place in range(len(leaves))),
         order=order,
         states={name: place for name, at in found.states.items() if (place := order[at]) is not None},

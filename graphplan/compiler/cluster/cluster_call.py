@@ -69,7 +69,7 @@ class Wires:
 
 def traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
     """The inputs of a graph in a call, by name."""
-    traced = part if capture.prepare is None else capture.prepare(part)
+    traced = capture.signature.traced(part)
     return dict(zip(capture.inputs, traced.leaves, strict=True))
 
 

@@ -74,11 +74,9 @@ def signature_of(call: BoundCall) -> InputSignature:
     return InputSignature(call.spec, leaves, leaf_names(call))
 
 
-def route_of(
-    args: list[Any], kwargs: dict[str, Any], prepare: Any = None
-) -> tuple[Route | None, InputSignature]:
+def route_of(args: list[Any], kwargs: dict[str, Any]) -> tuple[Route | None, InputSignature]:
     signature = signature_of(bind_call(SIGNATURE, args, kwargs))
-    return find_route(SIGNATURE, signature, prepare, args, kwargs), signature
+    return find_route(SIGNATURE, signature, args, kwargs), signature
 
 
 def assert_agrees(route: Route, signature: InputSignature, args: Any, kwargs: dict[str, Any]) -> bool:
