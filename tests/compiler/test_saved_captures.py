@@ -542,6 +542,13 @@ class Slots:
         self.a = a
 
 
+class PrivateSlots:
+    __slots__ = ("__a",)  # whose name in the object is another
+
+    def __init__(self, a: int) -> None:
+        self.__a = a
+
+
 def around(n: int) -> Callable[[int], int]:
     return lambda x: x * n
 
@@ -555,6 +562,7 @@ CYCLE.append(CYCLE)
     [
         (lambda: Text("a"), lambda: Text("b")),
         (lambda: Slots(1), lambda: Slots(2)),
+        (lambda: PrivateSlots(1), lambda: PrivateSlots(2)),
         (lambda: {1: 2}.get, lambda: {1: 3}.get),
         (lambda: (1,), lambda: [1]),
         (lambda: CYCLE, lambda: [CYCLE]),

@@ -32,6 +32,22 @@ class Slotted:
         self.last: Any = None
 
 
+class Open:
+    """Has a ``__dict__``."""
+
+
+class Veiled(Open):
+    __slots__ = ("__last",)  # whose name in the object is another
+
+    @property
+    def last(self) -> Any:
+        return self.__last
+
+    @last.setter
+    def last(self, value: Any) -> None:
+        self.__last = value
+
+
 class Watching(DynamicLayer):
     """Keeps the last keys somewhere else too."""
 
@@ -44,7 +60,7 @@ class Watching(DynamicLayer):
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.seen, deque):
             self.seen.append(key_states)
-        elif isinstance(self.seen, Slotted):
+        elif isinstance(self.seen, Slotted | Veiled):
             self.seen.last = key_states
         elif isinstance(self.seen, defaultdict):
             self.seen["keys"].append(key_states)
@@ -64,7 +80,7 @@ def kept(cache: Any) -> list[Any]:
     for layer in cache.layers:
         if isinstance(layer.seen, deque):
             found += list(layer.seen)
-        elif isinstance(layer.seen, Slotted):
+        elif isinstance(layer.seen, Slotted | Veiled):
             found.append(layer.seen.last)
         elif isinstance(layer.seen, defaultdict):
             found += layer.seen["keys"]
@@ -91,6 +107,7 @@ def agree(placed: Any, model: Any, ours: Any, theirs: Any) -> None:
     [
         (deque, "a deque"),
         (Slotted, "a Slotted"),
+        (Veiled, "a Veiled"),
         (lambda: defaultdict(list), "a defaultdict"),
         (lambda: np.zeros(2), "a ndarray"),
     ],

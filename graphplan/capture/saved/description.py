@@ -323,14 +323,9 @@ def _is_of_python(cls: type) -> bool:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    for name, one in getattr(value, "__dict__", {}).items():
-        if name not in _OF_PROCESS:
-            yield name, one
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    state = object.__getstate__(value)
+    for table in state if isinstance(state, tuple) else (state,):  # of __dict__, and of slots
+        yield from ((name, one) for name, one in (table or {}).items() if name not in _OF_PROCESS)
 
 
 def _name(cls: type) -> str:

@@ -267,12 +267,8 @@ def _can_be_made(value: Any) -> bool:
     """Whether an object is no more than its items, or what its ``__dict__`` has."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         return not isinstance(value, defaultdict)
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        own = {slots} if isinstance(slots, str) else set(slots)
-        if any(hasattr(value, name) for name in own - {"__dict__", "__weakref__"}):
-            return False
-    return hasattr(value, "__dict__")
+    in_slots = isinstance(object.__getstate__(value), tuple)
+    return hasattr(value, "__dict__") and not in_slots
 
 
 def refuse_opaque(name: str, cache: Any) -> None:
