@@ -12,6 +12,7 @@ import architectures
 import pytest
 import torch
 from torch import fx, nn
+from transformers import DynamicCache, LlamaConfig, LlamaModel
 
 from graphplan._compat.torch import set_call
 from graphplan.capture import export_here
@@ -19,6 +20,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.repeated.copied_call import CallCopy
 from graphplan.capture.tracing import capture
+from graphplan.capture.transformers.caches import caches_at
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers")
 _NAME = re.compile(r" on node '\w+'")
@@ -120,6 +122,40 @@ def test_a_decode_step(stem: str, copies: list[str], monkeypatch: pytest.MonkeyP
     found = captured(model, **copy.deepcopy(inputs))
     assert copies
     assert lines(found.graph) == lines(traced_whole(model, **inputs).graph)
+
+
+class Counting(DynamicCache):
+    updates = 0
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any) -> Any:
+        self.updates += 1
+        return super().update(key_states, value_states, layer_idx, *args)
+
+
+class CountingAll(DynamicCache):
+    updates = 0
+
+    def update(self, *args: Any) -> Any:
+        self.updates += 1
+        return super().update(*args)
+
+
+class Nested(Counting):
+    def update(self, *args: Any) -> Any:
+        return super().update(*args)
+
+
+@pytest.mark.parametrize("cache", [Counting, CountingAll, Nested])
+def test_what_a_cache_of_the_callers_does_is_done_for_each_block(
+    cache: type[DynamicCache], copies: list[str]
+) -> None:
+    # what a subclass does beside transformers' own was done for the traced blocks alone
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
+    model = LlamaModel(LlamaConfig(num_hidden_layers=7, **small)).eval()
+    found = captured(model, input_ids=torch.ones(1, 4, dtype=torch.long), past_key_values=cache())
+    assert copies
+    (layout,) = [spec.context for _, spec in caches_at(found.out_spec)][:1]
+    assert dict(zip(layout.keys, layout.parts, strict=True))["updates"].value == 7
 
 
 def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

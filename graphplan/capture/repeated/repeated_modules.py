@@ -19,7 +19,6 @@ traced again without copies.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from graphplan.capture.repeated.copied_call import CallCopy, NotRepeatedError
 from graphplan.capture.repeated.module_traits import ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.recorded_call import CallRecorder, RecordedCall
 from graphplan.capture.thread_patches import Patch
+from graphplan.capture.transformers.caches import transformers_caches
 
 _FEWEST = 4
 """Blocks of a stack: the first, the recorded and the last are traced, so that fewer have nothing to copy."""
@@ -67,16 +67,16 @@ class RepeatedModules:
         self.blocks: list[Any] = []
         self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
         self._recorder: CallRecorder | None = None
-        caches = sys.modules.get("transformers.cache_utils")  # without it, nobody has one
-        self._shared: tuple[type, ...] = () if caches is None else (caches.Cache,)
+        self._shared = transformers_caches()
 
     def patches(self) -> Iterator[Patch]:
         """What tells of calls of caches inside a block."""
-        for cache in self._shared:
-            for one in (cache, *cache.__subclasses__()):
-                for name, method in vars(one).items():
-                    if inspect.isfunction(method) and _OF_A_LAYER in inspect.signature(method).parameters:
-                        yield Patch.of(one, name, self._told)
+        methods = [
+            (cls, *one) for cls in self._shared for one in vars(cls).items() if inspect.isfunction(one[1])
+        ]
+        names = {name for _, name, one in methods if _OF_A_LAYER in inspect.signature(one).parameters}
+        # a subclass may have what is told of a layer among *args
+        yield from (Patch.of(cls, name, self._told) for cls, name, _ in methods if name in names)
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -104,12 +104,16 @@ _ours: set[type] = set()
 
 def know_caches(module: nn.Module) -> None:
     """Look inside the caches of a model's modules, before a call that has one is bound."""
-    cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    known = () if cache is None else (cache, *_subclasses(cache))
-    for cls in (*known, *_own_caches(map(type, module.modules()))):
+    for cls in (*transformers_caches(), *_own_caches(map(type, module.modules()))):
         if cls not in _ours:
             know(cls, _flatten, _unflatten)
             _ours.add(cls)
+
+
+def transformers_caches() -> tuple[type[Any], ...]:
+    """Transformers' ``Cache`` and its subclasses: none where it was not imported, so that nobody has one."""
+    cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return () if cache is None else (cache, *_subclasses(cache))
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
