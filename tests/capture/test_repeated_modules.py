@@ -158,6 +158,31 @@ def test_what_a_cache_of_the_callers_does_is_done_for_each_block(
     assert dict(zip(layout.keys, layout.parts, strict=True))["updates"].value == 7
 
 
+class Tallies(nn.Module):
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.updates += 1
+        return x + 1
+
+
+class Tallied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Tallies() for _ in range(7))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def test_a_block_that_changes_a_cache_itself_is_traced(copies: list[str]) -> None:
+    # the changes of the traced blocks were all
+    found = captured(Tallied(), torch.ones(2), cache=Counting())
+    assert not copies
+    (layout,) = [spec.context for _, spec in caches_at(found.out_spec)]
+    assert dict(zip(layout.keys, layout.parts, strict=True))["updates"].value == 7
+
+
 def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _deeper(monkeypatch)
     (architecture,) = (one for one in architectures.TABLE if one.stem == "GPT2")

@@ -14,7 +14,7 @@ from graphplan.capture.repeated.guarded_integer import GuardedInteger, plain
 from graphplan.capture.repeated.module_traits import Identities, ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.traced_values import TracedValue, describe, is_symbolic, take_apart
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import Seen
+from graphplan.capture.structure import Seen, flatten
 
 _OF_SIZES = (
     torch.ops.aten.sym_size.int,
@@ -189,9 +189,11 @@ class CallRecorder:
         self._last = _end(tracer.graph)
         self._inside = False
         self._unlike: UnlikeError | None = None
+        self._held: list[Any] = []
 
     def run(self, forward: Callable[[], Any], *, guard: bool) -> Any:
         """Trace the call; ``guard``: with objects that note what is asked of varying integers."""
+        self._held = self._in_caches()
         attributes = [(self.call.traits.parts[part], name) for part, name in self.call.places]
         pairs = list(zip(attributes, self.call.guarded, strict=True)) if guard else []
         for (part, name), guarded in pairs:
@@ -207,6 +209,7 @@ class CallRecorder:
         """Run a method of an object that all blocks share."""
         if self._inside:
             return method(*args, **kwargs)
+        self._require_caches_as_held()
         if _modes(self._blocks) != self._around:  # in which a copy would not call it
             self._unlike = UnlikeError("a cache is called in other modes than the block")
         stack, line = dict(self._tracer.module_stack), calling_line()
@@ -217,11 +220,21 @@ class CallRecorder:
             result = method(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         finally:
             self._inside = False
+        self._held = self._in_caches()
         self._last = _end(self._tracer.graph)
         after = self._taken(result)
         if before is not None and after is not None:
             self.call.events.append(InnerCall(method, before, after, stack, line))
         return result
+
+    def _in_caches(self) -> list[tuple[Any, Identities]]:
+        """What the objects hold that all blocks share, of those that the call is given."""
+        found = [flatten(leaf.value) for leaf in self.call.given.leaves if leaf.kind == "shared"]
+        return [(spec, Identities(leaves)) for leaves, spec in found]
+
+    def _require_caches_as_held(self) -> None:
+        if self._in_caches() != self._held:  # a copy would not change them
+            self._unlike = UnlikeError("the call changes a cache other than by its methods")
 
     def _taken(self, value: Any) -> TracedValue | None:
         try:
@@ -237,6 +250,7 @@ class CallRecorder:
             UnlikeError: it reads or changes what a copy would not.
         """
         call = self.call
+        self._require_caches_as_held()
         if self._unlike is not None:
             raise self._unlike
         self._take_nodes()
