@@ -557,6 +557,28 @@ CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 
 
+class Settled(nn.Module):
+    """Adds what fixes the size of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + self.table
+
+
+@pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
+def test_a_trace_that_has_settled_a_size_is_saved(tmp_path: Path, exports: Counter) -> None:
+    # it was said that what would be read of it is not what was traced
+    model, x = Settled(), torch.randn(2, 4)
+    wanted = graphplan.plan(model, {"cpu": "1MiB"}, (x,), capture_cache=tmp_path)
+    count, found = exports.during(
+        lambda: graphplan.plan(model, {"cpu": "1MiB"}, (x,), capture_cache=tmp_path)
+    )
+    assert (count, found.to_json()) == (0, wanted.to_json())
+
+
 @pytest.mark.parametrize(
     ("make", "other"),
     [

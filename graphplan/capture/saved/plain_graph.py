@@ -82,7 +82,7 @@ class GraphWriter:
 
     def _size(self, size: Any) -> Any:
         kind = next((kind for kind, cls in _NUMBERS.items() if isinstance(size, cls)), None)
-        if kind is None:
+        if kind is None or (kind == "int" and size.node.expr.is_number):  # which the trace has settled
             return int(size)
         expression, env = size.node.expr, size.node.shape_env
         for symbol in sorted(expression.free_symbols, key=str):
