@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # has no types
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions, numbers
 
@@ -118,10 +118,18 @@ class SizeMaker:
         return self.env.create_symboolnode(expression)
 
     def tensor(
-        self, shape: Any, stride: Any, dtype: torch.dtype, device: str, *, requires_grad: bool
+        self,
+        shape: Any,
+        stride: Any,
+        dtype: torch.dtype,
+        device: str,
+        base: torch.Tensor | None,
+        *,
+        requires_grad: bool,
     ) -> torch.Tensor:
-        """A tensor without data."""
-        with unbacked_like_backed(), self.mode:  # as it was traced: no size must be known to be above 1
-            return torch.empty_strided(
-                tuple(shape), tuple(stride), dtype=dtype, device=device, requires_grad=requires_grad
-            )
+        """A tensor without data, over the memory of ``base`` if there is one."""
+        with unbacked_like_backed():  # as it was traced: no size must be known to be above 1
+            made = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+            if base is not None:
+                made.set_(base.untyped_storage(), 0, tuple(shape), tuple(stride))
+            return FakeTensor(self.mode, made.requires_grad_(requires_grad), torch.device(device))

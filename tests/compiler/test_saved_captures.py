@@ -579,6 +579,34 @@ def test_a_trace_that_has_settled_a_size_is_saved(tmp_path: Path, exports: Count
     assert (count, found.to_json()) == (0, wanted.to_json())
 
 
+class Notes(nn.Module):
+    """Writes to a view of a buffer, in a block without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.seen[0].add_(y[0].detach())
+        return y * self.seen.sum(0)
+
+
+def test_a_trace_that_is_read_knows_which_values_share_memory(tmp_path: Path, exports: Counter) -> None:
+    # the buffer of what was read was one that nothing writes to
+    def placed() -> Any:
+        return graphplan.partition(
+            Notes(), {"cpu": "1MiB"}, (torch.randn(2, 4),), grad=True, strict=True, capture_cache=tmp_path
+        )
+
+    wanted = placed().plan.to_json()
+    count, found = exports.during(placed)
+    assert (count, found.plan.to_json()) == (0, wanted)
+    assert found.plan.graph.weights["seen"].mutated
+
+
 @pytest.mark.parametrize(
     ("make", "other"),
     [

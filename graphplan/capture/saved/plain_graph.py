@@ -4,7 +4,9 @@ A file holds each distinct size, tensor and path of modules once; nodes have the
 
     {"symbols": [["s0", ["integer", "positive"], 16, [2, ["infinity", 1]]]],
      "sizes": [["int", ["Symbol", "s0"], 16]],
-     "values": [["tensor", [["size", 0], 64], [64, 1], "float32", "cpu", false]], ...}
+     "values": [[[["size", 0], 64], [64, 1], "float32", "cpu", false, 0]], ...}
+
+The last number of a tensor is that of its memory, which views have in common.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.symbolic_sizes import SizeMaker, plain_expression, plain_symbol
+from graphplan._compat.torch import storage_of
 from graphplan.capture.saved.plain_values import (
     NotSavedError,
     checked_name,
@@ -36,6 +39,7 @@ class GraphWriter:
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {"symbols": [], "sizes": [], "values": [], "paths": []}
+        self._memories: dict[int, int] = {}
         self._places: dict[str, dict[str, int]] = {name: {} for name in self.tables}
 
     def graph(self, module: fx.GraphModule) -> dict[str, Any]:
@@ -78,7 +82,8 @@ class GraphWriter:
                 f"a graph with tensors of {type(value).__name__}, {value.layout} is not saved"
             )
         sizes = [list(map(self._size, of)) for of in (value.shape, value.stride())]
-        return [*sizes, to_plain(value.dtype)[1], str(value.device), value.requires_grad]
+        memory = self._memories.setdefault(storage_of(value), len(self._memories))
+        return [*sizes, to_plain(value.dtype)[1], str(value.device), value.requires_grad, memory]
 
     def _size(self, size: Any) -> Any:
         kind = next((kind for kind, cls in _NUMBERS.items() if isinstance(size, cls)), None)
@@ -121,6 +126,7 @@ class GraphMaker:
         self.sizes = SizeMaker()
         for symbol in tables["symbols"]:
             self.sizes.symbol(symbol)
+        self._memories: dict[int, torch.Tensor] = {}
         self._sizes = [self.sizes.size(*entry) for entry in tables["sizes"]]
         self._tensors = [self._tensor(*entry) for entry in tables["values"]]
         self._paths = [{key: tuple(entry) for key, *entry in path} for path in tables["paths"]]
@@ -161,9 +167,16 @@ class GraphMaker:
         found = map(self._value, parts)
         return list(found) if kind == "list" else tuple(found)
 
-    def _tensor(self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool) -> torch.Tensor:
+    def _tensor(
+        self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool, memory: int
+    ) -> torch.Tensor:
         sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
-        return self.sizes.tensor(sizes, strides, getattr(torch, dtype), device, requires_grad=requires_grad)
+        base = self._memories.get(memory)
+        made = self.sizes.tensor(
+            sizes, strides, getattr(torch, dtype), device, base, requires_grad=requires_grad
+        )
+        self._memories.setdefault(memory, made)
+        return made
 
     def _size(self, plain: Any) -> Any:
         return self._sizes[plain[1]] if isinstance(plain, list) else plain
