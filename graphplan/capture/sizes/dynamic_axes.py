@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import conditions_of
 from graphplan.capture.signature import Guard
 from graphplan.capture.structure import flatten_with_path, node_of_class
-from graphplan.errors import CaptureError
 
 BATCH, LENGTH, SIZE = "batch", "length", "size"
 Roles = Mapping[int, str]
@@ -93,16 +92,12 @@ def written_guard(text: str, code: str) -> Guard:
 
 
 def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, Any]) -> tuple[Guard, ...]:
-    """The trace's conditions as one function of the leaves of all arguments, by their names in the trace.
-
-    Raises:
-        CaptureError: one cannot be read, or does not hold for the example.
-    """
+    """The trace's conditions as one function of the leaves of all arguments, by their names in the trace."""
     texts = list(dict.fromkeys(conditions_of(program)))
     if not texts:
         return ()
-    found = flatten_with_path(arguments)
-    paths = {f"L{pytree.keystr(path)}": f"v[{index}]" for index, (path, _) in enumerate(found)}
+    leaves = enumerate(flatten_with_path(arguments))
+    paths = {f"L{pytree.keystr(path)}": f"v[{index}]" for index, (path, _) in leaves}
     longest_first = sorted(paths, key=len, reverse=True)
     written = []
     for text in texts:
@@ -110,11 +105,4 @@ def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, An
             text = text.replace(path, paths[path])
         written.append(text)
     code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
-    guard = written_guard("sizes do not fulfil " + " and ".join(texts), code)
-    try:
-        holds = guard.holds([leaf for _, leaf in found])
-    except (NameError, TypeError, IndexError, AttributeError) as error:
-        raise CaptureError(f"a condition of the trace cannot be checked: {error}") from error
-    if not holds:
-        raise CaptureError(f"the trace does not serve its own example: {guard.text}")
-    return (guard,)
+    return (written_guard("sizes do not fulfil " + " and ".join(texts), code),)

@@ -64,7 +64,8 @@ def from_program(
         is_text: whether tensors of integers are tokens, of which any strides do.
 
     Raises:
-        CaptureError: the program has inputs or outputs that are neither tensors nor constants.
+        NoGraphError: the program has inputs that are neither tensors nor constants.
+        CaptureError: it has such outputs.
     """
     _refuse_transforms(program.graph)
     _write_numbers(program.graph)
@@ -72,8 +73,6 @@ def from_program(
     _refuse_written(program, constants, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     _flatten_outputs(program)
-    if len(call.leaves) != len(inputs):
-        raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(call.leaves)}")
     values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
         asked_of(leaf, values[name], program.range_constraints, own)
@@ -100,6 +99,13 @@ def from_program(
         kept=_cache_leaves(out_spec),
         entry=model_copy.entry,
     )
+
+
+def require_served(signature: InputSignature, example: BoundCall) -> None:
+    """Raise CaptureError where a trace, by what it takes for granted, does not serve its own example."""
+    problem = signature.mismatch(example)
+    if problem is not None:
+        raise CaptureError(f"the trace does not serve its own example: {problem}")
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:

@@ -33,7 +33,7 @@ from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.tracers.exported_program import from_program
+from graphplan.capture.tracers.exported_program import from_program, require_served
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
@@ -119,9 +119,7 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
         for name, leaf in zip(found.inputs, found.signature.leaves, strict=True)
     )
     signature = replace(found.signature, leaves=leaves, guards=guards)
-    problem = signature.mismatch(call)
-    if problem is not None:
-        raise CaptureError(f"the trace does not serve its own example: {problem}")
+    require_served(signature, call)
     sized = _sizes_of(found.graph)
     varied = tuple(
         _bounded_axes(leaf, values[name], own, sized)

@@ -50,9 +50,5 @@ class _WithoutThread:
     def write(self, text: str) -> int:
         return len(text) if threading.get_ident() == self.ident else self.stream.write(text)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -42,7 +42,7 @@ from graphplan.capture.sizes.dynamic_axes import (
 )
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.tracers.exported_program import asked_of, from_program
+from graphplan.capture.tracers.exported_program import asked_of, from_program, require_served
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
@@ -116,6 +116,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     flat = tuple(role for name in inputs for role in roles[name])
     found = from_program(program, traced_call, model_copy, flat, is_text=True)
     signature = replace(found.signature, guards=guards)
+    require_served(signature, traced_call)
     found = replace(found, method="transformers", roles=flat, signature=signature)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
     return _over_arguments(found, call, module) if computes else found
