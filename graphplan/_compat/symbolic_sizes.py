@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # has no types
-import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions, numbers
 
 from graphplan._compat import private
-from graphplan._compat.torch import unbacked_like_backed
 
 _INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
@@ -83,11 +81,11 @@ def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
 
 
 class SizeMaker:
-    """Makes symbols, sizes and fake tensors of one trace anew.
+    """Makes symbols and sizes of one trace anew.
 
     Attributes:
         symbols: by name.
-        mode: of the fake tensors.
+        mode: of fake tensors of these sizes.
     """
 
     def __init__(self) -> None:
@@ -116,20 +114,3 @@ class SizeMaker:
         if kind == "float":
             return self.env.create_symfloatnode(expression, hint=hint)
         return self.env.create_symboolnode(expression)
-
-    def tensor(
-        self,
-        shape: Any,
-        stride: Any,
-        dtype: torch.dtype,
-        device: str,
-        base: torch.Tensor | None,
-        *,
-        requires_grad: bool,
-    ) -> torch.Tensor:
-        """A tensor without data, over the memory of ``base`` if there is one."""
-        with unbacked_like_backed():  # as it was traced: no size must be known to be above 1
-            made = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
-            if base is not None:
-                made.set_(base.untyped_storage(), 0, tuple(shape), tuple(stride))
-            return FakeTensor(self.mode, made.requires_grad_(requires_grad), torch.device(device))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 
@@ -63,10 +63,26 @@ def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
 
     Fake operations that do the same take five times as long.
     """
-    size, stride = tensor.size(), tensor.stride()
+    mode, place = (
+        private(tensor, "fake_mode", "torch"),
+        (tensor.size(), tensor.stride(), tensor.storage_offset()),
+    )
+    return fake_tensor(mode, *place, tensor.dtype, tensor.device, base)
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    size: Sequence[Any],
+    stride: Sequence[Any],
+    offset: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    base: torch.Tensor | None,
+) -> torch.Tensor:
+    """A fake tensor over memory of its own, or that of ``base``."""
     if base is None:
-        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     else:
-        made = torch.empty(0, dtype=tensor.dtype, device="meta")
-        made.set_(base.untyped_storage(), tensor.storage_offset(), size, stride)
-    return FakeTensor(private(tensor, "fake_mode", "torch"), made, tensor.device)
+        made = torch.empty(0, dtype=dtype, device="meta")
+        made.set_(base.untyped_storage(), offset, size, stride)
+    return FakeTensor(mode, made, device)

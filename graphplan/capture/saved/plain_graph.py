@@ -19,7 +19,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.symbolic_sizes import SizeMaker, plain_expression, plain_symbol
-from graphplan._compat.torch import storage_of
+from graphplan._compat.torch import storage_of, unbacked_like_backed
+from graphplan._compat.traced_tensors import fake_tensor
 from graphplan.capture.saved.plain_values import (
     NotSavedError,
     checked_name,
@@ -171,10 +172,10 @@ class GraphMaker:
         self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool, memory: int
     ) -> torch.Tensor:
         sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
-        base = self._memories.get(memory)
-        made = self.sizes.tensor(
-            sizes, strides, getattr(torch, dtype), device, base, requires_grad=requires_grad
-        )
+        base, kind, place = self._memories.get(memory), getattr(torch, dtype), torch.device(device)
+        with unbacked_like_backed():  # as it was traced: no size must be known to be above 1
+            made = fake_tensor(self.sizes.mode, sizes, strides, 0, kind, place, base)
+        made.requires_grad_(requires_grad)
         self._memories.setdefault(memory, made)
         return made
 
