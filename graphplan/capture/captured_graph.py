@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
-from graphplan.capture.structure import flatten
+from graphplan.capture.structure import Returned, flatten
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """Attributes of generated modules: a child of such a name is not found there under it."""
@@ -76,8 +76,6 @@ class Capture:
             has found them itself.
         order: for each of ``inputs``, the leaf of the caller's call; None for what was added to it.
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
-        given: names of the arguments that a call changes; the result is then a
-            :class:`~graphplan.capture.structure.Returned`.
         kept: positions of results that are tensors of caches: they stay where they are made.
         entry: what was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
@@ -96,10 +94,14 @@ class Capture:
     roles: tuple[Mapping[int, str], ...] = ()
     order: tuple[int | None, ...] = ()
     states: Mapping[str, int] = field(default_factory=dict)
-    given: tuple[str, ...] = ()
     kept: frozenset[int] = frozenset()
     entry: str = ""
     step: TrainingStep | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the arguments that a call changes: the result is then a :class:`Returned`."""
+        return self.out_spec.context if self.out_spec.type is Returned else ()
 
     @property
     def graph(self) -> fx.Graph:

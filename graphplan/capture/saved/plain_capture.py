@@ -19,7 +19,7 @@ from graphplan.capture.signature import BoundCall, CounterLeaf, FloatLeaf, Guard
 from graphplan.capture.sizes.dynamic_axes import written_guard
 
 _FIELDS = (
-    *("weights", "inputs", "out_spec", "method", "roles", "order", "states", "given", "kept"),
+    *("weights", "inputs", "out_spec", "method", "roles", "order", "states", "kept"),
     *("entry", "step"),
 )
 _DECIDED = "inputs that transformers' exporter computes from others are not saved"

@@ -38,7 +38,6 @@ from graphplan.capture.sizes.dynamic_sizes import (
     sizes_of_call,
     values_of,
 )
-from graphplan.capture.structure import Returned
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -95,7 +94,6 @@ def from_program(
         sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
-        given=out_spec.context if out_spec.type is Returned else (),
         kept=_cache_leaves(out_spec),
         entry=model_copy.entry,
     )
