@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
 def plain_comparisons() -> list[Replacement]:
-    """What to replace for comparisons of sizes to be bools, whose answers become conditions of the trace."""
+    """What to replace for comparisons of sizes to be bools, whose answers become conditions of the trace.
+
+    ``squeeze`` compares too: without that, a trace takes sizes that may vary to be other than 1.
+    """
     owners: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
-    return [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
+    squeezes = [(owner, "squeeze", _asking_for_ones) for owner in (torch, torch.Tensor)]
+    return [*((owner, name, _compared) for owner in owners for name in _COMPARISONS), *squeezes]
 
 
 def plain_flags() -> list[Replacement]:
@@ -42,6 +46,17 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return bool(found) if plain and not _is_torchs(sys._getframe(1)) else found
 
     return compare
+
+
+def _asking_for_ones(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def squeeze(input: Any, dim: Any = None) -> Any:
+        for axis in range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim:
+            if -input.dim() <= axis < input.dim():
+                bool(input.shape[axis] == 1)
+        return own(input) if dim is None else own(input, dim)
+
+    return squeeze
 
 
 def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

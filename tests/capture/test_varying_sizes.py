@@ -324,7 +324,14 @@ def test_comparisons_do_not_narrow_what_the_caller_lets_vary(traces: list[int], 
 def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
     check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)
-    assert len(traces) <= 3  # of many, an attempt at one of any size, of one
+    assert len(traces) == 2  # of many, of one
+
+
+def test_a_computed_size_that_is_squeezed_varies(traces: list[int]) -> None:
+    # each size was another graph
+    calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7)]
+    check(Function(lambda x, number: torch.cat([x, x * number])[:, :1].squeeze()), calls)
+    assert len(traces) == 1
 
 
 def test_what_is_chosen_counts_at_its_bound_in_all_sizes() -> None:

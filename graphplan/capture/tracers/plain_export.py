@@ -38,13 +38,7 @@ from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.caches import with_changes
-from graphplan.errors import CaptureError, InputError
-
-_SQUEEZES = (
-    torch.ops.aten.squeeze.default,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze.dims,
-)
+from graphplan.errors import InputError
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -111,53 +105,16 @@ def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool,
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
     guards = conditions(program, given)
-    single = _squeezed(program.graph)
     found = from_program(program, call, model_copy, roles)
     values = values_of(found.graph)
-    leaves = tuple(
-        _never_one(leaf, values[name], single)
-        for name, leaf in zip(found.inputs, found.signature.leaves, strict=True)
-    )
-    signature = replace(found.signature, leaves=leaves, guards=guards)
+    signature = replace(found.signature, guards=guards)
     require_served(signature, call)
     sized = _sizes_of(found.graph)
     varied = tuple(
         _bounded_axes(leaf, values[name], own, sized)
-        for name, leaf, own in zip(found.inputs, leaves, roles, strict=True)
+        for name, leaf, own in zip(found.inputs, signature.leaves, roles, strict=True)
     )
     return replace(found, signature=signature, roles=varied)
-
-
-def _squeezed(graph: fx.Graph) -> set[Any]:
-    """Symbols of sizes that the trace has taken to be other than 1, where 1 would be another computation.
-
-    Raises:
-        CaptureError: it is a size that is computed of others.
-    """
-    found = set()
-    for node in graph.nodes:
-        if node.target in _SQUEEZES:
-            shape = node.args[0].meta["val"].shape
-            dims = node.args[1] if len(node.args) > 1 else range(len(shape))
-            for dim in [dims] if isinstance(dims, int) else dims:
-                size = shape[dim]
-                if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
-                    if not size.node.expr.is_symbol:
-                        raise CaptureError(f"{node.name} removes an axis of a size that is computed")
-                    found.add(size.node.expr)
-    return found
-
-
-def _never_one(leaf: Any, val: Any, single: set[Any]) -> Any:
-    """A signature's leaf that does not admit 1 as the size of some symbols."""
-    if not isinstance(leaf, TensorLeaf) or not single:
-        return leaf
-    symbols = [size.node.expr if isinstance(size, torch.SymInt) else None for size in val.shape]
-    ranges = tuple(
-        (max(bounds[0], 2), bounds[1]) if bounds is not None and symbol in single else bounds
-        for symbol, bounds in zip(symbols, leaf.ranges, strict=True)
-    )
-    return replace(leaf, ranges=ranges)
 
 
 def _sizes_of(graph: fx.Graph) -> set[Any]:
