@@ -41,6 +41,7 @@ from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training.missing_gradients import refuse_transforms, tell_of_gradients
+from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.weights.storage import like
@@ -222,6 +223,8 @@ def _start(
     begun = module._graphplan
     begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
     link(module)
+    if begun.keep_grad or begun.step is not None:
+        states_follow(module)
 
 
 def _change(module: PlacedModule) -> str | None:

@@ -1,0 +1,110 @@
+"""Training that goes on from a checkpoint, whose optimizer has a state before the model is placed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+ROOMY = 1 << 32
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    """The losses."""
+    found = []
+    for _ in range(steps):
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def checkpoint(make: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of a model and its optimizer after some steps in eager mode."""
+    model = fresh()
+    optimizer = make(model.parameters())
+    train(model, optimizer)
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def at_first_call(options: dict[str, Any]) -> nn.Module:
+    return graphplan.partition(fresh(), {0: ROOMY}, **options)
+
+
+def unpickled(options: dict[str, Any]) -> nn.Module:
+    placed = graphplan.partition(fresh(), {0: ROOMY}, (X,), **options)
+    return pickle.loads(pickle.dumps(placed))  # type: ignore[no-any-return]
+
+
+def assigned(options: dict[str, Any]) -> nn.Module:
+    placed = graphplan.partition(fresh(), {0: ROOMY}, (X,), **options)
+    placed.load_state_dict(fresh().state_dict(), assign=True)
+    return placed
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("options", [{"train": True}, {"grad": True}], ids=str)
+@pytest.mark.parametrize("place", [at_first_call, unpickled, assigned])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ADAMW,
+        functools.partial(ADAMW, fused=True),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        torch.optim.Adafactor,
+    ],
+    ids=["adamw", "fused", "momentum", "adafactor"],
+)
+def test_the_optimizers_state_goes_where_the_parameters_go(
+    make: Optimizer, place: Callable[[dict[str, Any]], nn.Module], options: dict[str, Any]
+) -> None:
+    weights, state = checkpoint(make)
+
+    def resumed(model: nn.Module) -> list[float]:
+        model.load_state_dict(weights)
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(state))
+        losses = train(model, optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors = {k: v for k, v in optimizer.state[parameter].items() if torch.is_tensor(v)}
+                beside = {k for k, v in tensors.items() if v.device == parameter.device}
+                assert {k for k, v in tensors.items() if v.dim()} <= beside
+                assert parameter.device.type == "cpu" or ("step" in beside) == bool(group.get("fused"))
+        return losses
+
+    expected = resumed(fresh())
+    with graphplan.simulate({0: ROOMY}):
+        assert resumed(place(options)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*first call:graphplan.GraphplanWarning")
+def test_the_state_of_other_optimizers_stays() -> None:
+    """One that keeps its state elsewhere by itself, and trains what no placement has moved."""
+    with graphplan.simulate({0: ROOMY}):
+        placed = at_first_call({"train": True})
+        parameter = nn.Parameter(torch.zeros(4))
+        other = torch.optim.SGD([parameter])
+        other.state[parameter]["elsewhere"] = torch.zeros(4, device="sim:0")
+        train(placed, ADAMW(placed.parameters()))
+        parameter.grad = torch.ones(4)
+        other.step()
+        assert other.state[parameter]["elsewhere"].device == torch.device("sim:0")
