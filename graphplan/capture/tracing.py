@@ -48,6 +48,10 @@ _TRANSFORMED = (
     "no graph is traced inside a transform of torch.func: call the placed model once outside, with inputs of "
     "the sizes that each call inside has"
 )
+_STEP_TRANSFORMED = (
+    "no training step is planned inside a transform of torch.func: place the model with grad=True instead of "
+    "train=True"
+)
 _SCRIPTED = (
     "no graph is traced inside torch.jit.trace: call the placed model once before, with inputs of these sizes"
 )
@@ -81,7 +85,7 @@ def capture(
     if any(global_hooks()):
         raise CaptureError(_HOOKED)
     if in_transform():
-        raise CaptureError(_TRANSFORMED)
+        raise CaptureError(_STEP_TRANSFORMED if step else _TRANSFORMED)
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # of torch
         raise CaptureError(_SCRIPTED)
     _refuse_layouts(call)

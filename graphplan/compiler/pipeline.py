@@ -56,8 +56,10 @@ _WORTH = 2.0  # times as slow as one for the sizes at hand may be a plan for lar
 AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs ({}), give "
-    "partition max_batch and max_length that cover them, or such a call in calls="
+    "partition {}"
 )
+_SIZED = "max_batch and max_length that cover them, or such a call in calls="
+_TRAINED = "them, or larger ones, as its example"  # the one call that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class Compiler:
         if slow:  # where nothing is fast, a plan for more sizes saves planning
             return slow[-1][1] if _WORTH * slow[-1][0] < slow[0][0] else slow[0][1]
         if placed:
-            lacking.args = (f"{lacking}{_PLACED.format(shapes_text(call))}",)
+            advice = _SIZED if self.options.training is None else _TRAINED
+            lacking.args = (f"{lacking}{_PLACED.format(shapes_text(call), advice)}",)
         try:
             raise lacking
         finally:

@@ -22,12 +22,13 @@ from graphplan.warnings import warn
 
 _NONE = "the results of a model that was placed without gradients have none"
 _WRITE = "give partition train=True, which plans the whole step, or grad=True"
+_TRANSFORMED = "torch.func would take them for zero: give partition grad=True"
 
 
 def refuse_transforms() -> None:
     """Raise PlanError in a transform of ``torch.func``, which would take the missing gradients for zero."""
     if in_grad_transform():
-        raise PlanError(f"{_NONE}, and torch.func would take them for zero: {_WRITE}")
+        raise PlanError(f"{_NONE}, and {_TRANSFORMED}")
 
 
 def tell_of_gradients(

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from graphplan._compat.torch import accumulates, in_forward_mode, in_transform, storage_of
@@ -42,14 +41,18 @@ _REPLACED = (
     "{!r} has been replaced since the forward pass, and the backward pass reads it: call backward() before "
     "another takes its place. For torch.func, place the model with grad=True instead of train=True"
 )
+_SECOND = (
+    "create_graph=True: a planned training step has no second derivatives, as a gradient penalty wants. "
+    "Place the model with grad=True instead of train=True"
+)
 _TRANSFORMED = (
     "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
     "gradients, place the model with grad=True instead of train=True"
 )
 _HAS_GRADIENT = (
     "{!r} has a gradient of {} bytes on {} when a forward pass begins, for which accumulate_gradients=False "
-    "leaves no room: call optimizer.zero_grad() after each optimizer.step(), before the next forward pass, "
-    "or place the model without accumulate_gradients=False"
+    "leaves no room: call optimizer.zero_grad() after each optimizer.step(), without set_to_none=False, "
+    "before the next forward pass, or place the model without accumulate_gradients=False"
 )
 _NOT_PLANNED = (
     "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
@@ -151,9 +154,10 @@ class _Step(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """The gradients of inputs; those of parameters are added up where they are."""
+        if torch.is_grad_enabled():  # for create_graph alone
+            raise RuntimeError(_SECOND)
         for index, name in ctx.others.items():
             if tangents[index] is not None:
                 raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))

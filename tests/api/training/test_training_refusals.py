@@ -1,0 +1,64 @@
+"""What a planned training step refuses, and what it says to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shortcuts import short_search
+from torch import nn
+
+import graphplan
+
+ROOMY = 1 << 32
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def placed(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    with short_search():
+        return graphplan.partition(model, {"cpu": ROOMY}, (X,), **options)
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Of the gradient of the input, as a critic of a Wasserstein GAN has it."""
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def test_a_gradient_penalty_would_lose_its_gradient() -> None:
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*grad=True instead of train=True"):
+        penalty(placed(train=True))
+    penalty(placed(grad=True)).backward()
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("options", [{}, {"train": True}], ids=str)
+def test_transforms_want_autograd(options: dict[str, Any], rows: int) -> None:
+    model = placed(**options)
+    with pytest.raises(graphplan.GraphplanError, match=r"torch\.func.*grad=True(?! or)") as caught:
+        torch.func.grad(lambda x: model(x).sum())(X[:rows])
+    assert "give partition train=True" not in str(caught.value)
+
+
+def test_gradients_that_are_set_to_zero_are_gradients() -> None:
+    model = placed(train=True, accumulate_gradients=False)
+    model(X).sum().backward()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(graphplan.PlanError, match="without set_to_none=False"):
+        model(X)
+
+
+def test_a_larger_batch_is_told_what_training_takes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    with short_search():
+        size = graphplan.plan(model, {0: ROOMY}, (X,), train=True).peak_bytes[0]
+    with graphplan.simulate({0: size, "cpu": ROOMY}), short_search():
+        model = graphplan.partition(model, {0: size}, (X,), train=True)
+        with pytest.raises(graphplan.InfeasibleError, match="give partition them, or larger ones") as caught:
+            model(X.repeat(1000, 1))
+        assert "max_batch" not in str(caught.value)
