@@ -114,6 +114,11 @@ class SimulatedTensor(torch.Tensor):
     ) -> SimulatedTensor:
         return SimulatedTensor(inner["elem"], context[0])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if isinstance(self, nn.Parameter) and id(self) not in memo:  # as of any other, without its gradient
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 

@@ -233,3 +233,17 @@ def test_sizes_of_packed_sequences_are_on_the_cpu() -> None:
             found, sizes = run(x.to("sim:0"))
             assert torch.allclose(found.cpu(), expected, atol=1e-6)
             assert sizes.device.type == "cpu"
+
+
+def test_a_copied_parameter_has_no_gradient() -> None:
+    """As of ``nn.Parameter``; that of another tensor is copied."""
+    with simulate({0: "1MiB"}):
+        parameter, tensor = nn.Parameter(torch.ones(3, device="sim:0")), torch.ones(3, device="sim:0")
+        for one in (parameter, tensor.requires_grad_()):
+            one.sum().backward()
+        found, other = copy.deepcopy([parameter, tensor])
+        assert isinstance(found, nn.Parameter)
+        assert found.grad is None
+        assert found is not parameter
+        assert torch.equal(other.grad.cpu(), torch.ones(3))
+        assert copy.deepcopy(parameter, {id(parameter): other}) is other
