@@ -154,6 +154,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         link(self)
         self._graphplan.watch(self)
+        _follow(self, self._graphplan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
@@ -223,7 +224,11 @@ def _start(
     begun = module._graphplan
     begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
     link(module)
-    if begun.keep_grad or begun.step is not None:
+    _follow(module, begun)
+
+
+def _follow(module: nn.Module, state: ModuleState) -> None:
+    if state.keep_grad or state.step is not None:
         states_follow(module)
 
 
@@ -338,5 +343,6 @@ def attach(module: nn.Module, state: ModuleState, memory: Iterable[Pages] = ()) 
     link(module)
     module.__dict__["_graphplan"] = state
     state.watch(module)
+    _follow(module, state)
     for index in range(len(state.programs)):
         code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there

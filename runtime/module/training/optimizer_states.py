@@ -1,7 +1,8 @@
-"""What an optimizer holds of parameters follows them when their model is placed.
+"""What an optimizer holds of placed parameters goes where they are before its first step.
 
 A model that is placed at its first call keeps its parameter objects, since an optimizer may hold them. That
-may have a state by then, from a checkpoint. Torch has put it where the parameters were.
+may have a state by then, from a checkpoint. Torch has put it where the parameters were; and trainers, as
+Lightning's, put all that they load on one device.
 """
 
 from __future__ import annotations

@@ -45,17 +45,24 @@ def checkpoint(make: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
+def now(options: dict[str, Any]) -> nn.Module:
+    return graphplan.partition(fresh(), {0: ROOMY}, (X,), **options)
+
+
+def copied(options: dict[str, Any]) -> nn.Module:
+    return copy.deepcopy(now(options))
+
+
 def at_first_call(options: dict[str, Any]) -> nn.Module:
     return graphplan.partition(fresh(), {0: ROOMY}, **options)
 
 
 def unpickled(options: dict[str, Any]) -> nn.Module:
-    placed = graphplan.partition(fresh(), {0: ROOMY}, (X,), **options)
-    return pickle.loads(pickle.dumps(placed))  # type: ignore[no-any-return]
+    return pickle.loads(pickle.dumps(now(options)))  # type: ignore[no-any-return]
 
 
 def assigned(options: dict[str, Any]) -> nn.Module:
-    placed = graphplan.partition(fresh(), {0: ROOMY}, (X,), **options)
+    placed = now(options)
     placed.load_state_dict(fresh().state_dict(), assign=True)
     return placed
 
@@ -94,6 +101,24 @@ def test_the_optimizers_state_goes_where_the_parameters_go(
     expected = resumed(fresh())
     with graphplan.simulate({0: ROOMY}):
         assert resumed(place(options)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("place", [now, copied, at_first_call])
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_trainer_puts_the_state_on_the_cpu(place: Callable[[dict[str, Any]], nn.Module]) -> None:
+    weights, state = checkpoint(ADAMW)
+
+    def resumed(model: nn.Module) -> list[float]:
+        model.load_state_dict(weights)
+        optimizer = ADAMW(model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for tensors in optimizer.state.values():  # as lightning does, by its strategy's device
+            tensors.update({name: tensor.to("cpu") for name, tensor in tensors.items()})
+        return train(model, optimizer)
+
+    expected = resumed(fresh())
+    with graphplan.simulate({0: ROOMY}):
+        assert resumed(place({"train": True})) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*first call:graphplan.GraphplanWarning")
