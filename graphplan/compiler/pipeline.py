@@ -260,11 +260,11 @@ class Compiler:
         told, noticed = self.model_copy.told, plan.makespan > _NOTICED
         if noticed and (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
             told.add(key)
+            both = ", or with calls= for both" if self.options.training is None else ""
             warn(
                 f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
                 f"weights it would be {seconds_with_room(plan):.2g} s. They are where an earlier call had "
-                "room: partition the model with an example of this call, on the same device, or with calls= "
-                "for both"
+                f"room: partition the model with an example of this call, on the same device{both}"
             )
 
     @property

@@ -62,3 +62,14 @@ def test_a_larger_batch_is_told_what_training_takes() -> None:
         with pytest.raises(graphplan.InfeasibleError, match="give partition them, or larger ones") as caught:
             model(X.repeat(1000, 1))
         assert "max_batch" not in str(caught.value)
+
+
+def test_a_larger_batch_that_is_slow_is_told_what_training_takes() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))), torch.randn(8, 128)
+    with short_search():
+        size = graphplan.plan(model, {0: ROOMY}, (x,), train=True).peak_bytes[0]
+    with graphplan.simulate({0: size}), short_search():
+        model = graphplan.partition(model, {0: size, "cpu": ROOMY}, (x,), train=True)
+        with pytest.warns(graphplan.GraphplanWarning, match="an example of this call, on the same device$"):
+            model(x.repeat(4000, 1))
