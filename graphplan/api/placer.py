@@ -35,7 +35,7 @@ from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import GraphplanError, InfeasibleError, NoGraphError
+from graphplan.errors import GraphplanError, NoGraphError
 from graphplan.integrations.accelerate.fallback_placement import fall_back, in_place_of, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -236,28 +236,22 @@ class Placer:
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,
+            moved_for=self.moved_for,
         )
         attach(made, state, memory)
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made
 
-    def find_room(
-        self, known: Compiler, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes
-    ) -> Placer:
+    def find_room(self, known: Compiler, call: BoundCall, entry: str, modes: Modes) -> Placer:
         """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
 
         ``known`` knows what has been traced.
 
         Raises:
-            InfeasibleError: there is none, or weights were moved for a call as large before: two that have
-                no room together would move them in turns.
+            InfeasibleError: there is none.
         """
         known.model_copy.enter(modes)
-        call = known.model_copy.part(entry).bind(args, kwargs)
-        nbytes = sum(map(tensor_bytes, call.tensors))
-        if nbytes <= self.moved_for:
-            raise InfeasibleError("weights were moved for a call as large before")
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry))
         mover.commit(planned)
@@ -267,7 +261,7 @@ class Placer:
             self.strict,
             warm=self.warm,
             in_place=True,
-            moved_for=nbytes,
+            moved_for=sum(map(tensor_bytes, call.tensors)),
             homes=mover.homes,
             known_plan=planned.plan,
             found=(mover, planned),

@@ -203,7 +203,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     """A call of a new structure; None where the model is to run without graphs from now on."""
     assert state.compile is not None
     try:
-        state.programs.append(state.compile(call, modes, entry, state.move is None))
+        state.programs.append(state.compile(call, modes, entry, not state.may_move(entry, call)))
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
         if (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
@@ -67,7 +69,7 @@ class Start(Protocol):
         """The placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[Sequence[Any], Mapping[str, Any], str, Modes], Start]
+MoveWeights = Callable[[BoundCall, str, Modes], Start]
 """Finds what moves the weights to where a call has room, or raises InfeasibleError."""
 
 
@@ -102,7 +104,8 @@ class ModuleState:
     ``start`` places the module at its next call: where there were no inputs to plan with, and where pickling
     has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run
     as they are. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
-    training step differentiates, where steps are planned. ``move`` is None where weights are to stay. What is
+    training step differentiates, where steps are planned. ``move`` is None where weights are to stay; they
+    move for calls of more bytes than ``moved_for``, and of fewer than there was no room for, by entry. What is
     added to ``programs`` is added under the capture lock; nothing is ever taken away.
 
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
@@ -125,6 +128,8 @@ class ModuleState:
     untraced: Untraced | None = None
     step: Differentiation | None = None
     move: MoveWeights | None = None
+    moved_for: int = 0
+    no_room_for: dict[str, int] = field(default_factory=dict)
     told_of_gradients: bool = False
     asked_to_train: bool = False
     codes: dict[int, Code] = field(default_factory=dict, init=False)
@@ -148,6 +153,15 @@ class ModuleState:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
         return ModeReader(module, self.device_types)
 
+    def may_move(self, entry: str, call: BoundCall) -> bool:
+        """Whether weights may move to where a call has room: two without room together do not take turns."""
+        most = self.no_room_for.get(entry, math.inf)
+        return self.move is not None and self.moved_for < _given_bytes(call) < most
+
+    def note_no_room(self, entry: str, call: BoundCall) -> None:
+        """Wherever the weights are, this call has no room, and no larger one."""
+        self.no_room_for[entry] = _given_bytes(call)
+
     @property
     def known_plan(self) -> PlanData | None:
         """Of a module that was unpickled, the plan that put its weights where they are."""
@@ -166,10 +180,15 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        return replace(self, programs=programs, modulewise=self.modulewise.copy())
+        no_room_for = dict(self.no_room_for)
+        return replace(self, programs=programs, modulewise=self.modulewise.copy(), no_room_for=no_room_for)
 
     def __reduce__(self) -> Any:
         return _restored, (self.restart or self.start,)
+
+
+def _given_bytes(call: BoundCall) -> int:
+    return sum(map(tensor_bytes, call.tensors))
 
 
 def _restored(start: Start) -> ModuleState:

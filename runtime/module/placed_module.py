@@ -23,6 +23,7 @@ from torch import nn
 from graphplan._compat.torch import is_exported, never_compiled
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
+from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
@@ -114,9 +115,8 @@ class PlacedModule(ShortNames, KeptInPlace):
                 served = serve(self, state, entry, signature, args, kwargs, step)
             except InfeasibleError:
                 served = None
-                if state.move is None:
+                if not _move_weights(self, state, entry, bind_call(signature, args, kwargs)):
                     raise
-                _move_weights(self, state, entry, args, kwargs)
             if served is not None:
                 with state.turns:  # before it looks at start, which is set before weights move
                     if state.start is None:
@@ -245,22 +245,28 @@ def _change(module: PlacedModule) -> str | None:
 
 
 @outside_inference_mode
-def _move_weights(
-    module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Have the weights moved before the next call, so that a call has room that lacks it; or never again."""
+def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: BoundCall) -> bool:
+    """Have the weights moved before the next call, so that a call has room that lacks it.
+
+    Returns whether the call is to be tried again: weights move, or it may do with the least room. After any
+    other error, the next call may have them moved.
+    """
+    if not state.may_move(entry, call):
+        return False
     with CAPTURE_LOCK:
-        if module._graphplan is not state or state.move is None:  # another thread has been here
-            return
+        if module._graphplan is not state or not state.may_move(entry, call):  # another thread has been here
+            return True
         assert state.reader is not None
+        assert state.move is not None
         try:
-            start = state.move(args, kwargs, entry, state.reader.read(module))
+            start = state.move(call, entry, state.reader.read(module))
         except InfeasibleError as error:
             logger.info("no room wherever the weights are: %s", error)
+            state.note_no_room(entry, call)
         else:
             warn(_MOVED)
-            state.start = start
-        state.move = None  # after any other error, the next call may try again
+            state.start, state.move = start, None
+    return True
 
 
 def _notice_changes(module: PlacedModule) -> None:

@@ -204,6 +204,20 @@ def test_where_nothing_has_room_nothing_moves() -> None:
         assert homes == [weight.data_ptr() for weight in placed.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_inputs_without_room_anywhere_keep_no_smaller_ones_from_moving_weights() -> None:
+    model = layers()
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        with pytest.raises(graphplan.InfeasibleError):
+            placed(torch.randn(4000, 64))
+        same(model, placed, 100)
+        assert "cpu" in placed.plan.placement.values()
+        with pytest.raises(graphplan.InfeasibleError):
+            placed(torch.randn(4000, 64))
+        same(model, placed, 4, 100)
+
+
 @pytest.mark.parametrize("kept", ["grad", "plan"])
 def test_weights_that_were_given_a_place_or_are_held_stay(kept: str) -> None:
     model, example = layers(), (torch.randn(4, 64),)
