@@ -177,6 +177,7 @@ def exporting(
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
             *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
+            *(Patch.of(owner, "where", _by_flags) for owner in (torch, torch.Tensor)),
             Patch.of(nn.Module, "to", _if_it_moves),
             Patch.of(*inference_switch(), _without_gradients),
             Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
@@ -255,6 +256,20 @@ def _if_it_drops(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(input, p, training, inplace) if training and p > 0 else input
 
     return dropout
+
+
+def _by_flags(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``where`` that takes bytes for flags, as kernels do: a trace takes flags alone."""
+    at = 0 if own is torch.where else 1  # that of a tensor has it before the condition
+
+    @functools.wraps(own)
+    def where(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs.pop("condition") for _ in range("condition" in kwargs))]
+        if given[at].dtype == torch.uint8:
+            given[at] = given[at].bool()
+        return own(*given, **kwargs)
+
+    return where
 
 
 def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -455,6 +455,21 @@ def test_modules_in_slices_of_a_list_have_their_own_paths() -> None:
     assert paths == ["layers.1", "layers.2", "layers.2", ""]
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+def test_bytes_that_choose_between_values_are_flags() -> None:
+    class Chooses(nn.Module):
+        def forward(self, mask: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+            method = x.where(condition=mask, other=-x)
+            return [torch.where(mask, x, -x), method, torch.where(mask > 1, x, 0.0), *torch.where(mask)]
+
+    mask, x = torch.tensor([0, 1, 2, 0], dtype=torch.uint8), torch.randn(4)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(Chooses(), machine.max_memory, (mask, x), strict=True)
+        for given in (mask, 1 - mask):
+            found, expected = placed(given, x), Chooses()(given, x)
+            assert all(map(torch.equal, found, expected))
+
+
 def test_settled_numbers_leave_users_in_order() -> None:
     """A plan has results in the order of their users: it is to be the same in every process."""
     graph = fx.Graph()
