@@ -43,6 +43,11 @@ def _and(x: torch.Tensor) -> None:
     assert x.shape[0] < 99 and x.min() >= -9 and not x.max() > 9  # noqa: PT018  # what is tested
 
 
+def _or(x: torch.Tensor) -> None:
+    assert x.max() < 9 or x.min() < 9
+    assert not x.min() < 9 or (x < 9).all() or x.shape[0] > 99, "one of three"
+
+
 def _chained(x: torch.Tensor) -> None:
     assert -9 < x.min() < 9
 
@@ -64,7 +69,7 @@ class Asserts(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("check", [_holds, _not, _and, _chained, _all])
+@pytest.mark.parametrize("check", [_holds, _not, _and, _or, _chained, _all])
 def test_an_assertion_of_values_is_no_branch(check: Callable[[torch.Tensor], None]) -> None:
     model = Asserts(check).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
@@ -73,12 +78,14 @@ def test_an_assertion_of_values_is_no_branch(check: Callable[[torch.Tensor], Non
         assert largest_difference(placed(X * 100), model.layer(X * 100)) < 1e-4
 
 
-@pytest.mark.parametrize("branch", ["if", "or", "raise"])
+@pytest.mark.parametrize("branch", ["if", "in", "raise"])
 def test_other_branches_on_values_stay(branch: str) -> None:
     def check(x: torch.Tensor) -> None:
         if branch == "if" and x.max() > 9:
             x.mul_(0)
-        assert branch != "or" or x.max() < 9 or x.min() < 9
+        if branch == "in" and x.max() > 9:
+            x.mul_(0)
+            assert x.min() < 9
         if branch == "raise" and x.max() > 9:
             raise ValueError
 
@@ -120,5 +127,6 @@ def test_what_each_form_of_an_assertion_wants() -> None:
     while false:
         value += 1
     assert false or (value and kind)
-    assert true.wanted == [True, True, True, None, None]
-    assert false.wanted == [False, False, None, None, None, None]
+    assert false or not true or value
+    assert true.wanted == [True, True, True, None, None, False]
+    assert false.wanted == [False, False, None, None, None, None, True]

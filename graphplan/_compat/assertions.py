@@ -1,7 +1,8 @@
 """``assert`` of what only the data decides, which a trace passes over, as ``python -O`` does.
 
 Python asks a tensor for its truth, and then jumps: one of the two ways begins with raising AssertionError.
-The truth that leads the other way is the one by which the assertion holds. Instructions have the names of
+The truth that leads the other way is the one by which the assertion holds. Of ``a or b``, the truth of ``a``
+leads past it where that of ``b`` does. Instructions have the names of
 CPython 3.11 to 3.14. Where another says nothing of an assertion, what asks is a branch: there is no graph.
 """
 
@@ -20,6 +21,16 @@ from graphplan._compat import Replacement
 _ASKS = ("CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG")  # of bool() or item()
 _LOADS = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # where code says AssertionError, LOAD_GLOBAL
 _ON_THE_WAY = ("POP_TOP", "NOT_TAKEN", "EXTENDED_ARG", "NOP")  # of a < b < c
+_NO_CONDITION = (
+    "STORE",
+    "DELETE",
+    "IMPORT",
+    "POP_TOP",
+    "FOR_ITER",
+    "JUMP",
+    "RETURN",
+    "RAISE",
+)  # how names begin
 
 
 def passed_assertions() -> list[Replacement]:
@@ -44,11 +55,35 @@ def truth_that_passes(frame: FrameType) -> bool | None:
     at = max(index for offset, index in places.items() if offset <= frame.f_lasti)  # or in its cache
     while code[at].opname in _ASKS:
         at += 1
+    return _truth_of(code, places, at)
+
+
+def _truth_of(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool | None:
     name = code[at].opname
     if not (name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))):
         return None
+    jumps = name.endswith("IF_TRUE")  # the truth that does
     jumped, stayed = (_raises(code, places, one) for one in (places[code[at].argval], at + 1))
-    return None if jumped == stayed else name.endswith("IF_TRUE") is stayed
+    if jumped != stayed:
+        return jumps is stayed
+    after = at + 1  # of a or b, what asks for b next, and leads past the assertion to the same place
+    while not code[after].opname.startswith((*_NO_CONDITION, "POP_JUMP")):
+        after += 1
+    if _truth_of(code, places, after) is None:
+        return None
+    return jumps if _is_same_way(code, *(places[code[one].argval] for one in (at, after))) else None
+
+
+def _is_same_way(code: Sequence[dis.Instruction], one: int, other: int) -> bool:
+    """Whether code goes on alike from two places: Python repeats how a function or a round of a loop ends."""
+    while one != other:
+        name = code[one].opname
+        if (name, code[one].argval) != (code[other].opname, code[other].argval):
+            return False
+        if name.startswith(("RETURN", "JUMP")):
+            return True
+        one, other = one + 1, other + 1
+    return True
 
 
 def _raises(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool:
