@@ -23,6 +23,8 @@ from torch import fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graphplan.warnings import unwarned
+
 aten = torch.ops.aten
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale, bool grouped"
@@ -128,7 +130,8 @@ class _Attention(torch.autograd.Function):
 def on_any_device() -> Iterator[None]:
     """A block in which autograd's operations are those that all devices have."""
     # oneDNN's LSTM leaves a result undefined, which no graph can hand to the backward pass
-    with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+    flags = torch.backends.mkldnn.flags(enabled=False)
+    with unwarned("TF32 acceleration"), flags, sdpa_kernel(SDPBackend.MATH):  # its flags tell of Intel's GPUs
         yield
 
 

@@ -96,6 +96,30 @@ def test_what_cannot_be_captured_runs_with_hooks(shares: tuple[float, ...]) -> N
     assert torch.equal(model(X), expected)
 
 
+class UndecidedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.sum()) > 1e9:
+            x = -x
+        heads = [one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1)]
+        return self.out(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_attention_that_simulated_devices_write_out_is_in_the_peak() -> None:
+    model, x = nn.Sequential(UndecidedAttention(), UndecidedAttention()).eval(), torch.randn(1, 128, 16)
+    room = 318_000  # each of both fits, not both
+    with torch.no_grad(), graphplan.simulate({0: room, 1: room}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        machine.reset_peaks()
+        assert largest_difference(placed(x), model(x)) < 1e-5
+        for key in (0, 1):
+            assert machine.peak_bytes(key) <= placed.plan.peak_bytes[key] <= room
+
+
 def test_several_calls_fall_back_too() -> None:
     model = Undecided().eval()
     wide = torch.randn(32, 16, generator=torch.Generator().manual_seed(2))

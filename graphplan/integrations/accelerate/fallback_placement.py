@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
+from graphplan.capture.attention import on_any_device
 from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
@@ -30,7 +32,7 @@ from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import EntryCall
-from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
+from graphplan.devices.topology import ALIGNMENT, CPU, DISK, SIMULATED, DeviceKey, Topology, round_up
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
@@ -231,13 +233,18 @@ class _Fallback:
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
-            with untouched(module):
+            with untouched(module), self._kernels():
                 run, keep_grad = self._run(module), self.options.grad
                 return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
             return CallProfile(), error
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """A block in which kernels take what accelerators do: simulated ones write attention out."""
+        simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
+        return on_any_device() if simulated else nullcontext()
 
     def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
@@ -353,13 +360,14 @@ class _Fallback:
         ran = [name for name in profile.order if name in members]
         values: list[Value] = []
         operations: list[Operation] = []
-        last: tuple[str, ...] = ()
+        last, read = tuple[str, ...](), 0
         for module in dict.fromkeys((*ran, *members)):
             nbytes, name = profile.outputs.get(module, 0), module or "(root)"
             inputs, last = (*last, *dict.fromkeys(members[module])), (f"{name}:out",)
             values.append(Value(*last, nbytes, nbytes))
             kind = type(self.model.get_submodule(module)).__name__
-            space = {CPU: max(0, profile.peak - nbytes)}
+            space = {CPU: max(0, profile.peak - nbytes - read)}  # the peak counts what lies beside it
+            read = nbytes
             operations.append(Operation(name, kind, inputs, last, workspace=space, module_path=module))
         # hooks move wrappers too
         homed = [weight_of(weights, name, written=False) for name in weights.tensors]
