@@ -120,7 +120,8 @@ class SimulatedMachine:
                 SimulatedOutOfMemoryError(
                     f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
                     f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken. Other placed models "
-                    "and tensors count too: delete them, or use a new simulate block"
+                    "and tensors count too, and what autograd saves with grad=True: delete them, use a new "
+                    "simulate block, or give partition a reserve"
                 )
             )
         self._live[index] = live + nbytes
