@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))  # tests build these graphs too
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "problems"))  # tests build these graphs too
 
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
 

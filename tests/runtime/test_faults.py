@@ -1,4 +1,4 @@
-"""A sample of the campaigns of ``tests/helpers/reliability.py``; those of plans are in ``tests/ir``."""
+"""A sample of the campaigns of ``tests/campaigns/reliability.py``; those of plans are in ``tests/ir``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A second set of instances for the placement benchmark, drawn from one seed.
 
-python tests/helpers/second_set.py --seed 7 [options of benchmarks/placement.py]
+python tests/problems/second_set.py --seed 7 [options of benchmarks/placement.py]
 
 The planner is developed on the first set (``instances.py``). The second one shows what it does on
 graphs that it was not tuned on: its seed is chosen after the planner's last change. 16 instances of

@@ -1,4 +1,4 @@
-"""The campaigns that ``tests/helpers/reliability.py`` runs in full and the tests in part."""
+"""The campaigns that ``tests/campaigns/reliability.py`` runs in full and the tests in part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random placement problems, tiny ones with every placement tried: are bounds true, are plans good?
 
-python tests/helpers/random_placements.py [--count 20000] [--seed 0] [--processes 2] [--tiny 0.75]
+python tests/problems/random_placements.py [--count 20000] [--seed 0] [--processes 2] [--tiny 0.75]
 
 Each seed is a problem of ``random_problems.py``, which ``placement_checks.py`` has placed and checked.
 Violations are printed as they are found; ``benchmarks/results/random_placements.json`` has all, and the
@@ -194,7 +194,7 @@ def main() -> None:
     path = write(
         arguments.name,
         {
-            "command": shlex.join(["python", "tests/helpers/random_placements.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "tests/problems/random_placements.py", *sys.argv[1:]]),
             "cpu_seconds": round(sum(each.cpu_seconds for each in found), 1),
             "violations": dict(Counter(text.partition(" | ")[2].partition(":")[0] for text in wrong)),
             "what is wrong": wrong,

@@ -1,6 +1,6 @@
 """The published throughput workloads, cut into contiguous stages by the planner's own dynamic programming.
 
-python tests/helpers/throughput.py [--folder FOLDER] [--seconds 3]
+python tests/problems/throughput.py [--folder FOLDER] [--seconds 3]
 
 Operator and layer graphs of Tarnawski et al., "Efficient algorithms for device placement of DNN graph
 operators" (NeurIPS 2020), and layer graphs of Tarnawski et al., "Piper" (NeurIPS 2021), these without its

@@ -1,6 +1,6 @@
 """Campaigns of random modules and injected faults: what must never be, how often was it tried?
 
-python tests/helpers/reliability.py [--only NAME ...] [--count N] [--seed 0] [--processes 2]
+python tests/campaigns/reliability.py [--only NAME ...] [--count N] [--seed 0] [--processes 2]
                                     [--seconds S] [--resume]
 
 Each campaign is a function of this folder from a range of seeds to counts and violations; tests run a
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path += [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parents[1] / "helpers")]
 
 from campaigns import CAMPAIGNS, Campaign, Tally
 from report import RESULTS, table, write
@@ -73,7 +73,7 @@ def run_campaign(name: str, campaign: Campaign, options: argparse.Namespace) -> 
             tqdm.write(f"{name}: {text}")
     return {
         "what": campaign.what,
-        "command": shlex.join(["python", "tests/helpers/reliability.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "tests/campaigns/reliability.py", *sys.argv[1:]]),
         "seed": options.seed,
         "counts": dict(total.counts),
         "largest_difference": total.difference,
