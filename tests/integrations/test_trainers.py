@@ -69,6 +69,21 @@ def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
             assert machine.peak_bytes(0) <= budgets[0]
 
 
+def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> None:
+    """It turns the cache off, and says how many labels there are."""
+    model, calls = llama(), list[dict[str, torch.Tensor]]()
+    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    losses(model, tmp_path)
+    assert set(calls[0]) == {"input_ids", "labels", "num_items_in_batch"} and not model.config.use_cache
+    example = {**batch_of(rows(2)), "num_items_in_batch": torch.ones_like(calls[0]["num_items_in_batch"])}
+    model = llama()
+    model.config.use_cache = False
+    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=example, train=True, optimizer=ADAMW)
+        losses(placed, tmp_path)
+        assert len(placed.plans) == 1
+
+
 class Plain(nn.Module):
     """A model of no library, whose base class has no ``to`` that leaves weights where they are."""
 
