@@ -74,7 +74,8 @@ def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> 
     model, calls = llama(), list[dict[str, torch.Tensor]]()
     model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     losses(model, tmp_path)
-    assert set(calls[0]) == {"input_ids", "labels", "num_items_in_batch"} and not model.config.use_cache
+    assert set(calls[0]) == {"input_ids", "labels", "num_items_in_batch"}
+    assert not model.config.use_cache
     example = {**batch_of(rows(2)), "num_items_in_batch": torch.ones_like(calls[0]["num_items_in_batch"])}
     model = llama()
     model.config.use_cache = False
