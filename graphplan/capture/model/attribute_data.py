@@ -102,14 +102,15 @@ def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *
     elif not is_plain(value) and not hasattr(value, "to_dict"):  # a configuration of modes, or of other code
         if ismethod(value):
             return _add(name, value.__self__, found, known, model, owned=False)
-        if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
+        partial = isinstance(value, functools.partial)  # for Python 3.14 a routine too
+        if (isroutine(value) and not partial) or type(value).__module__.partition(".")[0] == "numpy":
             return True
-        if not isinstance(value, (*_CONTAINERS, functools.partial)) and not _is_object(value):
+        if not isinstance(value, _CONTAINERS) and not partial and not _is_object(value):
             return _is_immutable(value)
         is_object = owned or not isinstance(value, _CONTAINERS)
         if isinstance(value, set | frozenset):  # whose items have no keys
             return all(_add(f"an item of {name}", one, found, known, model, owned=owned) for one in value)
-        of_partial = (value.func,) if isinstance(value, functools.partial) else ()
+        of_partial = (value.func,) if partial else ()
         if not all(_add(f"{name}.func", one, found, known, model, owned=owned) for one in of_partial):
             return False
         for inner, table, key in _inside(name, value):
