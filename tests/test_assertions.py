@@ -69,7 +69,10 @@ class Asserts(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("check", [_holds, _not, _and, _or, _chained, _all])
+WRITTEN_OUT = pytest.mark.skipif(sys.version_info >= (3, 14), reason="all() of a generator is a loop there")
+
+
+@pytest.mark.parametrize("check", [_holds, _not, _and, _or, _chained, pytest.param(_all, marks=WRITTEN_OUT)])
 def test_an_assertion_of_values_is_no_branch(check: Callable[[torch.Tensor], None]) -> None:
     model = Asserts(check).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():

@@ -19,6 +19,7 @@ import torch
 from graphplan._compat import Replacement
 
 _ASKS = ("CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG")  # of bool() or item()
+_COMPARES_AND_ASKS = "bool("  # how the argument of COMPARE_OP is written then, from Python 3.13 on
 _LOADS = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # where code says AssertionError, LOAD_GLOBAL
 _ON_THE_WAY = ("POP_TOP", "NOT_TAKEN", "EXTENDED_ARG", "NOP")  # of a < b < c
 _NO_CONDITION = (
@@ -53,7 +54,7 @@ def truth_that_passes(frame: FrameType) -> bool | None:
     code = list(dis.get_instructions(frame.f_code))
     places = {one.offset: index for index, one in enumerate(code)}
     at = max(index for offset, index in places.items() if offset <= frame.f_lasti)  # or in its cache
-    while code[at].opname in _ASKS:
+    while code[at].opname in _ASKS or code[at].argrepr.startswith(_COMPARES_AND_ASKS):
         at += 1
     return _truth_of(code, places, at)
 
