@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphplan._compat import Replacement, private
 from graphplan._compat.assertions import truth_that_passes
+from graphplan._compat.torch import export_tracer
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_, torch.ops.aten.squeeze_copy)
 
 
 def plain_comparisons() -> list[Replacement]:
@@ -30,8 +32,8 @@ def plain_comparisons() -> list[Replacement]:
     ``squeeze`` compares too: without that, a trace takes sizes that may vary to be other than 1.
     """
     owners: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
-    squeezes = [(owner, "squeeze", _asking_for_ones) for owner in (torch, torch.Tensor)]
-    return [*((owner, name, _compared) for owner in owners for name in _COMPARISONS), *squeezes]
+    compared = [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
+    return [*compared, (export_tracer(), "create_node", _asking_for_ones)]
 
 
 def plain_flags() -> list[Replacement]:
@@ -49,14 +51,19 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _asking_for_ones(own: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(own)
-    def squeeze(input: Any, dim: Any = None) -> Any:
-        for axis in range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim:
-            if -input.dim() <= axis < input.dim():
-                bool(input.shape[axis] == 1)
-        return own(input) if dim is None else own(input, dim)
+    """``create_node``, which is called before the operation runs, however the model calls that."""
 
-    return squeeze
+    def create_node(tracer: Any, kind: str, target: Any, args: Any, *others: Any, **options: Any) -> Any:
+        if getattr(target, "overloadpacket", None) in _SQUEEZES:
+            shape = args[0].meta["val"].shape
+            dims = args[1] if len(args) > 1 else range(len(shape))
+            for dim in [dims] if isinstance(dims, int) else dims:
+                size = shape[dim] if shape else None  # a number has axes 0 and -1, to squeeze
+                if isinstance(size, torch.SymInt) and size.node.has_hint():
+                    bool(size == 1)
+        return own(tracer, kind, target, args, *others, **options)
+
+    return create_node
 
 
 def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

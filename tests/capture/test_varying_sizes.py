@@ -327,6 +327,38 @@ def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> 
     assert len(traces) == 2  # of many, of one
 
 
+_squeeze = torch.squeeze  # as ``from torch import squeeze``
+SQUEEZES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    _squeeze,
+    torch.squeeze_copy,
+    torch.ops.aten.squeeze,
+    lambda x: torch.ops.aten.squeeze.dim(x, 0),
+    lambda x: x.clone().squeeze_(),
+    lambda x: x.squeeze(axis=0),  # type: ignore[call-overload]  # as numpy names it
+    lambda x: x.unsqueeze(1).squeeze(0, 1),  # type: ignore[call-overload]  # torch takes it
+    lambda x: x.squeeze((0,)),
+]
+
+
+@pytest.mark.parametrize("squeeze", SQUEEZES)
+def test_a_batch_of_one_is_another_graph_however_it_is_squeezed(
+    squeeze: Callable[[torch.Tensor], torch.Tensor], traces: list[int]
+) -> None:
+    def rows(x: torch.Tensor, number: float) -> torch.Tensor:
+        found = squeeze(x[:, :2] * number)
+        return torch.ones(found.size(0)) * found.sum()
+
+    check(Function(rows), [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)])
+    assert len(traces) == 2  # of many, of one
+
+
+def test_sizes_vary_beside_one_that_the_data_decides_and_is_squeezed(traces: list[int]) -> None:
+    # each size was another graph
+    calls = [(torch.randn(size, 8), 0.5) for size in (4, 3, 7)]
+    check(Function(lambda x, number: x[x[:, 0] > number].squeeze() * number), calls)
+    assert len(traces) == 1
+
+
 def test_a_computed_size_that_is_squeezed_varies(traces: list[int]) -> None:
     # each size was another graph
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7)]
