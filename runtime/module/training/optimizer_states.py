@@ -7,6 +7,8 @@ Lightning's, put all that they load on one device.
 
 from __future__ import annotations
 
+from operator import methodcaller
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -24,35 +26,38 @@ class _Followers:
         self.placed = WeakSet[nn.Module]()
         self.known = WeakSet[Optimizer]()
         self.registered = False
+        self.lock = Lock()  # one thread may train while another places
 
     def follow(self, module: nn.Module) -> None:
         """Let optimizers that step from now on follow the parameters of this module."""
-        if not self.registered:
-            register_optimizer_step_pre_hook(self)
-            self.registered = True
-        self.placed.add(module)
-        self.known.clear()
+        with self.lock:
+            if not self.registered:
+                register_optimizer_step_pre_hook(self)
+                self.registered = True
+            self.placed.add(module)
+            self.known.clear()
 
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """As :func:`torch.optim.optimizer.register_optimizer_step_pre_hook` calls it."""
-        if optimizer in self.known:
-            return
-        self.known.add(optimizer)
-        placed = {id(parameter) for module in self.placed for parameter in module.parameters()}
+        with self.lock:
+            if optimizer in self.known:
+                return
+            self.known.add(optimizer)
+            modules = list(self.placed)
+        placed = {id(parameter) for module in modules for parameter in module.parameters()}
         for group in optimizer.param_groups:
-            scalars = bool(group.get("fused") or group.get("capturable"))  # else torch keeps them on the CPU
+            beside = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if state and id(parameter) in placed:
-                    _move(state, parameter.device, scalars=scalars)
+                    _move(state, parameter.device, parameter.device if beside else torch.device("cpu"))
 
 
-def _move(state: dict[str, Any], device: torch.device, *, scalars: bool) -> None:
-    """Have the tensors of a parameter's state on a device; without ``scalars`` these stay."""
+def _move(state: dict[str, Any], device: torch.device, counter: torch.device) -> None:
+    """Have the tensors of a parameter's state on a device; what counts its steps on another, as torch has."""
     for key, value in state.items():
-        state[key] = pytree.tree_map_only(
-            torch.Tensor, lambda one: one.to(device) if one.dim() or scalars else one, value
-        )
+        moved = methodcaller("to", counter if key == "step" else device)
+        state[key] = pytree.tree_map_only(torch.Tensor, moved, value)
 
 
 _FOLLOWERS = _Followers()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.runtime.module.training.optimizer_states import states_follow
 
 ROOMY = 1 << 32
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -121,6 +123,34 @@ def test_a_trainer_puts_the_state_on_the_cpu(place: Callable[[dict[str, Any]], n
         assert resumed(place({"train": True})) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("where", ["cpu", "sim:0"])
+@pytest.mark.parametrize(
+    "make", [functools.partial(ADAMW, foreach=True), torch.optim.ASGD, torch.optim.NAdam]
+)
+def test_a_trainer_puts_the_state_on_one_of_two_devices(make: Optimizer, where: str) -> None:
+    # what counts the steps stayed there: torch takes it on the CPU alone, or beside the parameters
+    weights, state = checkpoint(make)
+
+    def resumed(model: nn.Module, device: str) -> list[float]:
+        model.load_state_dict(weights)
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for tensors in optimizer.state.values():
+            tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+        losses = train(model, optimizer)
+        for parameter, tensors in optimizer.state.items():
+            others = {name: tensor.device for name, tensor in tensors.items() if name != "step"}
+            assert set(others.values()) == {parameter.device}
+            assert tensors["step"].device == torch.device("cpu")
+        return losses
+
+    expected = resumed(fresh(), "cpu")
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}):
+        placed = graphplan.partition(fresh(), {0: "9KiB", 1: "9KiB"}, (X,), train=True)
+        assert {str(parameter.device) for parameter in placed.parameters()} == {"sim:0", "sim:1"}
+        assert resumed(placed, where) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:.*first call:graphplan.GraphplanWarning")
 def test_the_state_of_other_optimizers_stays() -> None:
     """One that keeps its state elsewhere by itself, and trains what no placement has moved."""
@@ -133,3 +163,20 @@ def test_the_state_of_other_optimizers_stays() -> None:
         parameter.grad = torch.ones(4)
         other.step()
         assert other.state[parameter]["elsewhere"].device == torch.device("sim:0")
+
+
+class Joined(nn.Linear):
+    """Another thread places a model while an optimizer asks for the parameters of this one."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        thread = Thread(target=states_follow, args=(nn.Identity(),))
+        thread.start()
+        thread.join()
+        return super().parameters(recurse)
+
+
+def test_models_are_placed_while_others_train() -> None:
+    model = Joined(4, 4)
+    optimizer = torch.optim.SGD([model.weight])
+    states_follow(model)
+    optimizer.step()  # "Set changed size during iteration"
