@@ -607,6 +607,16 @@ def test_a_trace_that_is_read_knows_which_values_share_memory(tmp_path: Path, ex
     assert found.plan.graph.weights["seen"].mutated
 
 
+def test_values_of_one_description_are_saved_once(tmp_path: Path) -> None:
+    # each memory was another value, which took most of the time in which a trace of many layers is read
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    graphplan.plan(model, {"cpu": "1MiB"}, (torch.randn(2, 4),), capture_cache=tmp_path)
+    (file,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(file) as archive:
+        tables = json.loads(archive.read("capture.json"))["capture"]["tables"]
+    assert len(tables["values"]) == 3  # weights, biases, activations
+
+
 @pytest.mark.parametrize(
     ("make", "other"),
     [

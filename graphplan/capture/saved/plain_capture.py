@@ -41,7 +41,7 @@ def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Ten
     signature = capture.signature
     if capture.parts or capture.signature.prepared is not None:
         raise NotSavedError(_DECIDED)
-    writer = GraphWriter()
+    writer = GraphWriter(capture.module)
     plain = {
         "graph": writer.graph(capture.module),
         **{name: to_plain(getattr(capture, name)) for name in _FIELDS},
