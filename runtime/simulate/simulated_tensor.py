@@ -115,9 +115,16 @@ class SimulatedTensor(torch.Tensor):
         return SimulatedTensor(inner["elem"], context[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if isinstance(self, nn.Parameter) and id(self) not in memo:  # as of any other, without its gradient
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
+        if id(self) in memo:
+            return memo[id(self)]
+        if isinstance(self, nn.Parameter):  # as of any other, without its gradient
+            made: Any = nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = made
+            return made
+        memo[id(self.allocation)] = None  # the copy has its own
+        made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
+        made.allocation = SimulatedTensor(made.elem, made.device).allocation
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"

@@ -247,3 +247,17 @@ def test_a_copied_parameter_has_no_gradient() -> None:
         assert found is not parameter
         assert torch.equal(other.grad.cpu(), torch.ones(3))
         assert copy.deepcopy(parameter, {id(parameter): other}) is other
+
+
+def test_copies_take_memory_of_their_own() -> None:
+    # those of tensors that are no parameters took none
+    with simulate({0: "1MiB"}) as machine:
+        tensor = torch.zeros(1024, device="sim:0")
+        assert machine.live_bytes(0) == 4096
+        found, part = copy.deepcopy((tensor, tensor[:512]))
+        assert machine.live_bytes(0) == 8192
+        found.add_(1)
+        assert float(part.sum()) == 512  # they share memory, as those of others
+        assert float(tensor.sum()) == 0
+        del found, part
+        assert machine.live_bytes(0) == 4096

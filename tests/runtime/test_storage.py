@@ -224,7 +224,7 @@ def test_copies_are_apart() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
         assert model_copy.tied.weight is model_copy.first.weight
         assert not model_copy(X).abs().sum()
-        del model_copy
+        del model_copy, parameter
         gc.collect()
         assert machine.live_bytes(0) == live
 

@@ -195,7 +195,7 @@ def test_a_copy_has_a_prefetch_buffer_of_its_own() -> None:
         assert machine.live_bytes(0) - before >= placed.plan.schedule.prefetch_buffers[0].nbytes
         assert largest_difference(placed(X), model(X)) < 1e-5
         assert model_copy._graphplan.turns is not placed._graphplan.turns
-        del model_copy
+        del model_copy, parameter
         gc.collect()
         assert machine.live_bytes(0) == before
 
