@@ -625,6 +625,44 @@ def test_a_block_that_returns_what_it_is_given_is_traced(
     assert lines(made.graph) == lines(traced_whole(model, x).graph)
 
 
+_SHARED = [0.0]
+
+
+class Owns(Block):
+    """Returns a list that it has, or one of its file."""
+
+    def __init__(self, index: int, shared: bool) -> None:
+        super().__init__(index)
+        self.boxes = {"own": [0.0]}
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x), _SHARED if self.shared else self.boxes["own"]
+
+
+class Fills(nn.Module):
+    """Writes to what its blocks return."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Owns(index, shared) for index in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x, box = block(x)
+            box[0] = index
+        return x + sum(block.boxes["own"][0] for block in self.blocks) + _SHARED[0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_that_returns_what_it_has_is_traced(shared: bool, copies: list[str]) -> None:
+    # copies returned lists of their own: what was written to these was lost
+    model, x = Fills(shared), torch.randn(2, 4)
+    made = captured(model, x)
+    assert not copies
+    assert lines(made.graph) == lines(traced_whole(model, x).graph)
+
+
 class InPlace(Block):
     """Writes to what it is given and to a buffer, and returns parts of it in containers."""
 

@@ -62,6 +62,7 @@ class ModuleTraits:
         places: the integer attributes.
         objects: other objects that attributes refer to.
         classes: of the parts.
+        containers: the lists and dicts among the attributes.
     """
 
     module: nn.Module
@@ -70,6 +71,7 @@ class ModuleTraits:
     places: list[Place] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
+    containers: list[Any] = field(default_factory=list)
 
     def integers(self, places: Iterable[Place]) -> list[int]:
         """The values of some integer attributes, as they are now."""
@@ -149,6 +151,8 @@ def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
         return type(value), told(value)
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")
+    if isinstance(value, list | dict):
+        found.containers.append(value)
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), *(_value(one, found, met) for one in value)
     if isinstance(value, dict):

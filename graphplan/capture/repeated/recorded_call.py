@@ -263,7 +263,7 @@ class CallRecorder:
         if Identities(given.tensors) != Identities(call.given.tensors):
             raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
-        known = list(given.containers)
+        known = [*given.containers, *now.containers, *now.held()[1].objects]
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
             known += event.result.containers if isinstance(event, InnerCall) else ()
