@@ -37,6 +37,7 @@ STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
 TOGETHER = Way("where their weights are, with what they read", together=True)
 _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -193,7 +194,11 @@ def _first_way(
     # what is copied below autograd, a backward pass does not find
     ways = [way for way in _WAYS if not (keeps_grad and way is TOGETHER)]
     for way in ways:
-        args, kwargs = copied_arguments(call)
+        try:
+            args, kwargs = copied_arguments(call)
+        except _OUT_OF_MEMORY as error:
+            failures.append(error)
+            continue
         try:
             with undone(tree), _without_hooks(tree):
                 run_hooked(tree, entry, HookedRun(way, device, instead), args, kwargs)
@@ -206,7 +211,7 @@ def _first_way(
             gc.collect()
     if _is_the_models(failures):
         raise failures[-1]
-    lacking = all(isinstance(error, torch.OutOfMemoryError | SimulatedOutOfMemoryError) for error in failures)
+    lacking = all(isinstance(error, _OUT_OF_MEMORY) for error in failures)
     why = "have no memory for it" if lacking else "do not run"
     raise CaptureError(
         f"no capture takes this call, and its modules {why}\n  "
@@ -221,9 +226,12 @@ def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     Raises:
         InputError: they cannot be copied.
+        torch.OutOfMemoryError: there is no room where they are; or SimulatedOutOfMemoryError.
     """
     try:
         return copy.deepcopy((call.args, call.kwargs))
+    except _OUT_OF_MEMORY:
+        raise
     except Exception as error:  # objects of the caller, which may raise anything
         named = {**{str(at): value for at, value in enumerate(call.args)}, **call.kwargs}
         others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
