@@ -328,3 +328,18 @@ def test_calls_of_generate_take_a_route_as_they_are(flags: dict[str, bool]) -> N
     programs = vars(placed)["_graphplan"].programs
     assert len(programs) == 3
     assert all(program.signature.prepared is None for program in programs)
+
+
+def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_length(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Their flag stood in the configuration while it was traced, which refuses it: each token was traced."""
+    model, asked = build("llama"), {"output_attentions": True, "return_dict_in_generate": True}
+    inputs = inputs_of("llama")
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
+    found = placed.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.attentions == expected.attentions
+    assert len(placed.plans) == 3
+    assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]

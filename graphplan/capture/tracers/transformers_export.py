@@ -87,7 +87,7 @@ def export_transformers(
 def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]) -> Capture:
     """``varying``: the roles of axes that are dynamic."""
     module = model_copy.module
-    inputs, flags = _prepared(module, call)
+    inputs = _prepared(module, call)
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
@@ -105,7 +105,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     with (
         quiet(),
         with_forward(module, with_changes(forward, call.kwargs)),
-        _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
+        _patched_for_export(module, inputs, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
         program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes, sizes=SIZE in varying)
@@ -122,15 +122,15 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     return _over_arguments(found, call, module) if computes else found
 
 
-def _prepared(module: nn.Module, call: BoundCall) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The call's arguments with what the exporter computes of them, which is traced; flags of the output."""
+def _prepared(module: nn.Module, call: BoundCall) -> dict[str, Any]:
+    """The call's arguments with what the exporter computes of them, which is traced."""
     from transformers.exporters.utils import prepare_for_export  # optional package
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     with patched(Patch.of(*uncast_inputs())):
-        _, prepared, flags = prepare_for_export(module, dict(given))
-    return {**given, **flags, **prepared}, flags  # it takes out flags, and labels that are None
+        _, prepared, _ = prepare_for_export(module, dict(given))
+    return {**given, **prepared}  # it takes out flags of the output, and labels that are None
 
 
 def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
@@ -162,17 +162,15 @@ def _over_arguments(found: Capture, call: BoundCall, module: nn.Module) -> Captu
 
 
 @contextmanager
-def _patched_for_export(
-    module: nn.Module, inputs: Any, flags: Any, *, keep_grad: bool, uniform: bool
-) -> Iterator[None]:
+def _patched_for_export(module: nn.Module, inputs: Any, *, keep_grad: bool, uniform: bool) -> Iterator[None]:
     """What the exporter of transformers, and we, change of torch and the model while it is traced.
 
-    Left out is what lets sliding layers keep every token.
+    Left out are what lets sliding layers keep every token, and the flags of the output in the configuration:
+    they stay arguments, and kernels that make no attention weights refuse them there.
     """
     from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
     from transformers.exporters.exporter_dynamo import (  # optional package
         patch_forward_signature,
-        patch_model_config,
         reset_model_state,
     )
 
@@ -185,7 +183,6 @@ def _patched_for_export(
         segments_as_in_eager(uniform=uniform),
         recurrences_whole(module),
         reset_model_state(module),
-        patch_model_config(module, flags),
         patch_forward_signature(module, inputs),
     ):
         yield
