@@ -20,6 +20,7 @@ Roles = Mapping[int, str]
 """Axis -> ``"batch"``, ``"length"`` or ``"size"``; for an integer, axis 0 is the integer itself."""
 
 _TOKENS = re.compile(r"(input_ids|attention_mask|position_ids|token_type_ids|token_types|padding_mask)$")
+_LABELS = re.compile(r"(labels?|(start|end)_positions)$")
 _STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
 
 
@@ -27,8 +28,9 @@ def text_roles(name: str, leaf: Any, batch: int | None) -> Roles:
     """The axes of an argument of a transformers model that may vary."""
     if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
         return {}
-    roles = {0: BATCH} if leaf.shape[0] == batch and leaf.dim() >= 2 else {}
-    if _TOKENS.search(name) and leaf.dim() == 2:
+    labels = _LABELS.search(name) is not None
+    roles = {0: BATCH} if leaf.shape[0] == batch and (leaf.dim() >= 2 or labels) else {}
+    if (_TOKENS.search(name) or labels) and leaf.dim() == 2:
         roles[1] = LENGTH
     elif _TOKENS.search(name) and leaf.dim() == 4:
         roles |= {2: LENGTH, 3: LENGTH}

@@ -128,9 +128,15 @@ def _prepared(module: nn.Module, call: BoundCall) -> dict[str, Any]:
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+    asked = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
     with patched(Patch.of(*uncast_inputs())):
-        _, prepared, _ = prepare_for_export(module, dict(given))
+        _, prepared, _ = prepare_for_export(module, asked)
     return {**given, **prepared}  # it takes out flags of the output, and labels that are None
+
+
+def _is_of_loss(name: str, value: Any) -> bool:
+    """Whether an argument asks for a loss, which the exporter leaves out: it is traced as any forward."""
+    return name in ("labels", "return_loss") and isinstance(value, torch.Tensor | bool)
 
 
 def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:

@@ -1,0 +1,58 @@
+"""The loss of a transformers model, of labels, is traced as the rest of ``forward`` is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from language_models import VOCABULARY, build
+
+import graphplan
+
+transformers = pytest.importorskip("transformers")
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kind = {"num_labels": 3, "problem_type": "single_label_classification"}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **kind)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def labelled(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(batch)
+    ids = torch.randint(6, VOCABULARY, (batch, length), generator=draw)
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return {"input_ids": ids, "labels": torch.randint(0, 3, (batch,), generator=draw)}
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: build("llama"), classifier, pytest.param(lambda: build("t5"), marks=pytest.mark.slow)],
+    ids=["llama", "classifier", "t5"],
+)
+def test_a_loss_is_traced_for_all_batches_and_lengths(
+    make: Any, grad: bool, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exporter takes no labels: each size was traced anew."""
+    model = make()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=labelled(model, 2, 8), grad=grad)
+    with caplog.at_level(logging.INFO, "graphplan"), torch.set_grad_enabled(grad):
+        for size in ((3, 11), (2, 8), (5, 20)):
+            inputs = labelled(model, *size)
+            found, expected = placed(**inputs).loss, model(**inputs).loss
+            assert largest_difference(found, expected) < 1e-5
+            if grad:
+                given = torch.autograd.grad(found, list(placed.parameters()), allow_unused=True)
+                wanted = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+                for one, other in zip(given, wanted, strict=True):
+                    assert (one is None) == (other is None)
+                    assert one is None or largest_difference(one, other) < 1e-4
+    assert "capturing another graph" not in caplog.text
+    assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
