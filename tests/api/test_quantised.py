@@ -148,6 +148,25 @@ def adapted() -> tuple[Any, dict[str, torch.Tensor]]:
     return peft.get_peft_model(model, config).eval(), inputs
 
 
+class Quantising(Mlp):
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        scale = found.detach().abs().amax() / 127
+        return Scaled((found / scale).round().to(torch.int8), scale)
+
+
+def test_a_tensor_of_its_own_class_that_forward_makes_is_in_no_graph() -> None:
+    """The trace took it for a constant: planning ended in a TypeError, a call of fixed sizes got fakes."""
+    model = Quantising().eval()
+    with torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match=r"forward makes a Scaled[\s\S]*module by module"):
+            placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+        found, expected = placed(X), model(X)
+    assert type(found) is Scaled
+    assert torch.equal(found.whole, expected.whole)
+    assert torch.equal(found.scale, expected.scale)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerators", [1, 2])
 def test_a_model_with_lora(accelerators: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import NO_MODULE, is_transformed
@@ -141,6 +142,7 @@ def _read_inputs(
     """Node names of the call's leaves; those of weights and constants, with their names; the constants."""
     kinds = torch.export.graph_signature.InputKind
     inputs, weights, constants = list[str](), dict[str, str](), dict[str, torch.Tensor]()
+    values = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     for spec in program.graph_signature.input_specs:
         node = spec.arg.name
         if spec.kind is kinds.USER_INPUT:
@@ -157,6 +159,11 @@ def _read_inputs(
             if is_transformed(tensor):
                 raise NoGraphError(
                     "the trace has a transform of torch.func in it, whose values it takes for constants"
+                )
+            if known is None and is_fake(tensor) and values[node].users:
+                raise NoGraphError(
+                    f"forward makes a {type(tensor).__name__} of what it computes, a tensor of a class of "
+                    "its own, which the trace takes for a constant"
                 )
             if known is None:
                 constants[spec.target] = tensor
