@@ -502,7 +502,7 @@ def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
         empty = Head()
-    with graphplan.simulate(memory) as machine:
+    with graphplan.simulate({**memory, 0: 2 * memory[0]}) as machine:  # with room for a copy
         options = {"cpu_compute": False, "links": NARROW, "checkpoint": str(tmp_path)}
         placed = graphplan.partition(empty, memory, args=(x,), **options)
         assert {0, "cpu"} == set(placed.plan.parts.values())
