@@ -93,6 +93,7 @@ class Captures:
             )
         enter_stage("trace")
         self.known.append(Captured(modes, self._trace(call, entry, sizes=same), []))
+        self.model_copy.enter(modes)  # forward may set what it finds missing in the configuration
         return self.known[-1]
 
     def _trace(self, call: BoundCall, entry: str, *, sizes: bool) -> Capture:

@@ -15,11 +15,10 @@ import graphplan
 transformers = pytest.importorskip("transformers")
 
 
-def classifier() -> Any:
+def classifier(kind: str | None = "single_label_classification") -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    kind = {"num_labels": 3, "problem_type": "single_label_classification"}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **kind)
+    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes, num_labels=3, problem_type=kind)
     return transformers.BertForSequenceClassification(config).eval()
 
 
@@ -56,3 +55,17 @@ def test_a_loss_is_traced_for_all_batches_and_lengths(
                     assert one is None or largest_difference(one, other) < 1e-4
     assert "capturing another graph" not in caplog.text
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
+
+
+def test_a_call_is_traced_once_where_forward_sets_the_kind_of_loss_in_the_configuration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it had set stayed in the copy: the same call was of other modes, and was traced again."""
+    model = classifier(None)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=labelled(model, 2, 8))
+    with caplog.at_level(logging.INFO, "graphplan"), torch.no_grad():
+        for size in ((5, 1), (3, 11), (4, 1)):
+            inputs = labelled(model, *size)
+            assert largest_difference(placed(**inputs).loss, model(**inputs).loss) < 1e-5
+            model.config.problem_type = None
+    assert caplog.text.count("capturing another graph") == 1
