@@ -124,7 +124,8 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
 
 def _prepared(module: nn.Module, call: BoundCall) -> dict[str, Any]:
     """The call's arguments with what the exporter computes of them, which is traced."""
-    from transformers.exporters.utils import prepare_for_export  # optional package
+    with quiet():  # it imports every model that it patches
+        from transformers.exporters.utils import prepare_for_export  # optional package
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
