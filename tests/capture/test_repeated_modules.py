@@ -127,22 +127,22 @@ def test_a_decode_step(stem: str, copies: list[str], monkeypatch: pytest.MonkeyP
 class Counting(DynamicCache):
     updates = 0
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any) -> Any:
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updates += 1
-        return super().update(key_states, value_states, layer_idx, *args)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class CountingAll(DynamicCache):
     updates = 0
 
-    def update(self, *args: Any) -> Any:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         self.updates += 1
-        return super().update(*args)
+        return super().update(*args, **kwargs)
 
 
 class Nested(Counting):
-    def update(self, *args: Any) -> Any:
-        return super().update(*args)
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return super().update(*args, **kwargs)
 
 
 @pytest.mark.parametrize("cache", [Counting, CountingAll, Nested])
