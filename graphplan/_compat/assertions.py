@@ -4,6 +4,7 @@ Python asks a tensor for its truth, and then jumps: one of the two ways begins w
 The truth that leads the other way is the one by which the assertion holds. Of ``a or b``, the truth of ``a``
 leads past it where that of ``b`` does. Instructions have the names of
 CPython 3.11 to 3.14. Where another says nothing of an assertion, what asks is a branch: there is no graph.
+So is ``all(... for ...)`` in 3.14, which writes the loop out.
 """
 
 from __future__ import annotations

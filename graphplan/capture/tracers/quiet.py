@@ -42,7 +42,7 @@ def _unprinted() -> Iterator[None]:
 
 
 class _WithoutThread:
-    """A stream that drops what one thread writes."""
+    """A stream that drops what one thread writes to it by ``write``, as ``print`` does."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.ident = stream, threading.get_ident()
