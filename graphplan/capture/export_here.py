@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export_work import less_work
@@ -96,6 +97,8 @@ def export(
                 return program
             except _OwnGradientsError:
                 repeated, below = None, True
+            except GuardOnDataDependentSymNode:
+                raise  # blocks of which the data decides a size or a number are not copied
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
                     raise

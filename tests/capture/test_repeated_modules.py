@@ -21,6 +21,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.repeated.copied_call import CallCopy
 from graphplan.capture.tracing import capture
 from graphplan.capture.transformers.caches import caches_at
+from graphplan.errors import CaptureError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers")
 _NAME = re.compile(r" on node '\w+'")
@@ -444,6 +445,21 @@ def test_all_is_traced_again_where_the_last_block_differs(
     assert len(copies) == 5
     assert [text for text in caplog.messages if "LastDiffers: the last is not as the others" in text]
     assert lines(found.graph) == lines(traced_whole(Tells(LastDiffers), torch.randn(2, 4)).graph)
+
+
+class DataDecides(Stack):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return x if int(x.max()) > 3 else -x
+
+
+def test_what_the_data_decides_is_not_tried_again_without_copies(
+    copies: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "graphplan"), pytest.raises(CaptureError, match="values of tensors decide"):
+        captured(DataDecides(Block), torch.randn(2, 4))
+    assert copies
+    assert not caplog.messages
 
 
 class PassesMore(nn.Module):
