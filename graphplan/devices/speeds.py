@@ -21,6 +21,7 @@ from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, JsonFile, decode_fields, encode, fields_but
 
 _FORMAT = Format("graphplan.measurements", 2, "measurements")
+_MAY_BE_ZERO = frozenset({"overhead"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Speed:
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self) if item.default is None):
-            value = getattr(self, name)
-            if value is not None and not is_figure(value, may_be_zero=name == "overhead"):
-                least = "a number of at least 0" if name == "overhead" else "a positive number"
+            value, may_be_zero = getattr(self, name), name in _MAY_BE_ZERO
+            if value is not None and not is_figure(value, may_be_zero=may_be_zero):
+                least = "a number of at least 0" if may_be_zero else "a positive number"
                 raise DeviceError(f"Speed({name}={value!r}): write {least}, or None")
 
     @classmethod
