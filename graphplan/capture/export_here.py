@@ -40,6 +40,8 @@ from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
+from graphplan.capture.model.model_weights import notes_of
+from graphplan.capture.model_methods import with_forward
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -144,9 +146,33 @@ def _export(
     """One trace: above autograd, or below it."""
     state = AssignedState()
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
-    with restored_buffers(module), around:
+    with restored_buffers(module), _keeping_notes(module), around:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     return state, program
+
+
+@contextmanager
+def _keeping_notes(module: nn.Module) -> Iterator[None]:
+    """A block in which a call of the module finds on its parameters what is noted on them.
+
+    What torch puts in their place for a trace is without: the scales of quantised weights, say.
+    """
+    noted = [
+        (part._parameters, name, notes)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and (notes := notes_of(parameter))
+    ]
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for table, name, notes in noted:
+            vars(table[name]).update(notes)
+        return forward(*args, **kwargs)
+
+    with with_forward(module, run) if noted else nullcontext():
+        yield
 
 
 @contextmanager

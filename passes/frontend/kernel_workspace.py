@@ -22,6 +22,9 @@ from graphplan.message_text import first_line
 from graphplan.passes.frontend.tensor_meta import TensorMeta, stand_in
 from graphplan.warnings import unwarned, warn
 
+_MEASURED = ("aten", "bitsandbytes")
+"""Of operations that do with zeros what they do with other values."""
+
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
 """Parts of the names of operations that may refuse zeros on the card, after which no process can use it."""
 
@@ -60,7 +63,7 @@ class KernelBench:
         """The most bytes that an operation has allocated beside its results, on any of the cards.
 
         Args:
-            target: the operation; only PyTorch's own and attention are run.
+            target: the operation; only those of ``_MEASURED`` and attention are run.
             leaves: its arguments, flat, tensors as
                 :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
             spec: their structure.
@@ -70,7 +73,7 @@ class KernelBench:
             0 where there is no card, and where the budget has no room now for its arguments and results
             beside the weights that are there.
         """
-        own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+        own = isinstance(target, torch._ops.OpOverload) and target.namespace in _MEASURED
         if not own and target not in ATTENTION:
             return 0
         if any(word in str(target) for word in _CHECKS):

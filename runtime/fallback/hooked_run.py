@@ -9,6 +9,7 @@ layers on devices 0 and 1::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from graphplan._compat.torch import (
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
+from graphplan.capture.model.model_weights import noted_tensors, notes_of
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -140,7 +142,7 @@ class _Running:
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != self.device:
                     with torch.inference_mode(False):  # tensors that are made in it have no version
-                        one = _Copy(tensor, moved(tensor, self.device))
+                        one = _Copy(tensor, _brought(tensor, self.module, self.device))
                     self.kept.append((table, name, one))
                     table[name] = one.here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(self.module)
@@ -156,6 +158,16 @@ class _Running:
             anew = found is not None and found is not one.here  # the model has made another
             table[name] = found.to(one.original.device) if anew else one.original
         _tell_recurrent(self.module)
+
+
+def _brought(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
+    """A copy of a module's tensor, and of what is noted on it, on a device."""
+    found = moved(tensor, device)
+    if isinstance(tensor, nn.Parameter) and (notes := notes_of(tensor)):
+        noted = [table[key] for _, table, key in noted_tensors(tensor)]
+        memo = {id(module): module, **{id(one): moved(one, device) for one in noted}}
+        vars(found).update(copy.deepcopy(notes, memo))
+    return found
 
 
 @outside_inference_mode  # tensors that are made in it have no version

@@ -36,6 +36,8 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     own ``.to`` need not know the device.
     """
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if isinstance(tensor, torch.nn.Parameter) and issubclass(type(tensor), torch.nn.Parameter):
+        tensor = tensor.as_subclass(torch.Tensor)  # whose own ``.to`` may do more
     if flatten is None or isinstance(tensor, torch.nn.Parameter | SimulatedTensor):
         return tensor.to(device, copy=True)
     names, context = flatten()

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_exported, never_compiled
+from graphplan.capture.model.model_weights import named_tensors
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, bind_call
@@ -332,7 +333,7 @@ def unplace(module: nn.Module) -> nn.Module:
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")
     plain, memo = unplaced(module, wrapped=True), dict[int, Any]()
-    for tensor in (*plain.parameters(), *plain.buffers()):
+    for tensor in named_tensors(plain).values():
         memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
             memo[id(tensor)].grad = tensor.grad.cpu()

@@ -71,9 +71,9 @@ class _Binding:
     Attributes:
         forward: of the graph module then: recompiling it makes another.
         function: takes the module, the inputs, the weights; None where weights are not plain entries.
-        parents: the dictionary of children in which each module on the way to a weight stands.
-        children: the names of these modules there.
-        modules: the modules themselves, when the code was bound.
+        parents: the dictionary in which each module, or parameter, on the way to a weight stands.
+        children: the names of these there.
+        modules: these themselves, when the code was bound.
         owners: for each weight, the dictionary that has it.
         names: of the weights, there.
     """
@@ -109,23 +109,30 @@ def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
 
 def _find_sources(root: nn.Module, targets: Sequence[str]) -> tuple[list[Any], ...] | None:
     """Where weights are read from, as a :class:`_Binding` has it."""
-    steps: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
+    steps: dict[str, tuple[dict[str, Any], str, Any]] = {}
     owners, names = [], []
     for target in targets:
-        module = root
+        holder: Any = root
         *path, name = target.split(".")
         for depth, part in enumerate(path):
-            children: dict[str, Any] = module._modules if part in module._modules else vars(module)
-            child = children.get(part)
-            if not isinstance(child, nn.Module):
+            table = _table_of(holder, part)
+            if table is None:
                 return None
-            steps[".".join(path[: depth + 1])] = (children, part, child)
-            module = child
-        places = (module.__dict__, module._parameters, module._buffers)
-        owner = next((place for place in places if name in place), None)
-        if owner is None or hasattr(type(module), name):  # the class answers before its dictionaries do
+            steps[".".join(path[: depth + 1])] = (table, part, table[part])
+            holder = table[part]
+        owner = _table_of(holder, name)
+        if owner is None:
             return None
         owners.append(owner)
         names.append(name)
     found = list(steps.values())
     return [s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names
+
+
+def _table_of(holder: Any, name: str) -> dict[str, Any] | None:
+    """The dictionary of a module, parameter or object that has an attribute; None where its class answers."""
+    own = vars(holder)
+    inside = (
+        own[table] for table in ("_modules", "_parameters", "_buffers") if isinstance(holder, nn.Module)
+    )
+    return None if hasattr(type(holder), name) else next((t for t in (own, *inside) if name in t), None)

@@ -17,7 +17,14 @@ from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
 from graphplan.capture.model.attribute_data import plain_data
-from graphplan.capture.model.model_weights import ModelWeights, is_dense, named_tensors, tensor_bytes
+from graphplan.capture.model.model_weights import (
+    ModelWeights,
+    is_dense,
+    named_tensors,
+    noted_tensors,
+    notes_of,
+    tensor_bytes,
+)
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
@@ -26,7 +33,6 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages, Pages
-from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 from graphplan.warnings import warn
 
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
@@ -224,6 +230,9 @@ def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = placed[id(tensor)]
+    for parameter in model.parameters():
+        for _, table, name in noted_tensors(parameter):
+            table[name] = placed.get(id(table[name]), table[name])
     for part, name, found in plain_data(model):
         for table, key in ((vars(part), name), *((table, key) for _, table, key in found.entries)):
             if id(table[key]) in placed and not isinstance(table, tuple):
@@ -276,9 +285,10 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
         copy_gradient_hooks(original, made)
-        if is_dense(original):  # what users note there, as ``weight.no_decay = True``
-            known = {*made.__dict__, *SimulatedTensor.own}
-            made.__dict__.update({key: note for key, note in original.__dict__.items() if key not in known})
+        if is_dense(original):
+            vars(made).update(notes_of(original))
+            if type(made) is nn.Parameter and issubclass(type(original), nn.Parameter):
+                made.__class__ = type(original)
         return made
     if original.requires_grad:
         return placed.requires_grad_()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense
+from graphplan._compat.bitsandbytes import settle
+from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, named_tensors
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
@@ -56,10 +57,11 @@ class ModelCopy:
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
+        settle(model)
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins, named = _stand_ins(model), self.weights.identities
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in self.weights.tensors.values():
             if id(tensor) in stand_ins:
                 named[identity(stand_ins[id(tensor)])] = named[identity(tensor)]
         self.module, self.shared = copy_to_trace(model, stand_ins)
@@ -125,7 +127,7 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     One mapping, as large as the largest weight, serves them all, each from a byte of its own on: tracing
     neither reads nor writes them, and the system provides a page only when it is written to.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = list({id(tensor): tensor for tensor in named_tensors(model).values()}.values())
     largest = max((_span(t) * t.element_size() for t in tensors if is_dense(t)), default=0)
     memory = mmap.mmap(-1, max(largest, 1) + _APART * len(tensors))
     found: dict[int, torch.Tensor] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
+from inspect import isroutine
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphplan._compat.torch import is_transformed
 
@@ -23,7 +26,11 @@ class ModelWeights:
         self.names: dict[str, list[str]] = {}
         self.first: dict[str, str] = {}
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self.persistent = set(model.state_dict(keep_vars=True))
+        self.persistent = self.parameters | {
+            f"{path}.{name}" if path else name
+            for path, part in model.named_modules(remove_duplicate=False)
+            for name in part._buffers.keys() - part._non_persistent_buffers_set
+        }
         self.identities: dict[Any, str] = {}
         for name, tensor in named_tensors(model).items():
             first = self.identities.setdefault(identity(tensor), name)
@@ -56,10 +63,37 @@ class ModelWeights:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, under each of their names."""
-    return dict(
-        chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    )
+    """Parameters, tensors that are noted on them, and buffers, under each of their names.
+
+    Scales of quantised weights, for example: ``"linear.weight.quant_state.absmax"``.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = parameters | dict(module.named_buffers(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        found.update((f"{name}.{inner}", table[key]) for inner, table, key in noted_tensors(parameter))
+    return found
+
+
+def notes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a parameter that are not of its class: ``weight.no_decay = True``."""
+    own = getattr(type(parameter), "own", ())
+    return {name: value for name, value in vars(parameter).items() if name not in own}
+
+
+def noted_tensors(
+    value: Any, name: str = "", around: tuple[int, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The tensors that attributes of a parameter lead to: the name, the table of attributes, the key there.
+
+    ``around`` has the ids of the objects that ``value`` is in.
+    """
+    table = vars(value)
+    for key, one in (notes_of(value) if isinstance(value, torch.Tensor) else table).items():
+        inside = hasattr(one, "__dict__") and not isinstance(one, nn.Module | type | ModuleType)
+        if isinstance(one, torch.Tensor):
+            yield f"{name}{key}", table, key
+        elif inside and not isroutine(one) and id(one) not in around:
+            yield from noted_tensors(one, f"{name}{key}.", (*around, id(one)))
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
@@ -98,7 +132,10 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
-    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
+    """Whether its elements, and what is noted on it, are all that it is, as of bitsandbytes' parameters."""
+    kind = getattr(type(tensor), "stands_for", type(tensor))
+    noted = issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return kind in (torch.Tensor, nn.Parameter) or (noted and not is_lazy(tensor))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

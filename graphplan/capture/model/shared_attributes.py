@@ -17,6 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from graphplan._compat.bitsandbytes import keep_unpacked
+from graphplan.capture.model.model_weights import notes_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
@@ -85,10 +87,13 @@ def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn
 
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
     """A copy of a model, or of what is in it."""
+    known = _Memo(model, memo)
     with _WithoutHistory():
-        made = copy.deepcopy(value, _Memo(model, memo))
-    if value is model:
-        _make_alike(model, made, memo)
+        made = copy.deepcopy(value, known)
+        if value is model:
+            keep_unpacked(made)
+            _make_alike(model, made, memo)
+            _copy_notes(model, memo, known)
     return made
 
 
@@ -103,6 +108,14 @@ def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> N
             for name, tensor in own.items():
                 if id(tensor) in memo and name in table and table[name] is not memo[id(tensor)]:
                     table[name] = memo[id(tensor)]
+
+
+def _copy_notes(model: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:
+    """Give what stands for parameters copies of what is noted on these."""
+    for parameter in model.parameters():
+        stand_in = memo.get(id(parameter), parameter)
+        if stand_in is not parameter:
+            vars(stand_in).update(copy.deepcopy(notes_of(parameter), known))
 
 
 class _Memo(dict[Any, Any]):
@@ -134,7 +147,9 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
     known = {**memo, **{id(part): part for part in model.modules()}}
     found: dict[str, Any] = {}
     for path, part in model.named_modules():
-        for name, value in vars(part).items():
+        noted = [(key, notes_of(one)) for key, one in part._parameters.items() if one is not None]
+        notes = {f"{key}.{name}": note for key, each in noted for name, note in each.items()}
+        for name, value in (vars(part) | notes).items():
             where = f"{path}.{name}" if path else name
             try:
                 _deepcopy(value, model, known)

@@ -355,8 +355,12 @@ class _Fallback:
         """Modules with tensors of their own, in the order in which they ran."""
         weights = self.model_copy.weights
         members: dict[str, list[str]] = {}
+        parts = dict(self.model.named_modules(remove_duplicate=False))
         for name, first in weights.first.items():
-            members.setdefault(name.rpartition(".")[0], []).append(first)
+            path = name.rpartition(".")[0]
+            while path not in parts:  # of what is noted on a parameter
+                path = path.rpartition(".")[0]
+            members.setdefault(path, []).append(first)
         ran = [name for name in profile.order if name in members]
         values: list[Value] = []
         operations: list[Operation] = []
@@ -365,7 +369,7 @@ class _Fallback:
             nbytes, name = profile.outputs.get(module, 0), module or "(root)"
             inputs, last = (*last, *dict.fromkeys(members[module])), (f"{name}:out",)
             values.append(Value(*last, nbytes, nbytes))
-            kind = type(self.model.get_submodule(module)).__name__
+            kind = type(parts[module]).__name__
             space = {CPU: max(0, profile.peak - nbytes - read)}  # the peak counts what lies beside it
             read = nbytes
             operations.append(Operation(name, kind, inputs, last, workspace=space, module_path=module))

@@ -1,0 +1,211 @@
+"""Tensors that are noted on parameters, as bitsandbytes does: they go where the parameters go."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import graphplan
+
+SIZE = 64
+X = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0))
+ROOMY = 1 << 20
+
+
+class Scales:
+    """As a library keeps them: an object that an object has."""
+
+    def __init__(self, rows: torch.Tensor, inner: Scales | None = None) -> None:
+        self.rows, self.inner = rows, inner
+
+
+class Noted(nn.Parameter):
+    """Bytes, with what they mean in attributes."""
+
+    def tripled(self) -> torch.Tensor:
+        return 3 * self
+
+
+class Layer(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        whole = torch.randint(-127, 127, (SIZE, SIZE), generator=draw).to(torch.int8)
+        self.weight: Any = Noted(whole, requires_grad=False)
+        self.weight.scales = Scales(
+            torch.rand(SIZE, 1, generator=draw), Scales(torch.rand(1, generator=draw))
+        )
+        self.weight.layer, self.weight.steps = self, 127
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = self.weight.scales
+        return x @ (self.weight.to(x.dtype) / self.weight.steps * scales.rows * scales.inner.rows).T
+
+
+class Stack(nn.Module):
+    def __init__(self, *, branches: bool = False) -> None:
+        super().__init__()
+        self.layers, self.branches = nn.ModuleList(map(Layer, range(6))), branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return -x if self.branches and int(x.shape[0] + 0 * x.sum()) < 0 else x
+
+
+def devices_of_notes(model: nn.Module) -> set[str]:
+    found = set()
+    for layer in model.layers:  # type: ignore[union-attr]  # of Stack
+        scales = layer.weight.scales
+        assert layer.weight.layer is layer
+        found |= {str(scales.rows.device), str(scales.inner.rows.device)}
+    return found
+
+
+@pytest.mark.parametrize("budget", [ROOMY, 64 << 10])
+def test_they_are_weights_of_a_graph(budget: int) -> None:
+    model, want = Stack(), Stack()(X)
+    with graphplan.simulate({0: budget}) as machine:
+        placed = graphplan.partition(
+            model, {**machine.max_memory, "cpu": ROOMY}, (X,), strict=True, cpu_compute=False
+        )
+        names = {"layers.0.weight.scales.rows", "layers.5.weight.scales.inner.rows"}
+        assert placed.plan.placement.keys() >= {"layers.0.weight", *names}
+        assert largest_difference(placed(X), want) < 1e-5
+        assert largest_difference(placed(X[:2]), Stack()(X[:2])) < 1e-5
+        assert placed.plan.peak_bytes[0] >= machine.peak_bytes(0) > 0
+        plain = graphplan.unplace(placed)
+        assert devices_of_notes(plain) == {"cpu"}
+        assert largest_difference(plain(X), want) < 1e-5
+        assert "sim:0" in devices_of_notes(placed)
+        streamed = placed.plan.schedule.prefetch_buffers
+        assert bool(streamed) == (budget < ROOMY)
+    assert devices_of_notes(model) == {"cpu"}
+    assert torch.equal(model(X), want)
+
+
+def test_code_reads_them_without_looking_for_each() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine:
+        placed = graphplan.partition(Stack(), machine.max_memory, (X,))
+        placed(X)
+        (code,) = vars(placed)["_graphplan"].codes.values()
+        assert code.bound.binding.function is not None
+        zeros = torch.zeros(SIZE, 1, device="sim:0")
+        placed.layers[0].weight.scales = Scales(zeros, placed.layers[1].weight.scales)
+        assert not placed(X).cpu().any()
+
+
+def test_a_model_without_a_graph_has_them_where_it_runs() -> None:
+    model, want = Stack(branches=True), Stack()(X)
+    for budget in (ROOMY, 6 * SIZE * SIZE // 2):
+        with graphplan.simulate({0: budget}) as machine:
+            with pytest.warns(graphplan.GraphplanWarning, match="could not be captured"):
+                placed = graphplan.partition(model, {**machine.max_memory, "cpu": ROOMY}, (X,))
+            assert largest_difference(placed(X), want) < 1e-5
+            assert largest_difference(graphplan.unplace(placed)(X), want) < 1e-5
+    assert devices_of_notes(model) == {"cpu"}
+
+
+def test_they_move_with_the_weights() -> None:
+    model, many = Stack(), X.repeat(200, 1)
+    with graphplan.simulate({0: 4 * SIZE * SIZE + 3 * many.nbytes, 1: ROOMY}) as machine:
+        placed = graphplan.partition(model, {0: machine.max_memory[0], "cpu": ROOMY}, (X,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+            assert largest_difference(placed(many), Stack()(many)) < 1e-5
+        assert largest_difference(placed(X), Stack()(X)) < 1e-5
+
+
+def test_a_parameter_keeps_its_class_and_a_copy_has_its_own_notes() -> None:
+    model = Stack()
+    placed = graphplan.partition(model, {"cpu": ROOMY}, (X,))
+    weight, own = placed.layers[0].weight, model.layers[0].weight
+    assert type(weight) is Noted
+    assert weight.tripled().shape == own.shape
+    assert weight.scales is not own.scales
+    assert weight.steps == 127
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    model = Stack()
+    model.layers[2].weight.lock = lock = (i for i in range(3))
+    with graphplan.simulate({0: ROOMY}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match=r"layers\.2\.weight\.lock"):
+            placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        assert placed.layers[2].weight.lock is lock
+        assert largest_difference(placed(X), Stack()(X)) < 1e-5
+
+
+def test_a_trace_is_saved_with_them(tmp_path: Path) -> None:
+    for _ in range(2):
+        with graphplan.simulate({0: ROOMY}) as machine:
+            placed = graphplan.partition(Stack(), machine.max_memory, (X,), capture_cache=tmp_path)
+            assert largest_difference(placed(X), Stack()(X)) < 1e-5
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Any:
+    """From the bits of a weight to a Llama of them, as ``from_pretrained`` makes it."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    config = LlamaConfig(vocab_size=200, num_hidden_layers=3, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def load(bits: int, **options: Any) -> LlamaForCausalLM:
+        config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, **options)
+        found = LlamaForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+        )
+        return found.eval()
+
+    return load
+
+
+IDS = torch.arange(2, 20).reshape(2, 9)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_four_bits(quantised: Any, nested: bool, called: bool) -> None:
+    options = {"bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": torch.float32}
+    model, reference = (quantised(4, **options) for _ in range(2))
+    asked = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    with torch.no_grad():
+        want = reference(**asked).logits
+        tokens = reference.generate(**asked, max_new_tokens=4, do_sample=False)
+        if called:  # on a CPU that has such a kernel, weights are packed then
+            model(**asked)
+    with graphplan.simulate({0: 300 << 10, 1: 400 << 10}) as machine:
+        budgets = {**machine.max_memory, "cpu": 1 << 30}
+        options = {"strict": True, "max_length": 16}
+        placed = graphplan.partition(model, budgets, kwargs={**asked, "use_cache": False}, **options)
+        with torch.no_grad():
+            # a CPU's own kernel has its scales in 16 bits
+            assert largest_difference(placed(**asked, use_cache=False).logits, want) < 0.05
+            assert torch.equal(placed.generate(**asked, max_new_tokens=4, do_sample=False).cpu(), tokens)
+        assert placed.state_dict().keys() == reference.state_dict().keys()
+    with torch.no_grad():
+        assert largest_difference(model(**asked).logits, want) < 0.05
+
+
+def test_eight_bits_run_module_by_module(quantised: Any) -> None:
+    model = quantised(8)
+    with torch.no_grad():
+        want = copy.deepcopy(model)(IDS).logits
+        with graphplan.simulate({0: 1 << 20}) as machine:
+            budgets = {**machine.max_memory, "cpu": 1 << 30}
+            with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+                placed = graphplan.partition(model, budgets, (IDS,))
+            assert largest_difference(placed(IDS).logits, want) < 1e-5
+        assert largest_difference(model(IDS).logits, want) < 1e-5
