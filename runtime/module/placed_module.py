@@ -46,7 +46,7 @@ from graphplan.runtime.module.training.missing_gradients import refuse_transform
 from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.weights.storage import like
+from graphplan.runtime.weights.storage import like, with_attributes
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
@@ -337,7 +337,7 @@ def unplace(module: nn.Module) -> nn.Module:
         memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
             memo[id(tensor)].grad = tensor.grad.cpu()
-    made = copy_to_run(plain, memo)
+    made = copy_to_run(plain, with_attributes(plain, memo))
     if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
         join_memory(module, made)
     return made

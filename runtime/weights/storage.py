@@ -16,10 +16,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
-from graphplan.capture.model.attribute_data import plain_data
+from graphplan.capture.model.attribute_data import plain_data, plain_tensors
 from graphplan.capture.model.model_weights import (
     ModelWeights,
-    is_dense,
+    identity,
     named_tensors,
     noted_tensors,
     notes_of,
@@ -102,7 +102,7 @@ def place_model(
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
-    made = become(model, memo)
+    made = become(model, with_attributes(model, memo))
     trace_patched(made)
     files = () if source is None else source.files
     return of_class(made, placed_class(type(model))), [*placing.pages, *files]
@@ -131,7 +131,7 @@ def bring_back(
     for name, tensor in named_tensors(model).items():
         home = here[weights.first[name]]
         memo[id(tensor)] = like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
-    become(model, memo)
+    become(model, with_attributes(model, memo))
 
 
 @dataclass(slots=True)
@@ -264,7 +264,7 @@ def _over(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
     if placed is parameter:
         return parameter
     gradient, parameter.grad = parameter.grad, None
-    made = parameter
+    made, notes = parameter, notes_of(parameter)
     try:
         if may_share_data(parameter, placed):
             parameter.data = placed.data
@@ -273,7 +273,16 @@ def _over(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
     except RuntimeError:  # a weak reference, as an LSTM has, or a graph of autograd
         parameter.grad, made = gradient, placed
     made.grad = None if gradient is None else gradient.to(made.device)
+    vars(made).update(notes)
     return made
+
+
+def with_attributes(model: nn.Module, placed: Mapping[int, Any]) -> dict[int, Any]:
+    """What stands for the tensors of a model, and for attributes that lie in the memory of one as it does."""
+    named = {identity(tensor): tensor for tensor in named_tensors(model).values()}
+    plain = {id(tensor): named.get(identity(tensor)) for *_, tensor in plain_tensors(model)}
+    shared = {key: placed[id(one)].detach() for key, one in plain.items() if one is not None}
+    return {**shared, **placed}
 
 
 def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
@@ -285,10 +294,9 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
         copy_gradient_hooks(original, made)
-        if is_dense(original):
-            vars(made).update(notes_of(original))
-            if type(made) is nn.Parameter and issubclass(type(original), nn.Parameter):
-                made.__class__ = type(original)
+        vars(made).update(notes_of(original))
+        if type(made) is nn.Parameter and issubclass(type(original), nn.Parameter):
+            made.__class__ = type(original)
         return made
     if original.requires_grad:
         return placed.requires_grad_()

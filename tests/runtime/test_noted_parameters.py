@@ -70,7 +70,7 @@ def devices_of_notes(model: nn.Module) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("budget", [ROOMY, 64 << 10])
+@pytest.mark.parametrize("budget", [ROOMY, 48 << 10])
 def test_they_are_weights_of_a_graph(budget: int) -> None:
     model, want = Stack(), Stack()(X)
     with graphplan.simulate({0: budget}) as machine:
@@ -132,6 +132,43 @@ def test_a_parameter_keeps_its_class_and_a_copy_has_its_own_notes() -> None:
     assert weight.tripled().shape == own.shape
     assert weight.scales is not own.scales
     assert weight.steps == 127
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_model_that_is_placed_at_its_first_call(branches: bool) -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(Stack(branches=branches), machine.max_memory)
+        weight = placed.layers[0].weight
+        assert largest_difference(placed(X), Stack()(X)) < 1e-5
+        assert placed.layers[0].weight is weight
+        assert devices_of_notes(placed) == {"sim:0"}
+
+
+class Remembers(nn.Module):
+    """A layer with another attribute over the memory of its weight, as bitsandbytes' 8-bit layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(SIZE, SIZE))
+        self.state = Scales(self.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.state.rows
+        return x @ self.weight
+
+
+def test_an_attribute_that_is_one_with_a_weight_stays_so() -> None:
+    model = nn.Sequential(Remembers(), Remembers())
+    with graphplan.simulate({0: ROOMY}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        plain = graphplan.unplace(placed)
+        for part, device in ((placed[0], "sim:0"), (plain[0], "cpu")):
+            assert str(part.weight.device) == str(part.state.rows.device) == device
+            assert part.state.rows.untyped_storage().data_ptr() == part.weight.untyped_storage().data_ptr()
+        assert plain[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
 def test_what_cannot_be_copied_is_shared() -> None:
@@ -208,4 +245,5 @@ def test_eight_bits_run_module_by_module(quantised: Any) -> None:
             with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
                 placed = graphplan.partition(model, budgets, (IDS,))
             assert largest_difference(placed(IDS).logits, want) < 1e-5
+            assert placed.model.layers[0].mlp.up_proj.state.CB.device.type == "sim"
         assert largest_difference(model(IDS).logits, want) < 1e-5

@@ -75,9 +75,13 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def notes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a parameter that are not of its class: ``weight.no_decay = True``."""
+    """The attributes of a parameter that are not of its class: ``weight.no_decay = True``.
+
+    Those of a wrapper are what it wraps.
+    """
     own = getattr(type(parameter), "own", ())
-    return {name: value for name, value in vars(parameter).items() if name not in own}
+    noted = vars(parameter) if _is_own(parameter) else {}
+    return {name: value for name, value in noted.items() if name not in own}
 
 
 def noted_tensors(
