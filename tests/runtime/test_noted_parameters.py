@@ -171,6 +171,16 @@ def test_an_attribute_that_is_one_with_a_weight_stays_so() -> None:
         assert plain[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
+def test_they_go_to_the_machine_of_their_parameter() -> None:
+    plan = graphplan.plan(Stack(), machines=[{0: 60 << 10}] * 2, args=(X,))
+    assert len(plan.stages) == 2
+    for stage in plan.stages:
+        names = stage.plan.placement.keys()
+        own = {name for name in names if name.endswith("weight")}
+        noted = {f"{name}.scales{inner}.rows" for name in own for inner in ("", ".inner")}
+        assert names == own | noted
+
+
 def test_what_cannot_be_copied_is_shared() -> None:
     model = Stack()
     model.layers[2].weight.lock = lock = (i for i in range(3))

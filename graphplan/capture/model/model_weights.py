@@ -18,7 +18,8 @@ class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.
 
     ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
-    maps every name to the first. ``plain`` maps names of plain attributes to tensors that are no weights.
+    maps every name to the first. ``noted`` has the names of those that are noted on parameters. ``plain`` maps
+    names of plain attributes to tensors that are no weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,8 +32,10 @@ class ModelWeights:
             for path, part in model.named_modules(remove_duplicate=False)
             for name in part._buffers.keys() - part._non_persistent_buffers_set
         }
+        named = named_tensors(model)
+        self.noted = named.keys() - self.parameters - dict(model.named_buffers(remove_duplicate=False)).keys()
         self.identities: dict[Any, str] = {}
-        for name, tensor in named_tensors(model).items():
+        for name, tensor in named.items():
             first = self.identities.setdefault(identity(tensor), name)
             self.first[name] = first
             self.names.setdefault(first, []).append(name)

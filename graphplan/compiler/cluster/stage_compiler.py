@@ -11,7 +11,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import ModelWeights, module_at
+from graphplan.capture.model.model_weights import ModelWeights, module_at, named_tensors
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.compile_state import Choice, CompileState, Member
@@ -19,7 +19,7 @@ from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
 from graphplan.devices.topology import CPU, DeviceKey, Topology
-from graphplan.errors import InputError
+from graphplan.errors import InputError, PlanError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import Crossing
 from graphplan.ir.schedule import Assignment, Schedule
@@ -149,16 +149,22 @@ def stage_source(
 
 
 def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
-    """A module with these weights of a model, which it shares: each under all of its names."""
+    """A module with these weights of a model, which it shares: each under all of its names.
+
+    Raises:
+        PlanError: one is noted on a parameter that is not among them.
+    """
     root, wanted = StageModule(), set(names)
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
-        if first in wanted:
+        if first in wanted and name not in weights.noted:  # what is comes with its parameter
             path, _, own = name.rpartition(".")
             part, tensor = module_at(root, path), weights.tensors[first]
             if name in weights.parameters:
                 part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
             else:
                 part.register_buffer(own, tensor, persistent=name in weights.persistent)
+    for name in wanted - named_tensors(root).keys():
+        raise PlanError(f"{name!r} is noted on a parameter that is in another stage: make it a buffer")
     return root.eval()
 
 
