@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,6 +125,46 @@ def test_what_cannot_be_looked_into_runs_module_by_module(make: Callable[[], Any
             agree(placed, model, ours, theirs)
         for one, other in zip(kept(ours), kept(theirs), strict=True):
             assert largest_difference([one.cpu()], [other]) < 1e-5
+
+
+class History(deque[Any]):
+    """Has a ``__dict__``, and more than that."""
+
+
+class PlainCache:
+    """Of the caller's: ``kind`` of its keys that a graph cannot look into."""
+
+    def __init__(self, kind: Callable[[], Any]) -> None:
+        self.keys = kind()
+
+
+@dataclasses.dataclass(slots=True)
+class SlotsCache:
+    keys: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Returning(nn.Module):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make, self.linear = make, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, Any]:
+        cache = self.make() if cache is None else cache
+        cache.keys.append(self.linear(x))
+        return cache.keys[-1].sum(-1), cache
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("make", [partial(PlainCache, History), partial(PlainCache, deque), SlotsCache])
+def test_a_returned_cache_has_what_eager_puts_into_it(make: Callable[[], Any], given: bool) -> None:
+    model, x = Returning(make).eval(), torch.randn(2, 8)
+    args = (x, make()) if given else (x,)
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+            placed = graphplan.partition(model, machine.max_memory, args)
+        (found, ours), (expected, theirs) = (run(x, *map(copy.deepcopy, args[1:])) for run in (placed, model))
+        assert largest_difference(found, expected) < 1e-5
+        assert largest_difference([one.cpu() for one in ours.keys], list(theirs.keys)) < 1e-5
 
 
 def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:

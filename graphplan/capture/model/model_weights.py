@@ -18,7 +18,7 @@ class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.
 
     ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
-    maps every name to the first. ``noted`` has the names of those that are noted on parameters. ``plain`` maps
+    maps every name to the first. ``noted`` has the names of those noted on parameters. ``plain`` maps
     names of plain attributes to tensors that are no weights.
     """
 

@@ -32,6 +32,7 @@ from graphplan.capture.structure import (
     CONSTANTS,
     Given,
     Returned,
+    flatten,
     know,
     know_containers,
     leaves_of,
@@ -166,6 +167,8 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
         changes, marks = contents.changes()
         know_containers((result, changes))
         tell_torch()
+        for _, returned in caches_at(flatten(result)[1]):
+            _refuse_opaque("a cache that forward returns", layout_of(returned))
         if not caches and not changes:
             return result
         for name, cache in caches.items():
@@ -271,13 +274,26 @@ def _can_be_made(value: Any) -> bool:
     """Whether an object is no more than its items, or what its ``__dict__`` has."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         return not isinstance(value, defaultdict)
-    in_slots = isinstance(object.__getstate__(value), tuple)
-    return hasattr(value, "__dict__") and not in_slots
+    # one with slots, or a subclass of ``deque`` or the like, is larger than a plain object
+    return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Plain.__basicsize__
+
+
+class _Plain:
+    """An object that has a ``__dict__`` alone."""
 
 
 def refuse_opaque(name: str, cache: Any) -> None:
     """Raise NoGraphError where a cache, of this argument, has an attribute that cannot be looked into."""
-    opaque = [part.value for _, part in _flatten(cache)[1].walk() if part.kind == "opaque"]
+    _refuse_opaque(name, _flatten(cache)[1])
+
+
+def _refuse_opaque(name: str, layout: LayoutPart) -> None:
+    if layout.kind == "opaque":
+        raise NoGraphError(
+            f"{name} is a {layout.cls.__qualname__}, which may hold tensors in slots, that a graph does not "
+            "see: keep them in attributes, lists, tuples or dicts"
+        )
+    opaque = [part.value for _, part in layout.walk() if part.kind == "opaque"]
     if opaque:
         raise NoGraphError(
             f"{name} has an attribute {opaque[0]}, which may hold tensors that a graph does not see: keep "
