@@ -167,6 +167,56 @@ def test_a_returned_cache_has_what_eager_puts_into_it(make: Callable[[], Any], g
         assert largest_difference([one.cpu() for one in ours.keys], list(theirs.keys)) < 1e-5
 
 
+class KeyCache:
+    """Keys and values in lists, as transformers' older caches had them."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer == len(self.keys):
+            self.keys.append(k)
+            self.values.append(v)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], k], 2)
+            self.values[layer] = torch.cat([self.values[layer], v], 2)
+        return self.keys[layer], self.values[layer]
+
+
+class PlainDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.layers = nn.ModuleList(nn.Linear(32, 96) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, cache: KeyCache) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for index, layer in enumerate(self.layers):
+            q, k, v = (part[:, None] for part in layer(x).chunk(3, -1))
+            k, v = cache.update(k, v, index)
+            new, all_ = q.shape[2], k.shape[2]
+            seen = torch.ones(new, all_, dtype=torch.bool, device=q.device).tril(all_ - new)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)[:, 0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("max_length", [64, None])
+def test_a_cache_of_a_plain_decoder_grows_within_two_plans(max_length: int | None) -> None:
+    model, ids = PlainDecoder().eval(), torch.randint(0, 50, (1, 5))
+    with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
+        budgets = {**machine.max_memory, "cpu": "4MiB"}
+        placed = graphplan.partition(model, budgets, (ids, KeyCache()), max_length=max_length)
+        ours, theirs = KeyCache(), KeyCache()
+        for step in range(20):
+            new = ids[:, : 1 + step % 3] if step else ids
+            assert largest_difference(placed(new, ours), model(new, theirs)) < 1e-5
+        assert len(placed.plans) == 2
+        if max_length is not None:
+            with pytest.raises(graphplan.LimitError, match="max_length=64"):
+                placed(torch.randint(0, 50, (1, 70)), ours)
+
+
 def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:
     model = llama()
     ours, theirs = DynamicCache(), DynamicCache()

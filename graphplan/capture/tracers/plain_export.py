@@ -37,6 +37,7 @@ from graphplan.capture.tracers.exported_program import from_program, require_ser
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
+from graphplan.capture.transformers.cache_sizes import with_tokens
 from graphplan.capture.transformers.caches import with_changes
 from graphplan.errors import InputError
 
@@ -95,7 +96,7 @@ def export_plain(
 def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, keep_grad: bool) -> Capture:
     """The capture in which all sizes and numbers are symbols that the model does not fix."""
     given = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
-    roles = plain_roles(call.leaves, sizes=sizes, ones=ones)
+    roles = with_tokens(plain_roles(call.leaves, sizes=sizes, ones=ones), call, ones=ones)
     each = iter(roles)
     shapes = {name: shapes_for(value, each) for name, value in given.items()}
     with (

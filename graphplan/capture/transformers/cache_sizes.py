@@ -9,14 +9,15 @@ blocks are given the same, so that one can stand for the others::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from graphplan.capture.signature import BoundCall
 from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, Roles
 from graphplan.capture.structure import flatten
-from graphplan.capture.transformers.caches import LayoutPart, layout_of
+from graphplan.capture.transformers.caches import LayoutPart, caches_at, layout_of
 
 
 def cache_roles(cache: Any, batch: int | None) -> list[Roles]:
@@ -25,6 +26,18 @@ def cache_roles(cache: Any, batch: int | None) -> list[Roles]:
     return [
         _roles(leaf, grows, batch) for leaf, (_, grows) in zip(leaves, _places(layout_of(spec)), strict=True)
     ]
+
+
+def with_tokens(roles: Sequence[Roles], call: BoundCall, *, ones: bool) -> list[Roles]:
+    """The roles of the leaves of a call, where tensors in caches grow by lengths; those of 1 if ``ones``."""
+    found = list(roles)
+    for start, spec in caches_at(call.spec):
+        for index, (_, grows) in enumerate(_places(layout_of(spec)), start):
+            leaf = call.leaves[index]
+            if isinstance(leaf, torch.Tensor):
+                axes = [axis for axis in grows or () if ones or leaf.shape[axis] != 1]
+                found[index] = {**found[index], **dict.fromkeys(axes, LENGTH)}
+    return found
 
 
 def take_for_one(cache: Any, example: Any, roles: list[Roles]) -> None:
