@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_exported, never_compiled
-from graphplan.capture.model.model_weights import named_tensors
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, bind_call
@@ -46,7 +46,7 @@ from graphplan.runtime.module.training.missing_gradients import refuse_transform
 from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.weights.storage import like, with_attributes
+from graphplan.runtime.weights.storage import in_host_memory
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
@@ -332,12 +332,13 @@ def unplace(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")
-    plain, memo = unplaced(module, wrapped=True), dict[int, Any]()
-    for tensor in named_tensors(plain).values():
-        memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
-        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            memo[id(tensor)].grad = tensor.grad.cpu()
-    made = copy_to_run(plain, with_attributes(plain, memo))
+    plain = unplaced(module, wrapped=True)
+    weights = ModelWeights(plain)
+    memo = in_host_memory(plain, weights, weights.tensors)
+    for parameter in plain.parameters():
+        if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
+            memo[id(parameter)].grad = parameter.grad.cpu()
+    made = copy_to_run(plain, memo)
     if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
         join_memory(module, made)
     return made

@@ -7,7 +7,7 @@ next to each other, so that they need not be copied together later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,11 +127,19 @@ def bring_back(
         for device in (here[name], layout.devices[name])
         if device.type != CPU
     }
-    memo: dict[int, object] = {}
+    become(model, in_host_memory(model, weights, [name for name in here if here[name] in changed]))
+
+
+def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]) -> dict[int, Any]:
+    """By the identity of each tensor of a model, what it is once these weights of it are in CPU memory.
+
+    What is one weight stays one, whether it is one object or two over one memory.
+    """
+    brought = {name: weights.tensors[name].detach().cpu() for name in names}
+    memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model).items():
-        home = here[weights.first[name]]
-        memo[id(tensor)] = like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
-    become(model, with_attributes(model, memo))
+        memo[id(tensor)] = like(tensor, brought.get(weights.first[name], tensor), memo)
+    return with_attributes(model, memo)
 
 
 @dataclass(slots=True)

@@ -57,6 +57,20 @@ def test_a_call_without_room_moves_weights_once() -> None:
         assert isinstance(placed[0][0].weight, nn.Parameter)
 
 
+def test_two_parameters_over_one_memory_move_as_one_weight() -> None:
+    model = layers()
+    model[2][0].weight = nn.Parameter(model[0][0].weight.data)
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
+            same(model, placed, 128)
+        with torch.no_grad():
+            for part in (model, placed):
+                part[0][0].weight.mul_(2)
+        same(model, placed, 4, 128)
+        assert torch.equal(placed[2][0].weight.cpu(), model[2][0].weight)
+
+
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_a_move_lets_go_of_the_inputs_that_it_was_made_for() -> None:
     model = layers()

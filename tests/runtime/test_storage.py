@@ -310,6 +310,15 @@ def test_the_plain_model_takes_no_memory_of_accelerators() -> None:
         assert largest_difference(plain(X), model(X)) < 1e-5
 
 
+def test_two_parameters_over_one_memory_are_one_weight_of_the_plain_model_too() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    with placed_model(model) as (placed, _, _):
+        plain = graphplan.unplace(placed)
+        assert plain[0].weight is not plain[1].weight
+        assert plain[0].weight.data_ptr() == plain[1].weight.data_ptr()
+
+
 def test_what_saves_and_looks_for_ties_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.pytorch_utils import id_tensor_storage
