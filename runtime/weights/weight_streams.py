@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.model.model_weights import tensor_bytes
+from graphplan.capture.model.model_weights import identity, tensor_bytes
 from graphplan.devices.topology import CPU, round_up
 from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, PrefetchSegment
 from graphplan.message_text import readable_bytes
@@ -132,13 +132,13 @@ class _LoadedSegment:
             shaped(self.place[offset : offset + tensor_bytes(weight)], weight)
             for offset, weight in zip(segment.offsets, weights, strict=True)
         )
-        self.addresses = tuple(weight.data_ptr() for weight in weights)
+        self.layouts = tuple(map(_layout, weights))
         self.host = weights[0].device
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
         """Enqueue the copy, behind the last reader of what is in the slot."""
         self.queues.copies_wait(self.free)
-        in_place = tuple(weight.data_ptr() for weight in weights) == self.addresses
+        in_place = tuple(map(_layout, weights)) == self.layouts
         staging = self.call.storage.staging
         if in_place and self.parts and staging is not None:
             staging.copy(self.place, self.parts)
@@ -235,8 +235,8 @@ class ModuleStreams:
 
         Args:
             prefetch_buffers: by the accelerator that they are on.
-            weights: name -> tensor on the host; of a part, the whole. The data of each that is streamed
-                is replaced by its copy in the pages.
+            weights: all of the module, and parts: name -> tensor; of a part, the whole. The data of each that
+                is streamed is replaced by its copy in the pages, in all tensors over that memory.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._gather(prefetch_buffers, weights)
@@ -259,8 +259,13 @@ class ModuleStreams:
             return
         total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
         pages = HostPages(total, pinned=any(device.type == "cuda" for device in prefetch_buffers))
+        of_one_memory: dict[Any, list[torch.Tensor]] = {}
+        for tensor in weights.values():
+            of_one_memory.setdefault(identity(tensor), []).append(tensor)
         for tensor in wanted:
-            tensor.data = pages.reserve(tensor.data).copy_(tensor.data)
+            data = pages.reserve(tensor.data).copy_(tensor.data)
+            for same in of_one_memory[identity(tensor)]:
+                same.data = data
         self.pages.append(pages)
 
     def _pages_of(self, tensor: torch.Tensor) -> Pages | None:
@@ -285,6 +290,11 @@ class ModuleStreams:
                 planned = tuple(first + offset for offset in segment.offsets)
                 return pages.bytes_at(first, segment.nbytes) if tuple(addresses) == planned else None
         return None
+
+
+def _layout(weight: torch.Tensor) -> tuple[int, tuple[int, ...], bool]:
+    """Where a weight lies, and what its bytes there stand for: its ``data`` may become a view of itself."""
+    return weight.data_ptr(), weight.stride(), weight.is_conj()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

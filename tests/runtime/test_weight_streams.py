@@ -172,6 +172,29 @@ def test_a_replaced_parameter_is_read_where_it_is() -> None:
         assert largest_difference(placed(X), other(X)) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("turned", [torch.t, torch.Tensor.conj])
+def test_a_parameter_whose_data_becomes_a_view_of_itself_is_read_so(turned: Any) -> None:
+    dtype = torch.complex64 if turned is torch.Tensor.conj else torch.float32
+    model, x = Blocks().eval().to(dtype), X.to(dtype)
+    with streamed(model, args=(x,)) as (placed, _, _):
+        for one in (placed, model):
+            one.blocks[2].weight.data = turned(one.blocks[2].weight.data)
+        torch.testing.assert_close(placed(x), model(x))
+
+
+def test_two_parameters_over_one_memory_stay_one_weight() -> None:
+    model = Blocks().eval()
+    model.blocks[3].weight = nn.Parameter(model.blocks[1].weight.data)
+    with streamed(model, pin={name: "cpu" for name in PIN if name != "blocks.3.weight"}) as (placed, _, _):
+        for one in (placed, model):
+            with torch.no_grad():
+                one.blocks[1].weight.mul_(-1)
+        assert torch.equal(placed.blocks[3].weight, model.blocks[3].weight)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        assert len(placed.plans) == 1
+
+
 def test_converted_parameters_are_refused() -> None:
     with streamed() as (placed, _, _):
         placed.blocks[1].weight.data = placed.blocks[1].weight.data.double()
