@@ -6,8 +6,12 @@ The parameter is the model's own, whole. Its part is copied anew when torch has 
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphplan._compat.torch import storage_of
 from graphplan.ir.graph_elements import Weight
 from graphplan.message_text import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
@@ -24,7 +28,7 @@ class ResidentPart:
 
     def __init__(self, part: Weight, whole: torch.Tensor, device: torch.device) -> None:
         self.part, self.shape, self.host = part, whole.shape, whole.device
-        self.state = _state(whole)
+        self._note(whole)
         with allocating(device, f"{part.name!r} of {readable_bytes(part.nbytes)}"):
             self.copy = rows_of(whole, part).to(device, copy=True)
 
@@ -33,15 +37,19 @@ class ResidentPart:
 
     def current(self, weight: torch.Tensor) -> torch.Tensor:
         """The part, with the values that the weight has now."""
-        state = _state(weight)
-        if state != self.state:
+        if _state(weight) != self.state:
             require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
             with torch.no_grad():
                 self.copy.copy_(rows_of(weight, self.part))
-            self.state = state
+            self._note(weight)
         return self.copy
 
+    def _note(self, weight: torch.Tensor) -> None:
+        """This is the weight that was copied. As long as it is known, no other storage has its identity."""
+        self.state, self.storage = _state(weight), StorageWeakRef(weight.untyped_storage())
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor is, and how often it was written to; inference tensors do not count that."""
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    version = -1 if tensor.is_inference() else tensor._version
+    return storage_of(tensor), tensor.storage_offset(), tensor.stride(), version

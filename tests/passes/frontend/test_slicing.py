@@ -427,6 +427,16 @@ def test_changes_of_the_parameter_are_seen() -> None:
         )
 
 
+def test_another_tensor_at_the_same_address_is_seen() -> None:
+    memory, values = budgets(WHOLE), torch.empty(ROWS, WIDTH).numpy()
+    with graphplan.simulate(memory) as machine:
+        placed, model, x = sliced_head(machine, memory)
+        for _ in range(2):
+            values[:] = torch.randn(ROWS, WIDTH).numpy()
+            placed.head.weight.data = model.head.weight.data = torch.from_numpy(values)
+            assert relative(placed(x), model(x)) <= 1e-6
+
+
 def test_a_converted_parameter_is_refused() -> None:
     memory = budgets(WHOLE)
     with graphplan.simulate(memory) as machine:
