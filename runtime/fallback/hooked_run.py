@@ -81,10 +81,11 @@ class HookedRun:
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
         running = _Running(module, device or self.device)
+        if device is not None:
+            running.bring({id(own): one.here for outer in self.running for *_, own, one in outer.kept})
         self.running.append(running)
         if device is None:
             return args, kwargs
-        running.bring()
         layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
@@ -125,49 +126,54 @@ class _Running:
     Attributes:
         module: itself.
         device: where it computes.
-        kept: the places of its own tensors that are elsewhere, with their copies.
+        kept: the places of its own tensors that others stand for while it runs, with them and their copies.
         given: what it has in place of its inputs' tensors.
         copies: those of its inputs' tensors.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.kept: list[tuple[dict[str, Any], str, _Copy]] = []
+        self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
         self.copies: list[_Copy] = []
         self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
 
-    def bring(self) -> None:
-        """Have copies on the device in place of its own tensors that are elsewhere."""
+    def bring(self, standing: dict[int, torch.Tensor]) -> None:
+        """Have copies on the device in place of its own tensors that are elsewhere.
+
+        ``standing``: by their ids, what stands for tensors already, and holds what was written to them.
+        """
         for table in (self.module._parameters, self.module._buffers):
             for name, tensor in table.items():
-                if tensor is not None and tensor.device != self.device:
-                    with torch.inference_mode(False):  # tensors that are made in it have no version
-                        one = _Copy(tensor, _brought(tensor, self.module, self.device))
-                    self.kept.append((table, name, one))
-                    table[name] = one.here  # type: ignore[assignment]  # read while it runs
+                if tensor is None or (tensor.device == self.device and id(tensor) not in standing):
+                    continue
+                source = standing.get(id(tensor), tensor)
+                with torch.inference_mode(False):  # tensors that are made in it have no version
+                    here = source if source.device == self.device else moved(source, self.device)
+                    if here is not source:
+                        _note_like(tensor, here, self.module)
+                self.kept.append((table, name, tensor, _Copy(source, here)))
+                table[name] = standing[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(self.module)
 
     def put_back(self) -> None:
         """Have the tensors again, with what was written to their copies."""
-        for table, name, one in self.kept:
+        for table, name, tensor, one in self.kept:
             found = table[name]
             # kernels of BatchNorm write to buffers without a change of version
             statistics = table is self.module._buffers and not one.here.requires_grad
-            if found is one.here and (statistics or one.written):
+            if found is one.here and one.here is not one.original and (statistics or one.written):
                 one.give_back()
             anew = found is not None and found is not one.here  # the model has made another
-            table[name] = found.to(one.original.device) if anew else one.original
+            table[name] = found.to(tensor.device) if anew else tensor
         _tell_recurrent(self.module)
 
 
-def _brought(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
-    """A copy of a module's tensor, and of what is noted on it, on a device."""
-    found = moved(tensor, device)
+def _note_like(tensor: torch.Tensor, here: torch.Tensor, module: nn.Module) -> None:
+    """Note on a copy what is noted on a module's parameter, with tensors where the copy is."""
     if isinstance(tensor, nn.Parameter) and (notes := notes_of(tensor)):
         noted = [table[key] for _, table, key in noted_tensors(tensor)]
-        memo = {id(module): module, **{id(one): moved(one, device) for one in noted}}
-        vars(found).update(copy.deepcopy(notes, memo))
-    return found
+        memo = {id(module): module, **{id(one): moved(one, here.device) for one in noted}}
+        vars(here).update(copy.deepcopy(notes, memo))
 
 
 @outside_inference_mode  # tensors that are made in it have no version

@@ -209,6 +209,44 @@ def test_buffers_are_written_once_for_a_call() -> None:
         assert all(float(found[f"blocks.{i}.calls"]) == 3 for i in range(4))
 
 
+class Counted(nn.Module):
+    """Counts in a buffer that its model has too."""
+
+    def __init__(self, calls: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("calls", calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+class Shares(nn.Module):
+    """No graph has it; its bytes are on another device than the buffer that it shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("calls", torch.zeros(()))
+        self.block, self.counted = Block(), Counted(self.calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.counted(self.block(x))
+        return x * self.calls if float(x.detach().sum()) > 0 else x * -self.calls
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_what_a_submodule_writes_to_a_buffer_that_its_model_shares_is_seen() -> None:
+    model = Shares().eval()
+    with graphplan.simulate({0: "44KiB", 1: "16KiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        assert placed.counted.calls.device != placed.block.up.weight.device
+        for calls in (1, 2, 3):
+            assert largest_difference(placed(X), model(X)) < 1e-5
+            assert float(placed.calls) == float(placed.counted.calls) == calls
+
+
 def test_weights_that_are_loaded_later_are_used() -> None:
     other = Early()
     with torch.no_grad():
