@@ -70,6 +70,7 @@ class _StepCall:
     code: Code
     tensors: list[Any]
     back: list[tuple[torch.Tensor, torch.Tensor]]
+    homes: Sequence[torch.device]  # of the inputs that have gradients
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
@@ -127,7 +128,10 @@ class _StepCall:
         given = [t if t is None or t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = run([saved, *given])
-        return [None if gradient is None else gradient.to(host).resolve_conj() for gradient in found]
+        return [
+            None if gradient is None else gradient.to(home).resolve_conj()
+            for gradient, home in zip(found, self.homes, strict=True)
+        ]
 
 
 class _Step(torch.autograd.Function):
@@ -192,8 +196,8 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
         raise PlanError(_TRANSFORMED)
     tensors, back = take_inputs(program, served)
-    call = _StepCall(module, state, program, code, tensors, back)
     inputs = [served.leaves[index] for index in program.backward.inputs]
+    call = _StepCall(module, state, program, code, tensors, back, [leaf.device for leaf in inputs])
     del tensors
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)

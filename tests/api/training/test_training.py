@@ -794,6 +794,28 @@ def test_gradients_of_inputs() -> None:
     assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
 
 
+def test_gradients_of_inputs_are_where_each_input_is() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * y).sum()
+
+    model, x, y = Product(), *torch.randn(2, 3, 8)
+    eager = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine, short_search():
+        mine = [x.clone().requires_grad_(), y.to("sim:0").requires_grad_()]
+        placed = partitioned(machine, model, kwargs=dict(zip("xy", eager, strict=True)))
+        placed(*mine).backward()
+        model(*eager).backward()
+        for one, other in zip(mine, eager, strict=True):
+            assert one.grad is not None
+            assert one.grad.device == one.device
+            assert torch.allclose(one.grad.cpu(), other.grad, atol=1e-6)
+
+
 # -- what is saved less ---------------------------------------------------------------------------------
 
 
