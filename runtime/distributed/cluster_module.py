@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
-from graphplan.capture.signature import BoundCall, bind_call, leaf_names
+from graphplan.capture.signature import BoundCall, bind_call, leaf_names, same_constant
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
@@ -59,7 +59,7 @@ class Form:
     """What decides how a call is run.
 
     Attributes:
-        call: names, sizes, and what is no tensor.
+        call: structure, names, sizes, and what is no tensor.
         caches_stay: whether each rank keeps the caches of its own layers, as while text is generated.
         trains: whether a backward pass follows.
     """
@@ -295,11 +295,26 @@ def _empty(wire: Wire, count: int) -> torch.Tensor:
 
 
 def _described(call: BoundCall) -> tuple[Any, ...]:
-    """Names, sizes, and what is no tensor."""
+    """Structure, names, sizes, and what is no tensor."""
 
     def described(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return str(leaf.dtype), tuple(leaf.shape)
-        return repr(leaf) if isinstance(leaf, _SIMPLE) else type(leaf).__name__  # others may show addresses
+        return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
 
-    return (*leaf_names(call), *map(described, call.leaves))
+    return (_Constant(call.spec), *leaf_names(call), *map(described, call.leaves))
+
+
+class _Constant:
+    """What is no tensor: equal where a graph computes the same, and shown the same in all processes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and same_constant(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        simple = isinstance(self.value, _SIMPLE)
+        return repr(self.value) if simple else type(self.value).__name__  # others may show addresses

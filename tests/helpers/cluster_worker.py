@@ -9,6 +9,7 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import enum
 import inspect
 import itertools
 import os
@@ -331,6 +332,36 @@ def no_batches() -> None:
             say(f"rows {difference(placed(*given), rows(*given)) < 1e-6}")
         except graphplan.InputError as error:
             say(f"InputError: {error}")
+
+
+class Turn(enum.Enum):
+    """An argument that is neither a tensor nor plain data."""
+
+    SIGN, SQUARE = 1, 2
+
+
+class Options(torch.nn.Module):
+    """What it computes depends on arguments that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def forward(
+        self, x: torch.Tensor, turn: Turn | None = None, added: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        x = self.layers(x)
+        x = x if turn is None else -x if turn is Turn.SIGN else x * x
+        return x if added is None else x + 1
+
+
+def constants() -> None:
+    """Calls that differ in what is no tensor, the last two in the structure alone."""
+    torch.manual_seed(0)
+    model, x = Options().eval(), torch.randn(4, 8)
+    placed = divided(model, {"x": x}, 1)
+    for options in ({}, {"turn": Turn.SIGN}, {"turn": Turn.SQUARE}, {"added": []}):
+        say(f"{difference(placed(x, **options), model(x, **options)) < 1e-6}")
 
 
 def weights() -> None:
@@ -706,6 +737,7 @@ CASES: dict[str, Callable[..., None]] = {
     "generation": generation,
     "interleaved": interleaved,
     "no_batches": no_batches,
+    "constants": constants,
     "interleaved_more": interleaved_more,
     "memory": memory,
     "plain": plain,

@@ -74,7 +74,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
-    cases = ["plain", "--", "differs", "--", "no_batches", "--", "profile", str(traces)]
+    cases = ["plain", "--", "differs", "--", "no_batches", "--", "constants", "--", "profile", str(traces)]
     if TRAINS:
         cases += [
             "--",
@@ -216,6 +216,11 @@ def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
         assert then == "then True"
         assert rows == ["rows True"] * 3
         assert "InputError: last has 4 rows, and the batch has 2" in other
+
+
+def test_calls_that_differ_in_what_is_no_tensor(three: list[dict[str, str]]) -> None:
+    for cases in three:
+        assert said(cases["constants"]) == ["True"] * 4
 
 
 def test_calls_of_other_sizes_on_one_rank_are_found(two: list[dict[str, str]]) -> None:
