@@ -87,6 +87,11 @@ class _CallProgress:
         self.storage.enter(self.user)
         self.left = segments
 
+    def resume(self) -> None:
+        """A further segment is about to be loaded: by a backward pass, other calls may have come before."""
+        if self.storage.user is not self.user:
+            self.storage.enter(self.user)
+
     def released(self) -> None:
         """One more segment is released; that of the last ends the call."""
         self.left -= 1
@@ -201,6 +206,8 @@ class WeightStream:
         """Enqueue the copy of a segment; that of the first begins a call."""
         if index == 0:
             self.call.begin(len(self.segments))
+        else:
+            self.call.resume()
         segment = self.segments[index]
         segment.load(weights)
         return segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,13 @@ def run_with_clocks(
     machine: Any, placed: Any, calls: list[tuple[Any, ...]], queues: type[ClockedQueues] = ClockedQueues
 ) -> tuple[list[str], int, list[Any]]:
     """Races, accesses and results of calls of a placed module, by what its operations really touch."""
+    return clocked(machine, placed, lambda: [placed(*args) for args in calls], queues)
+
+
+def clocked(
+    machine: Any, placed: Any, run: Callable[[], Any], queues: type[ClockedQueues] = ClockedQueues
+) -> tuple[list[str], int, Any]:
+    """As :func:`run_with_clocks`, of code that calls a placed module."""
     state = placed._graphplan
     state.streams = streams = ModuleStreams(lambda device: queues())
     state.codes.clear()
@@ -119,7 +127,7 @@ def run_with_clocks(
                 storage.queues.watch(storage.bytes, read, written)
 
     machine.watch = watch
-    results = [placed(*args) for args in calls]
+    results = run()
     machine.watch = None
     logs = [storage.queues.log for storage in streams.storages.values()]
     return [race for log in logs for race in log.races], sum(len(log.accesses) for log in logs), results
@@ -157,6 +165,28 @@ def rebuild_with_slots(placed: Any, slots: int, x: torch.Tensor) -> None:
     captured = compiler.captures.known[0].capture
     call = compiler.model_copy.bind((x,), {})
     state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made, call))
+
+
+def test_a_backward_pass_follows_an_evaluation_that_came_between() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    x, budgets = torch.ones(1, 32), {0: 64 * KIB, "cpu": 1 << 30}
+    pin = {f"{i}.weight": "cpu" for i in range(4)}
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, budgets, args=(x,), pin=pin, train=True, cpu_compute=False)
+        assert list(placed.plan.schedule.loads())
+
+        def run() -> None:
+            results = [placed(x), placed(x)]
+            with torch.no_grad():
+                placed(x)
+            for result in reversed(results):
+                result.sum().backward()
+            placed(x).sum().backward()
+
+        run()
+        races, accesses, _ = clocked(machine, placed, run)
+        assert races == []
+        assert accesses
 
 
 class LeakyQueues(ClockedQueues):
