@@ -44,6 +44,10 @@ _CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_back
 Hook = tuple[int, str, int]
 """The place of its submodule, its table, its number there."""
 
+_ANOTHER_WAY = (
+    "graphplan runs this model without a graph, its modules {}, as another call was found to run. If eager "
+    "runs this one, partition the model with it as the example"
+)
 _GONE = object()  # in place of an attribute that is not there
 
 
@@ -82,7 +86,12 @@ class Untraced:
         _refuse_autocast(plain)
         device = device_of_inputs(call)
         self.way = self.way or _first_way(plain, entry, call, device, self.main, keeps_grad)
-        return run_hooked(plain, entry, HookedRun(self.way, device, self.main), call.args, call.kwargs)
+        running = HookedRun(self.way, device, self.main)
+        try:
+            return run_hooked(plain, entry, running, call.args, call.kwargs)
+        except RuntimeError as error:
+            error.add_note(_ANOTHER_WAY.format(self.way.name))
+            raise
 
 
 @dataclass

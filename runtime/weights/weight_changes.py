@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
 
 
@@ -27,7 +28,7 @@ def require_planned(
 def require_in_place(
     module: nn.Module, convert: Callable[[nn.Module], Any], welcome: torch.device | None
 ) -> None:
-    """Raise PlanError where a conversion would move or convert a weight of a placed module.
+    """Raise PlanError where a conversion would move, share or convert a weight of a placed module.
 
     Args:
         module: the placed module.
@@ -46,6 +47,11 @@ def require_in_place(
                 f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would "
                 f"be {made.dtype} on {made.device}. Leave the move out, or convert and partition again "
                 "what graphplan.unplace(model) gives back: the plain model on the CPU"
+            )
+        if device.type == CPU and made.is_shared():
+            raise PlanError(
+                "share_memory() would move the weights of a placed model: share those of the plain one, "
+                "which graphplan.unplace(model) gives back, and place that in each process"
             )
 
 

@@ -299,6 +299,15 @@ def test_load_state_dict_writes_where_weights_are() -> None:
         assert largest_difference(placed(X), other(X)) < 1e-5
 
 
+def test_sharing_with_other_processes_is_an_error_that_says_what_to_do() -> None:
+    with graphplan.simulate({0: 1 << 20, "cpu": 1 << 30}) as machine:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+        placed = graphplan.partition(model, machine.max_memory, (X,), pin={"0.weight": "cpu"})
+        with pytest.raises(graphplan.PlanError, match="share those of the plain one"):
+            placed.share_memory()
+        assert graphplan.unplace(placed).share_memory()[0].weight.is_shared()
+
+
 def test_the_plain_model_takes_no_memory_of_accelerators() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
     with placed_model(model) as (placed, _, machine):

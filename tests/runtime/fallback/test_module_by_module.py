@@ -209,6 +209,28 @@ def test_buffers_are_written_once_for_a_call() -> None:
         assert all(float(found[f"blocks.{i}.calls"]) == 3 for i in range(4))
 
 
+class Mixes(nn.Module):
+    """No graph has it; if asked to, it adds what two submodules return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, *, mixed: bool = False) -> torch.Tensor:
+        y = self.one(x)
+        z = self.two(y)
+        return z + y if mixed else z if float(z.detach().sum()) < 1e9 else y
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_call_that_does_not_run_as_the_example_says_what_to_do() -> None:
+    with graphplan.simulate({0: "4KiB", 1: "4KiB"}) as machine:
+        placed = graphplan.partition(Mixes().eval(), machine.max_memory, (X,))
+        with pytest.raises(RuntimeError, match="same device") as caught:
+            placed(X, mixed=True)
+    assert "partition the model with it as the example" in caught.value.__notes__[0]
+
+
 class Counted(nn.Module):
     """Counts in a buffer that its model has too."""
 
