@@ -251,6 +251,12 @@ def in_grad_transform() -> bool:
     return any(level.key() == functorch.TransformType.Grad for level in levels)
 
 
+def in_replica() -> bool:
+    """Whether this process runs the forward pass of a ``DistributedDataParallel``, for a backward pass."""
+    replicated = torch.nn.parallel.DistributedDataParallel
+    return private(replicated, "_active_ddp_module", "torch") is not None
+
+
 def forget_kernels(operation: Any) -> None:
     """Let an operation look for its kernels in ``py_kernels`` again."""
     private(operation, "_dispatch_cache", "torch").clear()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from graphplan._compat.torch import accumulates, in_forward_mode, in_transform, storage_of
+from graphplan._compat.torch import accumulates, in_forward_mode, in_replica, in_transform, storage_of
 from graphplan.capture.model.model_weights import named_tensors
 from graphplan.errors import PlanError
 from graphplan.runtime.module.dispatch import Served
@@ -48,6 +48,11 @@ _SECOND = (
 _TRANSFORMED = (
     "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
     "gradients, place the model with grad=True instead of train=True"
+)
+_REPLICATED = (
+    "DistributedDataParallel sums gradients over processes by hooks that autograd runs, and a planned "
+    "training step has its own backward pass: place the model with grad=True instead of train=True, or leave "
+    "the wrapper out and sum the parameters' gradients after backward()"
 )
 _HAS_GRADIENT = (
     "{!r} has a gradient of {} bytes on {} when a forward pass begins, for which accumulate_gradients=False "
@@ -189,12 +194,14 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     :func:`graphplan.runtime.module.program_run.run`.
 
     Raises:
-        PlanError: a transform, or forward mode, wants other gradients.
+        PlanError: a transform, or forward mode, wants other gradients, or a wrapper sums them by hooks.
     """
     assert program.backward is not None
     given = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
     if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
         raise PlanError(_TRANSFORMED)
+    if in_replica():
+        raise PlanError(_REPLICATED)
     tensors, back = take_inputs(program, served)
     inputs = [served.leaves[index] for index in program.backward.inputs]
     call = _StepCall(module, state, program, code, tensors, back, [leaf.device for leaf in inputs])
