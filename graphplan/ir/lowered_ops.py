@@ -26,6 +26,13 @@ those that the parameters have, where these reside. To the CPU they are copied i
     mm = take_saved(saved, 0)
     mm_1_on_cpu = gradient_to(mm_1, 'cpu', w, self._host_gradients)
     w_gradient = add_gradient(w, mm_1_on_cpu, True)
+
+What is called when a gradient has been added may change the parameter, as an optimizer's step does. If the
+backward pass reads that after, it is called behind the last reader, as in autograd::
+
+    w_gradient = add_gradient(w, mm_1, True, False)
+    mm_2 = mm @ w
+    w_added = gradient_added(w_gradient)
 """
 
 from __future__ import annotations
@@ -83,15 +90,18 @@ def gradient_to(gradient: torch.Tensor, _device: str, parameter: torch.nn.Parame
     return copies.copied(gradient, parameter)
 
 
-def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
+def add_gradient(
+    parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool, last: bool = True
+) -> torch.nn.Parameter:
     """Add a gradient to that of its parameter, on the parameter's device, as autograd does, hooks included.
 
     Args:
         parameter: ``grad`` is changed in place, or set.
         gradient: of its shape.
         owned: whether nothing else has or will have its memory, so that it need not be copied.
+        last: whether the parameter is not read after this; where it is, :func:`gradient_added` follows.
     """
-    before, after = gradient_hooks(parameter)
+    before, _ = gradient_hooks(parameter)
     if before:
         holders = holders_of_storage(gradient)
         for hook in before:
@@ -106,5 +116,12 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: b
         parameter.grad = gradient
     else:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    return gradient_added(parameter) if last else parameter
+
+
+def gradient_added(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter, after the hooks that run when a gradient has been added to its own."""
+    _, after = gradient_hooks(parameter)
     for hook in after:
         hook(parameter)
+    return parameter

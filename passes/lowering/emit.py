@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
+from collections.abc import Iterable
 from keyword import iskeyword
 from typing import Any
 
@@ -32,6 +33,7 @@ from graphplan.ir.lowered_ops import (
     add_gradient,
     arrived,
     constant_attribute,
+    gradient_added,
     gradient_to,
     part_attribute,
     stream_attribute,
@@ -70,12 +72,16 @@ class _Lowering:
         self.streams: dict[DeviceKey, fx.Node] = {}
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
         self.owned = graph.owned_gradients
+        self.step = 0
+        self.last_read = _last_reads(graph, schedule)
+        self.added: dict[int, list[fx.Node]] = {}  # by the step behind which their hooks run
 
     def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         self._placeholders()
         backward = backward_start(self.graph, self.schedule.steps)
         forward: set[fx.Node] = set()
         for index, step in enumerate(self.schedule.steps):
+            self.step = index
             if index == backward:
                 self._await_copies()
                 forward = set(self.out.nodes)
@@ -85,6 +91,8 @@ class _Lowering:
                 self._run(step)
             else:
                 self._stream(step)
+            for added in self.added.get(index, ()):
+                self._call(gradient_added, (added,), f"{added.name}_added")
         self._await_copies()
         self._output()
         for node in self.out.nodes if forward else ():
@@ -171,8 +179,13 @@ class _Lowering:
 
     def _add_gradient(self, name: str, key: DeviceKey, *, owned: bool) -> None:
         parameter = self.graph.values[name].gradient_of
-        arguments = self._instance(parameter, key), self.env[name, key], owned
-        self._call(add_gradient, arguments, f"{name}_of_{parameter}")
+        arguments: tuple[Any, ...] = self._instance(parameter, key), self.env[name, key], owned
+        last = self.last_read.get(parameter, 0)
+        if last <= self.step:
+            self._call(add_gradient, arguments, f"{name}_of_{parameter}")
+        else:
+            added = self._call(add_gradient, (*arguments, False), f"{name}_of_{parameter}")
+            self.added.setdefault(last, []).append(added)
 
     def _stream(self, step: Load | Wait | Release) -> None:
         place = step.device, step.segment
@@ -262,6 +275,21 @@ class _Lowering:
         step = self.capture.step
         gradients = [] if step is None else [find(self.source[name]) for name in step.input_gradients]
         self.out.output((*results, *gradients))
+
+
+def _last_reads(graph: Graph, schedule: Schedule) -> dict[str, int]:
+    """Weight -> the last step that reads it, or a value that shares its memory."""
+    found: dict[str, int] = {}
+    for index, step in enumerate(schedule.steps):
+        read: Iterable[str] = ()
+        if isinstance(step, Run):
+            read = graph.operations[step.operation].inputs
+        elif isinstance(step, Move):
+            read = (step.value,)
+        elif isinstance(step, Load):
+            read = step.weights
+        found.update(dict.fromkeys(map(graph.root, read), index))
+    return found
 
 
 def _readable(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphplan.ir.lowered_ops import add_gradient, gradient_to
+from graphplan.ir.lowered_ops import add_gradient, gradient_added, gradient_to
 from graphplan.runtime.module.code_assembly import backward_code
 from graphplan.runtime.module.module_state import Code
 from graphplan.runtime.module.program import Program
@@ -39,7 +39,7 @@ def reduced_backward(
         assert program.backward is not None
         graph = without_gradients(program.backward.graph, absent)
         if not accumulate:
-            for target in (add_gradient, gradient_to):  # the second for the first alone
+            for target in (gradient_added, add_gradient, gradient_to):  # each for the one before alone
                 for node in graph.find_nodes(op="call_function", target=target):
                     graph.erase_node(node)
         code.reduced[key] = backward_code(module, program, code.module, graph)

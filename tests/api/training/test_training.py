@@ -186,6 +186,43 @@ def test_hooks_of_parameters_see_gradients_as_in_eager() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
+class Products(nn.Module):
+    """The gradients of its weights are computed before those of what they are multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.other = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(x @ self.first)
+        return {"one": hidden @ self.second, "two": hidden @ self.other @ self.other}
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_weights_that_their_hooks_change_are_read_before(both: bool) -> None:
+    def step(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.01)
+        weight.grad = None
+
+    eager, x = Products(), torch.randn(4, 8)
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, copy.deepcopy(eager), kwargs={"x": x}, train_outputs=["one", "two"])
+        for model in (placed, eager):
+            for weight in model.parameters():
+                weight.register_post_accumulate_grad_hook(step)
+            for _ in range(3):
+                found = model(x)
+                (found["one"].sum() + found["two"].pow(2).sum() if both else found["one"].sum()).backward()
+        assert all(weight.grad is None for weight in placed.parameters())
+        assert gap(weights_of(placed), weights_of(eager)) < 1e-5
+        given = x.clone().requires_grad_()
+        before = weights_of(placed)
+        torch.autograd.grad(placed(given)["one"].sum(), given)  # for the input alone
+        assert gap(weights_of(placed), before) == 0
+
+
 def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
     eager, own = stack(), stack()
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
