@@ -23,7 +23,14 @@ from torch import nn
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_run
-from graphplan.capture.signature import BoundCall, CounterLeaf, InputSignature, TensorLeaf, leaf_names
+from graphplan.capture.signature import (
+    BoundCall,
+    CounterLeaf,
+    FloatLeaf,
+    InputSignature,
+    TensorLeaf,
+    leaf_names,
+)
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError, SimulatedOutOfMemoryError
@@ -275,6 +282,8 @@ def _any_size(leaf: Any) -> Any:
     """Tensors of all sizes, and all numbers, such as those that count the tokens of a cache."""
     if type(leaf) is int and leaf > 1:  # 0 and 1 are flags, too
         return CounterLeaf(2, UNBOUNDED)
+    if FloatLeaf().fits(leaf):
+        return FloatLeaf()
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return TensorLeaf(leaf.dtype, (None,) * leaf.dim(), stride=())

@@ -136,9 +136,10 @@ def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
             made.profile(X, STOP)
 
 
-def test_it_says_so_once_for_all_numbers() -> None:
+@pytest.mark.parametrize("numbers", [(2, 3, 7), (0.5, 1.0, 2.5)])
+def test_it_says_so_once_for_all_numbers(numbers: tuple[float, ...]) -> None:
     class Counted(Early):
-        def forward(self, x: torch.Tensor, stop: Any = None, count: int = 0) -> Any:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, stop: Any = None, count: float = 0) -> Any:  # type: ignore[override]
             return super().forward(x * count if count else x, stop)
 
     model = Counted().eval()
@@ -146,7 +147,7 @@ def test_it_says_so_once_for_all_numbers() -> None:
         placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for count in (2, 3, 7):
+            for count in numbers:
                 assert largest_difference(placed(X, STOP, count), model(X, STOP, count)) < 1e-4
         assert len([one for one in caught if "module by module" in str(one.message)]) == 1
 
