@@ -80,12 +80,12 @@ class HookedRun:
         device = self.host if self.way.gathered else _device_of(module)
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
+        standing = {id(own): one.here for outer in self.running for *_, own, one in outer.kept}
         running = _Running(module, device or self.device)
-        if device is not None:
-            running.bring({id(own): one.here for outer in self.running for *_, own, one in outer.kept})
         self.running.append(running)
         if device is None:
             return args, kwargs
+        running.bring(standing)
         layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
@@ -140,7 +140,7 @@ class _Running:
     def bring(self, standing: dict[int, torch.Tensor]) -> None:
         """Have copies on the device in place of its own tensors that are elsewhere.
 
-        ``standing``: by their ids, what stands for tensors already, and holds what was written to them.
+        ``standing``: by their ids, what modules around it have in place of tensors, with what was written.
         """
         for table in (self.module._parameters, self.module._buffers):
             for name, tensor in table.items():

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import graphplan
+from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 STOP = torch.tensor(1e6)
@@ -388,6 +389,16 @@ def test_a_way_that_fails_leaves_no_memory_behind() -> None:
         finally:
             gc.enable()
         assert largest_difference(found, expected_of(model, X)) < 1e-6
+
+
+def test_weights_that_find_no_room_are_where_they_were_afterwards() -> None:
+    layer = nn.Linear(16, 16)
+    before = list(layer.parameters())
+    with graphplan.simulate({0: 1024}):  # for the weight, not the bias
+        run = HookedRun(Way("on the device of the call", gathered=True), torch.device("sim:0"), None)
+        with pytest.raises(graphplan.SimulatedOutOfMemoryError):
+            run_hooked(layer, "", run, (X,), {})
+    assert all(one is other for one, other in zip(layer.parameters(), before, strict=True))
 
 
 def test_recurrent_layers_have_their_weights_together() -> None:
