@@ -52,8 +52,8 @@ Hook = tuple[int, str, int]
 """The place of its submodule, its table, its number there."""
 
 _ANOTHER_WAY = (
-    "graphplan runs this model without a graph, its modules {}, as another call was found to run. If eager "
-    "runs this one, partition the model with it as the example"
+    "graphplan runs this call without a graph, its modules {}, as one like it was found to run. If eager "
+    "runs it, partition the model with this call as the example"
 )
 _GONE = object()  # in place of an attribute that is not there
 
@@ -90,15 +90,7 @@ class Untraced:
 
         ``keeps_grad``: whether a backward pass may follow.
         """
-        _refuse_autocast(plain)
-        device = device_of_inputs(call)
-        self.way = self.way or _first_way(plain, entry, call, device, self.main, keeps_grad)
-        running = HookedRun(self.way, device, self.main)
-        try:
-            return run_hooked(plain, entry, running, call.args, call.kwargs)
-        except RuntimeError as error:
-            error.add_note(_ANOTHER_WAY.format(self.way.name))
-            raise
+        return _run(plain, entry, call, self, self.main, keeps_grad=keeps_grad)
 
 
 @dataclass
@@ -171,11 +163,7 @@ class Modulewise:
             _follow(tree, whole, self.traced, self.names)
             if outer is not None:
                 _share_tensors(outer, tree)
-            _refuse_autocast(tree)
-            device = device_of_inputs(call)
-            form.way = form.way or _first_way(tree, form.entry, call, device, instead, keeps_grad)
-            running = HookedRun(form.way, device, instead)
-            result = run_hooked(tree, form.entry, running, call.args, call.kwargs)
+            result = _run(tree, form.entry, call, form, instead, keeps_grad=keeps_grad)
         finally:  # buffers that were made anew before an error stay, as in eager
             self.running, exchanged = outer, _exchanged(tree, whole)
             if exchanged is None:
@@ -196,6 +184,26 @@ def computes_instead(plan: PlanData) -> torch.device | None:
     """The accelerator on which modules on the CPU compute, where the CPU may not."""
     accelerators = [spec.torch_device for spec in plan.topology.accelerators]
     return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
+
+
+def _run(
+    tree: nn.Module,
+    entry: str,
+    call: BoundCall,
+    known: CallForm | Untraced,
+    instead: torch.device | None,
+    *,
+    keeps_grad: bool,
+) -> Any:
+    """What an entry returns in the way that is known of calls like this; the first of them finds it."""
+    _refuse_autocast(tree)
+    device = device_of_inputs(call)
+    way = known.way = known.way or _first_way(tree, entry, call, device, instead, keeps_grad)
+    try:
+        return run_hooked(tree, entry, HookedRun(way, device, instead), call.args, call.kwargs)
+    except RuntimeError as error:
+        error.add_note(_ANOTHER_WAY.format(way.name))
+        raise
 
 
 def _first_way(

@@ -230,7 +230,7 @@ def test_a_call_that_does_not_run_as_the_example_says_what_to_do() -> None:
         placed = graphplan.partition(Mixes().eval(), machine.max_memory, (X,))
         with pytest.raises(RuntimeError, match="same device") as caught:
             placed(X, mixed=True)
-    assert "partition the model with it as the example" in caught.value.__notes__[0]
+    assert "partition the model with this call as the example" in caught.value.__notes__[0]
 
 
 class Counted(nn.Module):
