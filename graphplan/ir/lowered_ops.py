@@ -25,7 +25,7 @@ those that the parameters have, where these reside. To the CPU they are copied i
 
     mm = take_saved(saved, 0)
     mm_1_on_cpu = gradient_to(mm_1, 'cpu', w, self._host_gradients)
-    w_gradient = add_gradient(w, mm_1_on_cpu, True)
+    w_gradient = add_gradient(w, mm_1_on_cpu, True, True)
 
 What is called when a gradient has been added may change the parameter, as an optimizer's step does. If the
 backward pass reads that after, it is called behind the last reader, as in autograd::
@@ -91,7 +91,7 @@ def gradient_to(gradient: torch.Tensor, _device: str, parameter: torch.nn.Parame
 
 
 def add_gradient(
-    parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool, last: bool = True
+    parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool, last: bool
 ) -> torch.nn.Parameter:
     """Add a gradient to that of its parameter, on the parameter's device, as autograd does, hooks included.
 

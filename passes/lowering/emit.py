@@ -179,12 +179,10 @@ class _Lowering:
 
     def _add_gradient(self, name: str, key: DeviceKey, *, owned: bool) -> None:
         parameter = self.graph.values[name].gradient_of
-        arguments: tuple[Any, ...] = self._instance(parameter, key), self.env[name, key], owned
         last = self.last_read.get(parameter, 0)
-        if last <= self.step:
-            self._call(add_gradient, arguments, f"{name}_of_{parameter}")
-        else:
-            added = self._call(add_gradient, (*arguments, False), f"{name}_of_{parameter}")
+        arguments = self._instance(parameter, key), self.env[name, key], owned, last <= self.step
+        added = self._call(add_gradient, arguments, f"{name}_of_{parameter}")
+        if last > self.step:
             self.added.setdefault(last, []).append(added)
 
     def _stream(self, step: Load | Wait | Release) -> None:
