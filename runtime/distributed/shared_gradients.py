@@ -9,8 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphplan._compat.torch import group_of
+from graphplan._compat.torch import gradient_hooks, group_of
+from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import waiting_for
+
+_HOOKED = (
+    "{!r} is read by several stages, and what register_post_accumulate_grad_hook has added to it would see "
+    "a part of its gradient: do that after train_step(), which sums the parts"
+)
 
 
 class SharedGradients:
@@ -31,10 +37,14 @@ class SharedGradients:
         """Sum over the ranks what is added to the gradients inside; what was there before stays.
 
         Raises:
+            InputError: a hook is to see one of them before they are summed.
             ClusterError: another rank does not answer within the group's timeout.
         """
         own = {name: stage.get_parameter(name) for name in self.groups}
         own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+        for name, parameter in own.items():
+            if gradient_hooks(parameter)[1]:
+                raise InputError(_HOOKED.format(name))
         before = {name: parameter.grad for name, parameter in own.items()}
         for parameter in own.values():
             parameter.grad = None
