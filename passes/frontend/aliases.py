@@ -75,7 +75,8 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
             continue
         fresh = _descendants(graph, members, operation.outputs)
         late = [use for use in readers if use[0] > order[writer] and use[2] not in fresh]
-        returned = [name for name in graph.outputs if name in inside and name not in fresh]
+        results = (*graph.outputs, *graph.staying)
+        returned = [name for name in results if name in inside and name not in fresh]
         if not late and not returned:
             continue
         # nor is it a copy that was made for an earlier reader

@@ -9,6 +9,7 @@ import torch
 from builders import bytes_of, largest_difference, run_placed
 from test_annotate import graph_of
 from torch import nn
+from transformers import DynamicCache
 
 import graphplan
 
@@ -188,3 +189,20 @@ def test_a_result_that_is_written_to_through_a_view_is_no_older_copy(budget: int
     with graphplan.simulate({0: budget, "cpu": 1 << 20}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (x,))
         assert largest_difference(placed(x), model(x)) < 1e-5
+
+
+class WritesToNewCache(nn.Module):
+    """The tensor of a cache is written to through a view, and not read again."""
+
+    def forward(self, x: torch.Tensor) -> DynamicCache:
+        keys, cache = x * 2, DynamicCache()
+        cache.update(keys, keys + 1, 0)
+        cache.layers[0].keys = keys
+        keys[:, :, :1] = x[:, :, 1:2]
+        return cache
+
+
+def test_a_tensor_of_a_returned_cache_ties_those_who_write_to_it() -> None:
+    graph = graph_of(WritesToNewCache(), torch.randn(1, 2, 3, 4))
+    (group,) = [group for group in graph.together if "copy_" in group]
+    assert "mul" in group  # on whose device the cache is returned
