@@ -16,12 +16,12 @@ made it::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
-from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
@@ -73,33 +73,18 @@ def drop_checks(graph: fx.Graph) -> None:
 
 def _fold_lifted_constants(graph: fx.Graph) -> None:
     """A constant of the code is copied at each call lest somebody writes to it; drop unneeded copies."""
+    changed = [*graph.output_node().all_input_nodes, *chain(*map(mutated_arguments, graph.nodes))]
+    memories = {storage_of(value) for value in map(_val, changed) if isinstance(value, torch.Tensor)}
     for node in list(graph.nodes):
         if node.target is not aten.lift_fresh_copy.default:
             continue
-        aliases = {node} | {user for user in node.users if user.target is aten.detach_.default}
-        readers = {user for alias in aliases for user in alias.users} - aliases
-        if any(mutated_arguments(user) for user in readers) or _is_returned(node):
+        if storage_of(_val(node)) in memories:  # the caller may write to what is returned
             node.target = aten.clone.default
             continue
+        aliases = [node, *(user for user in node.users if user.target is aten.detach_.default)]
         for alias in sorted(aliases, reverse=True):
             alias.replace_all_uses_with(node.args[0])
             graph.erase_node(alias)
-
-
-def _is_returned(constant: fx.Node) -> bool:
-    """Whether the caller gets hold of this tensor, or of a view of it."""
-    memory = storage_of(_val(constant))
-    seen, pending = {constant}, [constant]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output":
-                return True
-            values = pytree.tree_leaves(_val(user))
-            shares = any(isinstance(v, torch.Tensor) and storage_of(v) == memory for v in values)
-            if shares and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
 
 
 def _val(node: Any) -> Any:

@@ -76,6 +76,21 @@ def test_a_constant_that_is_written_to_is_copied_at_each_call() -> None:
     assert calls(Scratch(), torch.randn(2))[0] == "clone.default(c_lifted_tensor_0)"
 
 
+class Sums(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = torch.tensor([1.0, 2.0, 3.0])
+        sums[0] += x.sum()
+        return x * sums
+
+
+def test_a_constant_that_is_written_to_through_a_view_is_what_the_code_says_at_each_call() -> None:
+    model, x = Sums(), torch.randn(2, 3)
+    with simulate({0: "1MiB"}):
+        placed = partition(model, {0: "1MiB"}, (x,))
+        for _ in range(3):
+            torch.testing.assert_close(placed(x), model(x))
+
+
 class Detached(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x.detach()
