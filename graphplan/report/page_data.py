@@ -137,7 +137,7 @@ class _PageWriter:
             "weights": peak.weights - buffer,
             "buffer": buffer,
             "memory": self._memory(key),
-            "speed": None if spec is None else asdict(Speed.of(spec)),
+            "speed": asdict(Speed.of(spec)) if spec is not None and spec.computes else None,
             "measuredPeak": None if self.measured is None else self.measured.peak_bytes.get(key),
         }
 

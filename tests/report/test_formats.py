@@ -416,6 +416,13 @@ def test_the_page_has_the_plans_bytes_and_seconds(plan: Plan) -> None:
     assert sum(stage["seconds"] for stage in stages) == pytest.approx(plan.timeline.busy("run"))
 
 
+def test_the_page_has_no_speed_of_the_disk() -> None:
+    plan = by_hand(chain(2), {0: "1MiB", "disk": "1GiB"}, {"v0": 0, "v1": 0})
+    speeds = {device["key"]: device["speed"] for device in page_data(plan)["devices"]}
+    assert speeds["0"]["flops"] > 0
+    assert speeds["disk"] is None
+
+
 # -- source lines ---------------------------------------------------------------------------------
 
 
