@@ -279,18 +279,23 @@ def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall
     )
 
 
-def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall | None:
-    """The example inputs, or the model's own, or None.
-
-    Raises:
-        InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
-    """
+def require_inputs(args: object, kwargs: object) -> None:
+    """Raise InputError for example inputs that are no tuple, and no mapping of names."""
     if isinstance(args, Mapping):
         raise InputError("args must be a tuple of inputs; these have names: write kwargs=inputs")
     if not isinstance(args, tuple | list):
         raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
+
+
+def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall | None:
+    """The example inputs, or the model's own, or None.
+
+    Raises:
+        InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
+    """
+    require_inputs(args, kwargs)
     model_copy = request.model_copy
     if args or kwargs or not model_copy.signature.parameters:
         return model_copy.bind(tuple(args), kwargs or {})

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from graphplan.api.arguments import require_inputs
 from graphplan.api.plan_options import PlanKeywords, require_known
 from graphplan.api.planning import plan
 from graphplan.capture.sizes.size_limits import SizeLimits
@@ -46,6 +47,7 @@ def largest_batch(
         GraphplanError: as in :func:`graphplan.plan`.
     """
     require_known(plan, options, "largest_batch")
+    require_inputs(args, kwargs)
     know_caches(model)
     example = tuple(args), dict(kwargs or {})
     know_containers(example)

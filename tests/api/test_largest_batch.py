@@ -49,6 +49,8 @@ def test_where_not_even_one_fits_the_error_says_what_is_lacking(given: int) -> N
 def test_inputs_without_a_batch_are_refused() -> None:
     with pytest.raises(graphplan.InputError, match="first tensor"):
         graphplan.largest_batch(widening(), {"cpu": 1 << 30})
+    with pytest.raises(graphplan.InputError, match="args must be a tuple"):  # a tensor would be taken in rows
+        graphplan.largest_batch(torch.nn.ReLU(), {"cpu": 1 << 30}, torch.ones(1, 4), most=8)
 
 
 @dataclass
