@@ -302,6 +302,13 @@ def hide_tracer() -> None:
     _symbolic_trace._is_fx_tracing_flag = False
 
 
+def restore_users(graph: fx.Graph) -> None:
+    """Let nodes have all their users: export forgets those of what goes into a block of ``no_grad``."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+
+
 def rename_node(node: fx.Node, name: str) -> None:
     """Give a node a name, of which its graph makes another where it is taken."""
     private(node, "_rename", "torch")(name)

@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import NO_MODULE, is_transformed
+from graphplan._compat.torch import NO_MODULE, is_transformed, restore_users
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import (
     WRITTEN,
@@ -67,6 +67,7 @@ def from_program(
         NoGraphError: the program has inputs that are neither tensors nor constants.
         CaptureError: it has such outputs.
     """
+    restore_users(program.graph)
     _refuse_transforms(program.graph)
     _write_numbers(program.graph)
     inputs, weights, constants = _read_inputs(program, model_copy)

@@ -1261,6 +1261,30 @@ def test_writes_in_blocks_without_gradients_are_writes(budget: int) -> None:
         assert torch.allclose(placed.seen.cpu(), model.seen, atol=1e-3)
 
 
+class Balanced(nn.Module):
+    """Computes something that it does not use, before a block without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        unused = y * 3  # noqa: F841  # what is tested
+        with torch.no_grad():
+            mean = y.abs().mean()
+        return (y / mean).square().sum()
+
+
+@pytest.mark.parametrize("options", [{"grad": True}, {"train": True}])
+def test_what_is_not_used_beside_a_block_without_gradients(options: dict[str, bool]) -> None:
+    model, x = Balanced(), torch.randn(2, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), **options)  # a SystemError
+    for one in (placed, model):
+        one(x).backward()
+    assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
+
+
 class Named(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
