@@ -32,7 +32,7 @@ def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Na
         return [_result_value(node.name, effect.results[0], arguments, {})]
     if not effect.results:
         return [Value(node.name, is_tensor=False)]
-    total = sum(result.nbytes for result in effect.results)
+    total = sum(round_up(result.nbytes) for result in effect.results)  # an allocation each
     return [Value(node.name, total, sum(result.tensor.copy_bytes for result in effect.results))]
 
 

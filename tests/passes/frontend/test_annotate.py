@@ -65,6 +65,18 @@ def test_an_expanded_tensor_is_a_view_and_copies_as_dense() -> None:
     assert (value.nbytes, value.copy_bytes) == (0, 1600)
 
 
+def test_results_that_nobody_takes_are_an_allocation_each() -> None:
+    # seen in a training step with a BatchNorm of which only the statistics are kept: 512 bytes too few
+    class Watches(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            statistics = self.running_mean, self.running_var
+            torch.native_batch_norm(x, self.weight, self.bias, *statistics, True, 0.1, 1e-5)
+            return x * 2
+
+    graph = graph_of(Watches(10), torch.randn(4, 10))
+    assert graph.values["native_batch_norm"].nbytes == 3 * 512
+
+
 def test_true_dtypes_count() -> None:
     graph = graph_of(nn.Linear(8, 8, dtype=torch.bfloat16), torch.randn(2, 8, dtype=torch.bfloat16))
     assert graph.weights["weight"].nbytes == 128
