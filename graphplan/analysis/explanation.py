@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
@@ -27,6 +27,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import size_text
 from graphplan.report.text import count_text, table_lines, time_text
+from graphplan.versioned_json import encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,7 @@ class Explanation:
 
     def to_json(self) -> str:
         """All of it as JSON text; devices are pairs where they are keys of a mapping."""
-        data = asdict(self)
-        for alternative in data["alternatives"]:
-            alternative["missing_bytes"] = list(map(list, alternative["missing_bytes"].items()))
-        return json.dumps(data, indent=1)
+        return json.dumps(encode(self), indent=1)
 
     def __str__(self) -> str:
         runs = (

@@ -35,6 +35,7 @@ from graphplan.errors import (
     InputError,
     PlanError,
 )
+from graphplan.versioned_json import encode
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -84,8 +85,8 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     said: dict[str, Any] = {"type": type(error).__name__, "message": line}
     if isinstance(error, InfeasibleError):
         said |= {
-            "needed": list(map(list, error.needed.items())),
-            "available": list(map(list, error.available.items())),
+            "needed": encode(error.needed),
+            "available": encode(error.available),
             "operation": error.operation,
             "device": error.device,
         }

@@ -16,6 +16,7 @@ from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
+from graphplan.versioned_json import encode
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def run_text(result: RunResult) -> str:
 
 def comparison_digest(rows: Sequence[Baseline]) -> list[dict[str, Any]]:
     """The figures of :func:`comparison_text`, one mapping a planner."""
-    return [{**asdict(row), "excess": list(map(list, row.excess.items()))} for row in rows]
+    return list(map(encode, rows))
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:

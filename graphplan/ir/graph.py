@@ -22,7 +22,7 @@ from typing import Any
 import networkx as nx
 
 from graphplan.errors import VerificationError
-from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.graph_elements import Operation, Value, Weight, storage_root
 from graphplan.message_text import lines_around
 from graphplan.versioned_json import decode
 
@@ -247,12 +247,7 @@ class Graph:
 
     def root(self, name: str) -> str:
         """The value or weight whose storage ``name`` is a view of, itself included."""
-        while name in self.values:
-            base = self.values[name].alias_of
-            if base is None:
-                break
-            name = base
-        return name
+        return storage_root(self.values, name)
 
     def verify(self) -> None:
         """Raise VerificationError unless names resolve, order is topological and bytes are sane."""

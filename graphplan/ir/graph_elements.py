@@ -37,6 +37,13 @@ class Value:
     gradient_of: str = ""
 
 
+def storage_root(values: Mapping[str, Value], name: str) -> str:
+    """The value or weight whose storage a name is a view of, itself included."""
+    while (value := values.get(name)) is not None and value.alias_of is not None:
+        name = value.alias_of
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter, buffer or constant that the model owns.

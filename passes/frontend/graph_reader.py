@@ -16,7 +16,7 @@ from graphplan.capture.source_lines import source_line
 from graphplan.capture.transformers.caches import states_on_one_device
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
-from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.graph_elements import Operation, Value, Weight, storage_root
 from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.aliases import find_together
@@ -126,7 +126,7 @@ class GraphReader:
         made = parts or [node]
         self.name_of.update({part: part.name for part in made})
         inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
-        self.written.update(map(self._storage_of, mutates))
+        self.written.update(storage_root(self.values, name) for name in mutates)
         values = values_of(node, parts, effect, self.name_of)
         gradients = {} if self.capture.step is None else self.capture.step.gradients
         for value in values:
@@ -244,14 +244,8 @@ class GraphReader:
 
     def _bytes_beside(self, name: str) -> int:
         """Bytes of the storage of a result that are not its own: a broadcast one has none."""
-        storage = self.values.get(self._storage_of(name))
+        storage = self.values.get(storage_root(self.values, name))
         return 0 if storage is None else max(storage.nbytes - self.values[name].copy_bytes, 0)
-
-    def _storage_of(self, name: str) -> str:
-        """The weight or value whose storage a name is a view of."""
-        while (value := self.values.get(name)) is not None and value.alias_of is not None:
-            name = value.alias_of
-        return name
 
     def _let_stay(self, name: str) -> None:
         value = self.values.get(name)

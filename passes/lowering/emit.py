@@ -255,19 +255,15 @@ class _Lowering:
         self.home[name] = key
 
     def _output(self) -> None:
-        def find(argument: Any) -> Any:
+        def find(argument: Any, *, stays: bool = False) -> Any:
             if not isinstance(argument, fx.Node):
                 return argument
-            name = self.name_of[argument]
-            moved = self.env.get((name, self.schedule.host)) if self.schedule.returns_to_host else None
+            name, returned = self.name_of[argument], self.schedule.returns_to_host and not stays
+            moved = self.env.get((name, self.schedule.host)) if returned else None
             return moved or self._instance(name, self.home[name])
 
-        def left(argument: Any) -> Any:
-            name = self.name_of[argument] if isinstance(argument, fx.Node) else None
-            return argument if name is None else self._instance(name, self.home[name])
-
         results = [
-            left(argument) if position in self.capture.kept else find(argument)
+            find(argument, stays=position in self.capture.kept)
             for position, argument in enumerate(self.capture.outputs)
         ]
         step = self.capture.step

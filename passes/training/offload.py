@@ -22,7 +22,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
-from graphplan.passes.training.weight_views import VIEWS, view_anew
+from graphplan.passes.training.weight_views import VIEWS, backward_readers, view_anew
 
 _SMALLEST = 1 << 10  # bytes of a value that is worth two copies
 
@@ -70,7 +70,7 @@ def _views_anew(segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
 
 
 def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
-    readers = [user for user in node.users if user.meta.get("backward")]
+    readers = backward_readers(node)
     forward = [user for user in node.users if not user.meta.get("backward") and user.op != "output"]
     last = max(forward, key=order.__getitem__, default=node)
     with graph.inserting_after(last):

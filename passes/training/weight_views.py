@@ -68,7 +68,7 @@ def make_again(
         order: node -> its place in the graph; the copies are added.
         repeats: whether the copies compute something again.
     """
-    readers = [user for node in saved for user in _readers(node)]
+    readers = [user for node in saved for user in backward_readers(node)]
     if not readers:
         return
     first = min(readers, key=order.__getitem__)
@@ -80,11 +80,11 @@ def make_again(
             made.meta.update({"repeats": node.name} if repeats else {})
             order[made] = order[first]
     for node in saved:
-        for reader in _readers(node):  # in order: plans are the same in every process
+        for reader in backward_readers(node):  # in order: plans are the same in every process
             reader.replace_input_with(node, copied[node])
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
+def backward_readers(node: fx.Node) -> list[fx.Node]:
     """What reads it in the backward pass."""
     return [user for user in node.users if user.meta.get("backward")]
 
