@@ -250,6 +250,8 @@ def read_examples(
         raise InputError(
             "calls must be a list of example inputs, each a mapping of names or a pair (args, kwargs)"
         )
+    if not isinstance(weights, Iterable | None):
+        raise InputError(f"weights must list a positive number for each of calls, not be {weights!r}")
     counts = [1.0] * len(calls) if weights is None else list(weights)
     if len(counts) != len(calls):
         raise InputError(

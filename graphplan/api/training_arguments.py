@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from graphplan.api.plan_options import PlanOptions
@@ -60,7 +60,7 @@ def _require_one_optimizer(asked: PlanOptions) -> None:
 def _outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     if not names or not all(isinstance(name, str) for name in names):
         raise InputError(f"train_outputs must be names of results, such as 'loss', not {given!r}")
     return names

@@ -198,6 +198,7 @@ def test_a_pin_may_name_what_only_one_call_runs() -> None:
         ({"calls": [(X, {})]}, r"pair \(args, kwargs\)"),
         ({"calls": [PREFILL], "weights": [1, 2]}, "calls has 1 entries and weights 2"),
         ({"calls": [PREFILL], "weights": [0]}, "positive"),
+        ({"calls": [PREFILL], "weights": 2}, "positive"),
         ({"calls": [PREFILL], "weights": [True]}, "positive"),
         ({"calls": [PREFILL], "kwargs": PREFILL}, "not in both"),
         ({"calls": [PREFILL], "args": X}, "not in both"),

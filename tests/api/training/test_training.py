@@ -1021,6 +1021,7 @@ def test_the_optimizers_state_is_counted(size: int) -> None:
         ({"train": True, "optimizer_bytes_per_element": -1}, "0 or more"),
         ({"train": True, "train_outputs": "scores"}, "'scores'"),
         ({"train": True, "train_outputs": []}, "train_outputs"),
+        ({"train": True, "train_outputs": 0}, "train_outputs must be names"),
         ({"train": True, "max_batch": 4}, "max_batch"),
     ],
 )
