@@ -118,7 +118,7 @@ class _RunningStep(nn.Module):
                     made = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
             values |= zip(program.outputs, made, strict=True)
             self.stay.update(zip(program.outputs, made, strict=True))
-            found = tuple(_sendable(values[wire.name]) for wire in program.sent)
+            found = tuple(_sent(values[wire.name], wire) for wire in program.sent)
         except Exception as error:  # the schedule wraps it, whatever it is
             self.failed = error
             raise
@@ -300,9 +300,10 @@ class StageRunner:
         return self.steps[0], done[self.steps[0].program.index]
 
 
-def _sendable(value: torch.Tensor) -> torch.Tensor:
-    """In CPU memory, in one piece, with the numbers that it stands for."""
-    return value.to(_HOST).resolve_conj().resolve_neg().contiguous()
+def _sent(value: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """In CPU memory, in one piece, with the numbers that it stands for; of some no gradient comes back."""
+    sent = value.to(_HOST).resolve_conj().resolve_neg().contiguous()
+    return sent if wire.trained else sent.detach()
 
 
 def _checked_loss(value: Any) -> torch.Tensor:

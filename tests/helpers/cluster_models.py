@@ -93,7 +93,9 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 class Stopped(nn.Module):
-    """Layers of which no gradient reaches the first three; or all are reached, past a conjugated value."""
+    """Layers of which no gradient reaches the first three; or all are reached, past a conjugated value; or
+    the first is not, and what it returns is only compared later.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -107,5 +109,8 @@ class Stopped(nn.Module):
             if index == 2 and self.how == "detach":
                 x = x.detach()
             if index == 0:
-                mirrored = torch.view_as_complex(x.reshape(-1, 8, 2)).conj()
+                mirrored, first = torch.view_as_complex(x.reshape(-1, 8, 2)).conj(), x
+                x = x.detach() if self.how == "compared" else x
+        if self.how == "compared":
+            return x * (first > 0)
         return x + torch.view_as_real(mirrored.resolve_conj()).flatten(1) if self.how == "conjugated" else x

@@ -460,7 +460,7 @@ def training() -> None:
 
 def stopped() -> None:
     """Layers that no gradient reaches, a value that crosses conjugated, and a target of other rows."""
-    for name in ("detach", "no_grad", "conjugated"):
+    for name in ("detach", "no_grad", "conjugated", "compared"):
         torch.manual_seed(0)
         model, batch, target = Stopped(name), {"x": torch.randn(6, 16)}, torch.randn(6, 16)
         placed = divided(copy.deepcopy(model), batch, 3, train=True, schedule="1f1b").train()

@@ -265,7 +265,7 @@ def test_a_training_step_has_the_gradients_of_eager(three: list[dict[str, str]])
 def test_gradients_end_where_autograd_ends_them(three: list[dict[str, str]]) -> None:
     for cases in three:
         *models, rows = said(cases["stopped"])
-        assert len(models) == 3
+        assert len(models) == 4
         for line in models:
             assert re.search(r": 3 stages, gradients differ by (0\.0e\+00|\d\.\de-0[6-9])$", line), line
         assert "a target of the sizes [3, 16]" in rows
