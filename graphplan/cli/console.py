@@ -18,7 +18,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,17 @@ def require_writable(*paths: Path | None) -> None:
     """Refuse files that cannot be written before the work that would be lost with them.
 
     Raises:
-        InputError: a folder in place of a file, or a file in a folder that is not there.
+        InputError: a folder in place of a file, a file in a folder that is not there, or one file twice.
     """
-    for path in paths:
-        if path is not None and path.is_dir():
+    seen: set[Path] = set()
+    for path in filter(None, paths):
+        if path.is_dir():
             raise InputError(f"{str(path)!r} is a folder: name a file in it")
-        if path is not None and not path.parent.is_dir():
+        if not path.parent.is_dir():
             raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
+        if path.resolve() in seen:
+            raise InputError(f"{str(path)!r} is named twice, and would hold only what is written last")
+        seen.add(path.resolve())
 
 
 def say(text: object) -> None:
@@ -124,14 +128,14 @@ def print_json(data: Any) -> None:
 def working(what: str) -> Iterator[None]:
     """A spinner with the seconds that have passed, where stderr is a terminal.
 
-    What libraries print there meanwhile is dropped: torch prints the whole graph that it cannot trace,
-    beside the error that it raises.
+    What libraries and models print meanwhile is dropped: torch prints the whole graph that it cannot trace,
+    beside the error that it raises, and stdout is for the result.
     """
     console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
             yield
 
 

@@ -27,11 +27,17 @@ def read_key(text: str) -> DeviceKey:
 def _pairs(
     words: Iterable[str], option: str, form: str, error: type[GraphplanError]
 ) -> Iterator[tuple[str, str]]:
-    """What is before and behind the last ``=`` of each word; else ``error``, with the form that is wanted."""
+    """What is before and behind the last ``=`` of each word; ``error`` where it is not of the form that is
+    wanted, or what is before comes twice.
+    """
+    seen: set[DeviceKey] = set()
     for word in words:
         left, _, right = word.rpartition("=")
         if not (left and right):
             raise error(f"{option} {word!r}: write {form}")
+        if read_key(left) in seen:
+            raise error(f"{option} names {left!r} twice")
+        seen.add(read_key(left))
         yield left, right
 
 
@@ -44,8 +50,6 @@ def read_budgets(words: Sequence[str]) -> dict[DeviceKey, str] | None:
     found: dict[DeviceKey, str] = {}
     parts = (part for whole in words for part in whole.split(","))
     for key, size in _pairs(parts, "--max-memory", "KEY=BYTES, as 0=24GiB or cpu=64GiB", BudgetError):
-        if read_key(key) in found:
-            raise BudgetError(f"--max-memory names {key!r} twice")
         if size.isdigit() and 0 < int(size) < _LEAST:
             raise BudgetError(
                 f"--max-memory {key}={size} is {size} bytes: write {key}={size}GiB for as many GiB"
@@ -58,7 +62,7 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``.
 
     Raises:
-        DeviceError: a word that is none.
+        DeviceError: a word that is none, or a pair that is given twice.
     """
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
     form = "KEY-KEY=BYTES a second, above 0, as 0-1=450GB"
@@ -82,7 +86,7 @@ def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
     """``NAME=KEY`` each, as ``lm_head=0``.
 
     Raises:
-        PlanError: a word that is none.
+        PlanError: a word that is none, or a name that is given twice.
     """
     pairs = _pairs(words, "--pin", "NAME=KEY, as lm_head=0", PlanError)
     return {name: read_key(key) for name, key in pairs}

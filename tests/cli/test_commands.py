@@ -50,6 +50,7 @@ def alone():
     return nn.Linear(8, 8)
 
 def named():
+    print("what a factory prints")
     return nn.Linear(8, 8), {"input": torch.ones(2, 8)}
 
 class Block(nn.Module):
@@ -395,6 +396,9 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-1=0GB"], 2, "bandwidth must be above 0"),
     (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-9=1GB"], 2, "--link names 9, which"),
     (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--pin", "lm_head"], 2, "write NAME=KEY"),
+    (["plan", "MODEL", "--pin", "norm=0", "--pin", "norm=cpu"], 2, "--pin names 'norm' twice"),
+    (["plan", "MODEL", "--device", "0=H100", "--device", "0=A100"], 2, "--device names '0' twice"),
+    (["plan", "MODEL", "--link", "0-1=1GB", "--link", "0-1=2GB"], 2, "--link names '0-1' twice"),
     (["plan", "MODEL", "--dtype", "int7"], 2, "--dtype 'int7'"),
     (["plan", "factories:absent"], 2, "no attribute 'absent'"),
     (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
@@ -412,6 +416,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),
     (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),
     (["plan", "nowhere/at/all", "--html", "none/page.html"], 2, "there is no folder 'none'"),
+    (["plan", "nowhere/at/all", "--out", "one", "--html", "./one"], 2, "'one' is named twice"),
     (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
     (["show", "plan.json", "--other", "plan.json"], 2, "add --html FILE"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json' cannot be read: No such file"),
