@@ -15,7 +15,7 @@ from torch import nn
 from graphplan._compat.transformers import kept_dtypes
 from graphplan.api.partition import partition
 from graphplan.capture.model.model_weights import ModelWeights
-from graphplan.capture.thread_patches import outside_inference_mode
+from graphplan.capture.thread_patches import one_at_a_time, outside_inference_mode
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import CheckpointError, InputError
 from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names
@@ -79,6 +79,7 @@ def load(
     return partition(model, max_memory, args, kwargs, checkpoint=source, strict=strict, **options)
 
 
+@one_at_a_time  # transformers replaces what ties weights while a model is built, for all threads
 def open_pretrained(
     path: str | Path,
     *,

@@ -7,7 +7,9 @@ import pickle
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import loading as benchmark
@@ -184,6 +186,30 @@ def test_ties_that_a_checkpoint_has_twice(tmp_path: Path, caplog: Any) -> None:
     apart = on_the_cpu(tmp_path)
     assert "differ in the checkpoint" in caplog.text
     assert torch.equal(apart.lm_head.weight, apart.model.embed_tokens.weight + 1)
+
+
+def test_models_that_are_loaded_at_once_have_their_ties(tmp_path: Path) -> None:
+    """While transformers builds a model, it has no ties in any thread: another must not be built meanwhile."""
+    small_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    tie_weights, both = transformers.PreTrainedModel.tie_weights, Barrier(2)
+
+    class Meeting(LlamaForCausalLM):
+        met = False
+
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            try:
+                both.wait(timeout=1)
+            except BrokenBarrierError:
+                return
+            Meeting.met = True
+
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(on_the_cpu, tmp_path, model_class=Meeting) for _ in range(2)]
+        models = [load.result() for load in loads]
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)
+    assert transformers.PreTrainedModel.tie_weights is tie_weights
+    assert not Meeting.met
 
 
 def test_experts_are_read_straight_into_their_places(tmp_path: Path, monkeypatch: Any) -> None:
