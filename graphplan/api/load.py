@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.transformers import kept_dtypes
+from graphplan.api.machines import read_on_all
 from graphplan.api.partition import partition
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.thread_patches import one_at_a_time, outside_inference_mode
@@ -69,13 +71,16 @@ def load(
     unknown = options.keys() - inspect.signature(partition).parameters
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
-    model, source = open_pretrained(
+    opened = partial(
+        open_pretrained,
         path,
         dtype=dtype,
         model_class=model_class,
         trust_remote_code=trust_remote_code,
         strict=strict is not False,
     )
+    machines = options.get("machines")
+    model, source = opened() if machines is None else read_on_all(machines, "opening the checkpoint", opened)
     return partition(model, max_memory, args, kwargs, checkpoint=source, strict=strict, **options)
 
 

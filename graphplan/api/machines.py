@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -33,7 +33,13 @@ from graphplan.ir.cluster.flight import Flight, PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
+from graphplan.runtime.distributed.agreement import (
+    Made,
+    broadcast_text,
+    on_all,
+    require_group,
+    require_same,
+)
 from graphplan.runtime.distributed.cluster_module import ClusterModule
 from graphplan.runtime.distributed.stage_runner import Wire
 from graphplan.version import __version__
@@ -43,8 +49,8 @@ NETWORK = Link(1.25e9, 50e-6)
 
 
 _GRAPH = (
-    "the traced graph: their code is not the same, or goes through a set, whose order is another in each "
-    "process unless all have the same PYTHONHASHSEED"
+    "the traced graph: their code or configuration is not the same, or the code goes through a set, whose "
+    "order is another in each process unless all have the same PYTHONHASHSEED"
 )
 
 
@@ -229,6 +235,13 @@ def _require_part(whole: Wire, part: Wire, count: int) -> None:
 # -- under torchrun ----------------------------------------------------------------------------------------
 
 
+def read_on_all(machines: Sequence[MaxMemory], what: str, action: Callable[[], Made]) -> Made:
+    """Do something on every rank before :func:`partition_machines`; where it fails on one, raise on all."""
+    _require_list(machines)
+    require_group(len(machines))
+    return on_all(what, action)
+
+
 def partition_machines(
     model: Any,
     machines: Sequence[MaxMemory],
@@ -271,7 +284,7 @@ def partition_machines(
         }
     )
     annotator = on_all("tracing the model", example.traced)
-    require_same({_GRAPH: str(annotator.graph())})
+    require_same({_GRAPH: f"{annotator.graph()}\n{annotator.capture.graph}"})  # numbers are in the latter
 
     def plan_on_first() -> str:
         if dist.get_rank():

@@ -274,13 +274,16 @@ def closed() -> None:
 
 
 def differs() -> None:
-    """Rank 1 has another budget, other weights, other code, more results: all find out, and go on."""
+    """Rank 1 has another budget, other weights, other code, another number, more results: all find out, and
+    go on.
+    """
     here = dist.get_rank() == 1
-    for kind in ("budgets", "weights", "code", "results"):
+    for kind in ("budgets", "weights", "code", "numbers", "results"):
         width = 9 if here and kind == "weights" else 8
         machines = [{"cpu": "2GiB" if here and kind == "budgets" else "1GiB"}] * dist.get_world_size()
         try:
-            model = chain(width, wrong=here and kind == "code")
+            norm = torch.nn.LayerNorm(width, 0.1 if here and kind == "numbers" else 0.2, False)
+            model = chain(width, wrong=here and kind == "code").append(norm)
             results: Any = "all" if here and kind == "results" else True
             graphplan.partition(
                 model, machines=machines, args=(torch.ones(4, width),), return_outputs=results
@@ -402,6 +405,10 @@ def weights() -> None:
     )  # fmt: skip
     own = sum(p.numel() for p in placed.parameters())
     assert own < sum(p.numel() for p in llama.parameters())
+    try:
+        graphplan.load(folder / ("llama" if dist.get_rank() else "absent"), machines=[{"cpu": "1GiB"}] * 2)
+    except graphplan.GraphplanError as error:
+        say(f"{type(error).__name__}: {error}")
     say(f"loaded: equal {difference(placed(**inputs), llama(**inputs)) < 1e-5}")
 
 

@@ -189,7 +189,7 @@ def test_ties_that_a_checkpoint_has_twice(tmp_path: Path, caplog: Any) -> None:
 
 
 def test_models_that_are_loaded_at_once_have_their_ties(tmp_path: Path) -> None:
-    """While transformers builds a model, it has no ties in any thread: another must not be built meanwhile."""
+    """While transformers builds a model, no thread can tie weights: another must not be built meanwhile."""
     small_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     tie_weights, both = transformers.PreTrainedModel.tie_weights, Barrier(2)
 
