@@ -18,6 +18,7 @@ from torch import nn
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names, same_constant
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
+from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
@@ -241,6 +242,7 @@ class ClusterModule(nn.Module):
     def _parts(self, call: BoundCall) -> list[BoundCall]:
         return microbatches_of(call, self.plan.microbatches, self._divided)
 
+    @outside_inference_mode  # later calls use the buffers of this one
     def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
         form = Form(_described(parts[0]), caches_stay)
         known = self._known(parts[0], form)
