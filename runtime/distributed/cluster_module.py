@@ -109,6 +109,13 @@ class ClusterModule(nn.Module):
         self._failed = ""
         self.training = training
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse what copies or pickles it: it belongs to its processes, and is one of several parts."""
+        raise ClusterError(
+            "a model over several machines is neither copied nor pickled: save what placed.stage has, with "
+            "torch.distributed.checkpoint, and place the original model again"
+        )
+
     def train(self, mode: bool = True) -> Self:
         """Nothing: the graph is of the mode in which the model was traced.
 

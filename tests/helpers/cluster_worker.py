@@ -324,6 +324,10 @@ def no_batches() -> None:
     with torch.inference_mode():
         first = difference(placed(x), model(x))
     say(f"then {max(first, difference(placed(x), model(x))) < 1e-6}")
+    try:
+        copy.deepcopy(placed)
+    except graphplan.ClusterError as error:
+        say(str(error))
     rows = Rows().eval()
     example = torch.randn(4, 3, 8), torch.randn(3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
     placed = graphplan.partition(
