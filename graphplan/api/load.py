@@ -65,10 +65,10 @@ def load(
     Raises:
         CheckpointError: no such folder, no safetensors in it, or weights that are missing or of other
             shapes.
-        InputError: ``model_class`` is not a class of a model, such as ``AutoModel``.
+        InputError: ``model_class`` is not a class of a model of transformers, such as ``AutoModel``.
         GraphplanError: as in :func:`graphplan.partition`.
     """
-    unknown = options.keys() - inspect.signature(partition).parameters
+    unknown = options.keys() - (inspect.signature(partition).parameters.keys() - {"model", "checkpoint"})
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
     opened = partial(
@@ -94,12 +94,18 @@ def open_pretrained(
     strict: bool = True,
 ) -> tuple[nn.Module, ConvertedCheckpoint]:
     """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
+    from transformers import PreTrainedModel  # optional package
+
     folder = Path(path)
     config = _read_config(folder, trust_remote_code)
     tensors = _tensors_of(folder, config)
     cls = model_class or _class_of(folder, config, trust_remote_code)
-    if not issubclass(cls, nn.Module):
-        raise InputError(f"model_class: {cls.__name__} is no class of a model, as LlamaForCausalLM is")
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        named = getattr(cls, "__name__", repr(cls))
+        raise InputError(
+            f"model_class: {named} is no class of a model of transformers, as LlamaModel is: for others "
+            "there is graphplan.partition(model, ..., checkpoint=path)"
+        )
     chosen = _settle_dtype(config, dtype, tensors)
     model = _built_on_meta(cls, config, chosen)
     _keep_wide(model, chosen)

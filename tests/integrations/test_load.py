@@ -292,10 +292,13 @@ def test_configs_that_say_too_little(change: dict[str, Any], message: str, tmp_p
 
 def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
-    with pytest.raises(graphplan.InputError, match="AutoModel is no class of a model"):
-        open_pretrained(tmp_path, model_class=AutoModel)
-    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'torch_dtype'"):
-        graphplan.load(tmp_path, {"cpu": "1GiB"}, torch_dtype=torch.float16)
+    no_classes: dict[str, Any] = {"AutoModel": AutoModel, "'LlamaModel'": "LlamaModel", "Linear": nn.Linear}
+    for named, given in no_classes.items():
+        with pytest.raises(graphplan.InputError, match=f"{named} is no class of a model of transformers"):
+            open_pretrained(tmp_path, model_class=given)
+    for name, value in {"torch_dtype": torch.float16, "checkpoint": tmp_path}.items():
+        with pytest.raises(TypeError, match=rf"load\(\) got an unexpected keyword argument '{name}'"):
+            graphplan.load(tmp_path, {"cpu": "1GiB"}, **{name: value})
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
