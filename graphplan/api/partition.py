@@ -44,7 +44,6 @@ from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import like, require_data
 from graphplan.warnings import warn
 
-_SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 _WAITS = "{} has no example inputs: the first call will be captured; give args= or kwargs= to place it now"
 
 
@@ -150,8 +149,7 @@ def partition(
     request = read_request(model, topology, asked, own, check=check)
     model, model_copy = request.model, request.model_copy
     rules = pin_sparse(request.options.constraints, model_copy.weights, topology)
-    for name, value in model_copy.shared.items():
-        warn(_SHARED.format(name, type(value).__name__))
+    _warn_of_shared(model_copy.shared)
     if checkpoint is None:
         require_data(model, model_copy.weights)
     source = read_source(request, checkpoint, strict=strict is not False)
@@ -172,6 +170,16 @@ def partition(
         said = error if ours else first_line(error)
         warn(f"{said} (the first call will be captured instead)")
     return _at_first_call(model, placer)
+
+
+def _warn_of_shared(shared: Mapping[str, Any]) -> None:
+    """Say what a placed model shares with the original, one warning for all of a class."""
+    kinds: dict[str, list[str]] = {}
+    for name, value in shared.items():
+        kinds.setdefault(type(value).__name__, []).append(name)
+    for kind, (first, *others) in kinds.items():
+        more = f" and {len(others)} more" if others else ""
+        warn(f"{first!r}{more} ({kind}) cannot be copied: the placed model shares this with the original")
 
 
 def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:

@@ -111,6 +111,10 @@ class _Tracing:
         assert tensor is not None
         if is_wrapper(tensor):
             raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, of which no training step is traced")
+        if name in self.weights.noted and tensor.requires_grad:
+            raise NoGraphError(
+                f"{name!r} requires a gradient, and a step has those of parameters: register it as one"
+            )
         if name in self.how.trained:
             self.trained.append((position, name))
         return _fake(tensor, requires_grad=name in self.how.trained)

@@ -22,6 +22,7 @@ from graphplan.capture.changes.assigned_state import restored_buffers
 from graphplan.capture.model.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
+from graphplan.capture.parameter_notes import noted_tensors
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.structure import unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
@@ -75,6 +76,7 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     Those that are written to are copied.
     """
     tensors: list[torch.Tensor] = [tensor for model in models for tensor in model.parameters()]
+    tensors += [table[key] for one in tensors for _, table, key in noted_tensors(one)]
     tensors += [tensor for model in models for *_, tensor in plain_tensors(model)]
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     tensors += [gradient for _, gradient in gradients if gradient is not None]

@@ -39,9 +39,9 @@ from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.changes.assigned_writes import place_writes
-from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
-from graphplan.capture.model.model_weights import notes_of
+from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back, snapshot
 from graphplan.capture.model_methods import with_forward
+from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
@@ -168,8 +168,16 @@ def _keeping_notes(module: nn.Module) -> Iterator[None]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         for table, name, notes in noted:
-            vars(table[name]).update(notes)
-        return forward(*args, **kwargs)
+            vars(table[name]).update(notes | {NOTES: notes})
+        before = [{key: snapshot(one) for key, one in notes.items()} for _, _, notes in noted]
+        result = forward(*args, **kwargs)
+        for (table, name, _), known in zip(noted, before, strict=True):
+            for key, kept in known.items():
+                if not kept.is_of(vars(table[name]).get(key)):
+                    raise NoGraphError(
+                        f"forward changes the attribute {key!r} of a parameter: a graph does not"
+                    )
+        return result
 
     with with_forward(module, run) if noted else nullcontext():
         yield

@@ -31,8 +31,8 @@ from graphplan._compat.torch import (
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
-from graphplan.capture.model.model_weights import noted_tensors, notes_of
 from graphplan.capture.model_methods import method_of
+from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of
 from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
@@ -127,6 +127,9 @@ class _Running:
         module: itself.
         device: where it computes.
         kept: the places of its own tensors that others stand for while it runs, with them and their copies.
+        noted: the attributes of these, and of objects that are noted on them, those of their copies, now and
+            as they were.
+        noted_tensors: copies of the tensors among them.
         given: what it has in place of its inputs' tensors.
         copies: those of its inputs' tensors.
     """
@@ -134,6 +137,8 @@ class _Running:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
         self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
+        self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self.noted_tensors: list[_Copy] = []
         self.copies: list[_Copy] = []
         self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
 
@@ -149,14 +154,38 @@ class _Running:
                 source = standing.get(id(tensor), tensor)
                 with torch.inference_mode(False):  # tensors that are made in it have no version
                     here = source if source.device == self.device else moved(source, self.device)
-                    if here is not source:
-                        _note_like(tensor, here, self.module)
+                    if here is not source and isinstance(tensor, nn.Parameter):
+                        self._bring_notes(tensor, here, {})
                 self.kept.append((table, name, tensor, _Copy(source, here)))
                 table[name] = standing[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(self.module)
 
+    def _bring_notes(self, original: Any, here: Any, known: dict[int, Any]) -> None:
+        """Note the same on a copy: tensors on the device, and copies of the objects that have them.
+
+        ``known`` has these by the ids of what they stand for.
+        """
+        notes = notes_of(original) if isinstance(original, torch.Tensor) else dict(vars(original))
+        for one in notes.values():
+            if id(one) in known:
+                continue
+            if isinstance(one, torch.Tensor):
+                known[id(one)] = moved(one, self.device)
+                self.noted_tensors.append(_Copy(one, known[id(one)]))
+            elif is_looked_into(one) and any(noted_tensors(one)):
+                known[id(one)] = copy.copy(one)
+                self._bring_notes(one, known[id(one)], known)
+        before = {name: known.get(id(one), one) for name, one in notes.items()}
+        vars(here).update(before)
+        self.noted.append((vars(original), vars(here), before))
+
     def put_back(self) -> None:
         """Have the tensors again, with what was written to their copies."""
+        for own, mine, before in self.noted:
+            own.update({name: mine[name] for name in before if mine[name] is not before[name]})
+        for one in self.noted_tensors:
+            if one.written:
+                one.give_back()
         for table, name, tensor, one in self.kept:
             found = table[name]
             # kernels of BatchNorm write to buffers without a change of version
@@ -166,14 +195,6 @@ class _Running:
             anew = found is not None and found is not one.here  # the model has made another
             table[name] = found.to(tensor.device) if anew else tensor
         _tell_recurrent(self.module)
-
-
-def _note_like(tensor: torch.Tensor, here: torch.Tensor, module: nn.Module) -> None:
-    """Note on a copy what is noted on a module's parameter, with tensors where the copy is."""
-    if isinstance(tensor, nn.Parameter) and (notes := notes_of(tensor)):
-        noted = [table[key] for _, table, key in noted_tensors(tensor)]
-        memo = {id(module): module, **{id(one): moved(one, here.device) for one in noted}}
-        vars(here).update(copy.deepcopy(notes, memo))
 
 
 @outside_inference_mode  # tensors that are made in it have no version

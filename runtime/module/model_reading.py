@@ -4,6 +4,7 @@
 
     blocks.1         the class of a submodule         norm.eps       a plain attribute
     head.weight      the form of a weight             settings.k     what lies in an object or a container
+    head.weight.k    what is noted on a parameter
     Block.forward    an attribute of a class          scale          how often a tensor was written to
 """
 
@@ -24,6 +25,7 @@ from graphplan.capture.model.attribute_data import data_in, is_container
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.model.modes import is_plain
 from graphplan.capture.model.shared_attributes import PATCHED
+from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
 
@@ -67,6 +69,8 @@ class ModelReading:
 
     Attributes:
         facts: by name, for people.
+        notes: likewise, of what is noted on parameters; None where tensors stand for these for a time, as in
+            ``torch.func.functional_call``.
         root: the plain attributes of the module.
         tables: what holds all else: dictionaries of modules, containers, namespaces of classes.
         keys: of these, there.
@@ -82,6 +86,7 @@ class ModelReading:
     def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_modules())
         self.facts: dict[str, Fact] = {}
+        self.notes: dict[str, Fact] | None = {}
         self.root = {name: value for name, value in vars(module).items() if name not in _NOT_READ}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
@@ -96,6 +101,7 @@ class ModelReading:
         self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
+        self._first: dict[Any, str] = {}  # the names of weights by what they are
         tensors = [one for table in self.weights for one in table.values() if one is not None]
         # weights that lie in an attribute too, as nn.LSTM's do: a write to them is no change
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
@@ -104,6 +110,7 @@ class ModelReading:
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
+        self._read_notes(named)
         for path, part in named.items():
             if len(part._modules) > 1:
                 order = f"the order in {path!r}" if path else "the order of the submodules"
@@ -125,17 +132,37 @@ class ModelReading:
                 self._read(f"{prefix}{table_name}[{number}]", hook, hooks, number, matters=False)
 
     def _read_weights(self, named: Mapping[str, nn.Module]) -> None:
-        first: dict[Any, str] = {}
         for path, part in named.items():
             for table in (part._parameters, part._buffers):
                 for own, tensor in table.items():
-                    name = f"{path}.{own}" if path else own
-                    self.facts[repr(name)] = Fact(_form(tensor))
                     stays = table is part._buffers or isinstance(tensor, nn.Parameter)
-                    self.facts[f"the device of {name!r}"] = Fact(_place(tensor) if stays else ANY)
-                    other = name if tensor is None else first.setdefault(identity(tensor), name)
-                    if other != name:
-                        self.facts[f"the memory of {name!r} and {other!r}"] = Fact(True, matters=False)
+                    self._read_weight(f"{path}.{own}" if path else own, tensor, stays=stays)
+
+    def _read_weight(self, name: str, tensor: torch.Tensor | None, *, stays: bool) -> None:
+        self.facts[repr(name)] = Fact(_form(tensor))
+        self.facts[f"the device of {name!r}"] = Fact(_place(tensor) if stays else ANY)
+        other = name if tensor is None else self._first.setdefault(identity(tensor), name)
+        if other != name:
+            self.facts[f"the memory of {name!r} and {other!r}"] = Fact(True, matters=False)
+
+    def _read_notes(self, named: Mapping[str, nn.Module]) -> None:
+        weights, self.facts = self.facts, {}
+        parameters = {
+            f"{path}.{own}" if path else own: one
+            for path, part in named.items()
+            for own, one in part._parameters.items()
+            if one is not None
+        }
+        noted = {id(table[key]) for one in parameters.values() for _, table, key in noted_tensors(one)}
+        self._known |= noted  # these are weights: a write to them is no change
+        for name, one in parameters.items():
+            for key, value in notes_of(one).items():
+                self._read(f"{name}.{key}", value, vars(one), key, matters=False)
+            for inner, table, key in noted_tensors(one):
+                self._watch(table, key)
+                self._read_weight(f"{name}.{inner}", table[key], stays=True)
+        stay = all(isinstance(one, nn.Parameter) for one in parameters.values())
+        self.notes, self.facts = self.facts if stay else None, weights
 
     def _read_class(self, cls: type) -> None:
         namespace = self.namespaces[cls]

@@ -36,7 +36,7 @@ class ModuleGuard:
 
     def __init__(self, module: nn.Module, hooks: int) -> None:
         self._seen = _Snapshot(module)
-        self._traced, self._traced_hooks = self._seen.reading.facts, hooks
+        self._traced, self._traced_hooks = self._seen.reading, hooks
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
@@ -53,7 +53,9 @@ class ModuleGuard:
         if self._seen.same(module):
             return None
         now = _Snapshot(module)
-        found = _difference(self._traced, now.reading.facts)
+        found = _difference(self._traced.facts, now.reading.facts)
+        if found is None and self._traced.notes is not None and now.reading.notes is not None:
+            found = _difference(self._traced.notes, now.reading.notes)
         if found is None:
             self._seen = now
         return found
@@ -77,7 +79,8 @@ class _Snapshot:
         self._tensors = [tensor for tensor in weights if tensor is not None]
         self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
-        self._contents = [reading.facts[name].value for name in reading.containers]
+        facts = reading.facts | (reading.notes or {})
+        self._contents = [facts[name].value for name in reading.containers]
         self._shared = list(_shared(self._tensors))
 
     def hook_count(self) -> int:

@@ -17,15 +17,9 @@ from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
 from graphplan.capture.model.attribute_data import plain_data, plain_tensors
-from graphplan.capture.model.model_weights import (
-    ModelWeights,
-    identity,
-    named_tensors,
-    noted_tensors,
-    notes_of,
-    tensor_bytes,
-)
+from graphplan.capture.model.model_weights import ModelWeights, identity, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
+from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
 from graphplan.message_text import readable_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import graphplan
+from graphplan.capture.model.model_weights import ModelWeights
 
 SIZE = 64
 X = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(0))
@@ -99,7 +101,7 @@ def test_code_reads_them_without_looking_for_each() -> None:
         (code,) = vars(placed)["_graphplan"].codes.values()
         assert code.bound.binding.function is not None
         zeros = torch.zeros(SIZE, 1, device="sim:0")
-        placed.layers[0].weight.scales = Scales(zeros, placed.layers[1].weight.scales)
+        placed.layers[0].weight.scales.rows = zeros
         assert not placed(X).cpu().any()
 
 
@@ -197,6 +199,153 @@ def test_a_trace_is_saved_with_them(tmp_path: Path) -> None:
             placed = graphplan.partition(Stack(), machine.max_memory, (X,), capture_cache=tmp_path)
             assert largest_difference(placed(X), Stack()(X)) < 1e-5
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Scaled(nn.Module):
+    """A layer that reads more than tensors from its parameter."""
+
+    def __init__(self, seed: int, factor: float = 1.0) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.weight: Any = nn.Parameter(torch.rand(SIZE, SIZE, generator=draw) / SIZE)
+        self.weight.factor, self.weight.calls, self.weight.shift = factor, 0, [torch.zeros(SIZE)]
+        self.weight.scales = Scales(torch.rand(SIZE, generator=draw))
+        self.weight.scales.power = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, scales = self.weight, self.weight.scales
+        return x @ weight * weight.factor * scales.rows**scales.power + weight.shift[0].to(x.device)
+
+
+def stack(*factors: float, of: type[nn.Module] = Scaled) -> nn.Module:
+    return nn.Sequential(*(of(index, factor) for index, factor in enumerate(factors)))
+
+
+class Multiplied(nn.Module):
+    def __init__(self, seed: int, factor: float) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.weight: Any = nn.Parameter(torch.rand(SIZE, SIZE, generator=draw) / SIZE)
+        self.weight.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight * self.weight.factor
+
+
+def test_blocks_that_differ_by_a_note_are_traced_each() -> None:
+    model = Stack()
+    model.layers = nn.ModuleList(stack(1, 1, 1, 3, 1, 1, of=Multiplied))
+    with graphplan.simulate({0: ROOMY}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+
+
+def test_a_saved_trace_is_that_of_the_same_notes(tmp_path: Path) -> None:
+    for factor in (1.0, 3.0):
+        model = stack(factor)
+        placed = graphplan.partition(model, {"cpu": ROOMY}, (X,), capture_cache=tmp_path)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+
+
+def _set_factor(weight: Any) -> None:
+    weight.factor = 3.0
+
+
+def _set_power(weight: Any) -> None:
+    weight.scales.power = 2
+
+
+def _write_to_a_list(weight: Any) -> None:
+    weight.shift[0].add_(1.0)
+
+
+def _replace_object(weight: Any) -> None:
+    weight.scales = copy.copy(weight.scales)
+    weight.scales.power = 3
+
+
+@pytest.mark.parametrize("change", [_set_factor, _set_power, _write_to_a_list, _replace_object])
+def test_a_change_of_a_note_is_followed(change: Any) -> None:
+    model = stack(1, 1)
+    with graphplan.simulate({0: ROOMY}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for part in (placed, model):
+            change(part[0].weight)  # type: ignore[index]
+        with pytest.warns(graphplan.GraphplanWarning, match=r"'0\.weight\..* is captured again"):
+            found = placed(X)
+        assert largest_difference(found, model(X)) < 1e-5
+
+
+def test_a_note_that_was_shared_may_become_one_parameters_own() -> None:
+    model = stack(1, 1)
+    model[1].weight.scales.rows = model[0].weight.scales.rows  # type: ignore[index]
+    with graphplan.simulate({0: ROOMY}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        placed[1].weight.scales.rows = torch.zeros(SIZE, device="sim:0")  # type: ignore[index]
+        with pytest.warns(graphplan.GraphplanWarning, match="the memory of"):
+            assert not placed(X).cpu().any()
+
+
+def test_weights_of_a_functional_call_need_no_notes() -> None:
+    model = nn.Linear(SIZE, SIZE)
+    for parameter in model.parameters():
+        parameter.is_loaded = True  # type: ignore[attr-defined]
+    placed = graphplan.partition(model, {"cpu": ROOMY}, (X,))
+    doubled = {name: 2 * one.detach() for name, one in model.named_parameters()}
+    for found in (placed, model):
+        found.twice = torch.func.functional_call(found, doubled, (X,)).detach()  # type: ignore[assignment]
+    assert largest_difference(placed.twice, model.twice) < 1e-5
+
+
+class Counts(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.calls += 1
+        self.weight.scales.rows += 1.0
+        return super().forward(x) * self.weight.calls
+
+
+@pytest.mark.parametrize("budget", [ROOMY, 5 * SIZE * SIZE])
+def test_what_a_call_notes_is_there_in_the_next(budget: int) -> None:
+    model, eager = (stack(1, 1, of=Counts) for _ in range(2))
+    locked = (i for i in range(3))  # cannot be copied
+    model[1].weight.lock = locked  # type: ignore[index]
+    with graphplan.simulate({0: budget}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(model, {**machine.max_memory, "cpu": ROOMY}, (X,))
+        for _ in range(3):
+            assert largest_difference(placed(X), eager(X)) < 1e-3
+    assert model[0].weight.calls == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mode", ["train", "grad"])
+def test_a_note_that_is_trained_gets_its_gradient(mode: str) -> None:
+    model, eager = stack(1), stack(1)
+    with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        for part in (model, eager):
+            part[0].weight.scales.rows.requires_grad_()  # type: ignore[index]
+        placed = graphplan.partition(model, machine.max_memory, (X,), **{mode: True})
+        for part in (placed, eager):
+            part(X).sum().backward()
+        mine, theirs = (part[0].weight.scales.rows.grad for part in (placed, eager))  # type: ignore[index]
+        assert largest_difference(mine.cpu(), theirs) < 1e-4
+
+
+def test_objects_that_refer_to_each_other_are_looked_into_once() -> None:
+    model, objects = stack(1), [Scales(torch.zeros(1)) for _ in range(40)]
+    for index, one in enumerate(objects):
+        one.first, one.second = objects[index - 1], objects[index - 2]  # type: ignore[attr-defined]
+    model[0].weight.net = objects[0]  # type: ignore[index]
+    assert len(ModelWeights(model).noted) == 41
+
+
+def test_one_warning_tells_of_all_that_cannot_be_copied() -> None:
+    model = stack(1, 1, 1)
+    for part in model:
+        part.weight.lock = threading.Lock()
+    with pytest.warns(graphplan.GraphplanWarning, match=r"'0\.weight\.lock' and 2 more \(lock\)") as told:
+        graphplan.partition(model, {"cpu": ROOMY}, (X,))
+    assert len(told) == 1
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphplan.capture.parameter_notes import notes_of
+
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: it
 may add them once, with a flag that says so."""
@@ -108,15 +110,20 @@ def _is_key(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
 
 
-Attributes = list[tuple[nn.Module, dict[str, Snapshot]]]
+Attributes = list[tuple[nn.Module | torch.Tensor, dict[str, Snapshot]]]
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """For each module of a tree, the attributes that are not torch's."""
-    return [
-        (part, {name: snapshot(value) for name, value in vars(part).items() if name not in TORCHS})
-        for part in module.modules()
-    ]
+    """For each module and parameter of a tree, the attributes that are not torch's."""
+    owners: list[nn.Module | torch.Tensor] = [*module.modules(), *module.parameters()]
+    return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
+
+
+def own_attributes(owner: nn.Module | torch.Tensor) -> dict[str, Any]:
+    """Those of a module, or a parameter, that are not torch's."""
+    if isinstance(owner, torch.Tensor):
+        return notes_of(owner)
+    return {name: value for name, value in vars(owner).items() if name not in TORCHS}
 
 
 def put_back(before: Attributes) -> list[str]:
@@ -124,7 +131,7 @@ def put_back(before: Attributes) -> list[str]:
     changed = []
     for part, known in before:
         table = vars(part)
-        for name in [name for name in table if name not in known and name not in TORCHS]:
+        for name in own_attributes(part).keys() - known.keys():
             changed.append(name)
             del table[name]
         for name, kept in known.items():

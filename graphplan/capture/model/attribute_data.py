@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import TORCHS
+from graphplan.capture.changes.attribute_snapshots import own_attributes
 from graphplan.capture.model.modes import is_plain
 
 _ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
@@ -64,20 +64,20 @@ def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
     return found if _add(name, value, found, known, model, owned=False) else Data()
 
 
-def plain_data(model: nn.Module) -> Iterator[tuple[nn.Module, str, Data]]:
-    """What is in attributes that are not torch's: module, attribute, and what was not found before."""
+def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
+    """What is in attributes that are not torch's: the owner, the attribute, what was not found before."""
     parts = list(model.modules())
     ids, known = set(map(id, parts)), set[int]()
-    for part in parts:
-        for name, value in vars(part).items():
-            if name not in TORCHS:
-                found = data_in(name, value, known, ids)
-                known |= found.seen
-                yield part, name, found
+    owners: list[nn.Module | torch.Tensor] = [*parts, *model.parameters()]
+    for owner in owners:
+        for name, value in own_attributes(owner).items():
+            found = data_in(name, value, known, ids)
+            known |= found.seen
+            yield owner, name, found
 
 
-def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """The tensors in attributes that are neither parameters nor buffers: module, attribute, name, tensor."""
+def plain_tensors(model: nn.Module) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
+    """The tensors in attributes that are neither parameters nor buffers: owner, attribute, name, tensor."""
     for part, name, found in plain_data(model):
         yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
 

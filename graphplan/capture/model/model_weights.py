@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from inspect import isroutine
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from graphplan._compat.torch import is_transformed
+from graphplan.capture.parameter_notes import is_own, noted_tensors
 
 
 class ModelWeights:
@@ -77,32 +74,6 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def notes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a parameter that are not of its class: ``weight.no_decay = True``.
-
-    Those of a wrapper are what it wraps.
-    """
-    own = getattr(type(parameter), "own", ())
-    noted = vars(parameter) if _is_own(parameter) else {}
-    return {name: value for name, value in noted.items() if name not in own}
-
-
-def noted_tensors(
-    value: Any, name: str = "", around: tuple[int, ...] = ()
-) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The tensors that attributes of a parameter lead to: the name, the table of attributes, the key there.
-
-    ``around`` has the ids of the objects that ``value`` is in.
-    """
-    table = vars(value)
-    for key, one in (notes_of(value) if isinstance(value, torch.Tensor) else table).items():
-        inside = hasattr(one, "__dict__") and not isinstance(one, nn.Module | type | ModuleType)
-        if isinstance(one, torch.Tensor):
-            yield f"{name}{key}", table, key
-        elif inside and not isroutine(one) and id(one) not in around:
-            yield from noted_tensors(one, f"{name}{key}.", (*around, id(one)))
-
-
 def module_at(root: nn.Module, path: str) -> nn.Module:
     """The module at a path under another, which is made, empty, where there is none."""
     found = root
@@ -130,19 +101,12 @@ def identity(tensor: torch.Tensor) -> Any:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is torch's own, or a simulated one that stands for such: no wrapper, nor sparse."""
-    return _is_own(tensor) and tensor.layout is torch.strided
+    return is_own(tensor) and tensor.layout is torch.strided
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a weight wraps other tensors, as quantised ones do."""
-    return hasattr(tensor, "__tensor_flatten__") and not _is_own(tensor)
-
-
-def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether its elements, and what is noted on it, are all that it is, as of bitsandbytes' parameters."""
-    kind = getattr(type(tensor), "stands_for", type(tensor))
-    noted = issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return kind in (torch.Tensor, nn.Parameter) or (noted and not is_lazy(tensor))
+    return hasattr(tensor, "__tensor_flatten__") and not is_own(tensor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
-from graphplan.capture.model.model_weights import notes_of
+from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
+from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import CONSTANTS
 
 UNCHANGING = (*CONSTANTS, type(None), torch.device)
@@ -133,16 +134,17 @@ def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list
             kind += (name, _value(value, found, met))
     for table in (own["_parameters"], own["_buffers"]):
         for name, tensor in table.items():
-            kind += (name, None if tensor is None else _weight(tensor, met))
+            kind += (name, None if tensor is None else _weight(tensor, found, met))
     for name, child in own["_modules"].items():
         kind += (name, None if child is None else tuple(_module(child, found, met)))
     return kind
 
 
-def _weight(tensor: torch.Tensor, met: dict[int, int]) -> Hashable:
+def _weight(tensor: torch.Tensor, found: ModuleTraits, met: dict[int, int]) -> Hashable:
     number = met.setdefault(id(tensor), len(met))
     layout = None if tensor.layout is not torch.strided else tensor.stride()
-    return number, type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
+    form = type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
+    return number, *form, *((name, _value(note, found, met)) for name, note in notes_of(tensor).items())
 
 
 def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.model.model_weights import identity, is_dense
+from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.saved.code_objects import (
     code_parts,
     file_of,
@@ -160,6 +161,9 @@ class Description:
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
         if id(tensor) in self._weights:
             self.note("weight", self._weights[id(tensor)])
+            for name, one in notes_of(tensor).items():
+                self.note(name)
+                self.add(one, f"{where}.{name}")
             return
         if not is_dense(tensor) or tensor.device.type != "cpu":
             raise NotSavedError(f"{where} is a tensor of {type(tensor).__name__} on {tensor.device}")

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from graphplan.analysis.plan import Plan
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.changes.assigned_state import KeptStateError
+from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
@@ -231,6 +232,7 @@ class _Fallback:
         has_data = all(tensor.device.type == CPU for tensor in tensors)
         shared = {id(parameter): parameter for parameter in self.model.parameters()}
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
+        before = attributes_of(module)  # what is noted on parameters is the model's own
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
             with untouched(module), self._kernels():
@@ -240,6 +242,8 @@ class _Fallback:
             if has_data:
                 raise
             return CallProfile(), error
+        finally:
+            put_back(before)
 
     def _kernels(self) -> AbstractContextManager[None]:
         """A block in which kernels take what accelerators do: simulated ones write attention out."""
