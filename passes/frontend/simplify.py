@@ -74,7 +74,8 @@ def drop_checks(graph: fx.Graph) -> None:
 def _fold_lifted_constants(graph: fx.Graph) -> None:
     """A constant of the code is copied at each call lest somebody writes to it; drop unneeded copies."""
     changed = [*graph.output_node().all_input_nodes, *chain(*map(mutated_arguments, graph.nodes))]
-    memories = {storage_of(value) for value in map(_val, changed) if isinstance(value, torch.Tensor)}
+    tensors = [value for value in map(_val, changed) if isinstance(value, torch.Tensor)]
+    memories = {storage_of(value) for value in tensors if value.layout is torch.strided}
     for node in list(graph.nodes):
         if node.target is not aten.lift_fresh_copy.default:
             continue

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from builders import run_placed
 from torch import nn
@@ -89,6 +90,16 @@ def test_a_constant_that_is_written_to_through_a_view_is_what_the_code_says_at_e
         placed = partition(model, {0: "1MiB"}, (x,))
         for _ in range(3):
             torch.testing.assert_close(placed(x), model(x))
+
+
+class Sparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to_sparse(), x * torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse. its sizes cannot vary:graphplan.GraphplanWarning")
+def test_a_sparse_result_beside_a_constant() -> None:
+    assert calls(Sparse(), torch.randn(2, 2))[-1] == "mul.Tensor(x, c_lifted_tensor_0)"
 
 
 class Detached(nn.Module):
