@@ -328,6 +328,17 @@ def test_two_parameters_over_one_memory_are_one_weight_of_the_plain_model_too() 
         assert plain[0].weight.data_ptr() == plain[1].weight.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_a_conjugate_over_the_same_memory_is_another_weight() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.cfloat) for _ in range(2)))
+    model[1].weight = nn.Parameter(model[0].weight.data.conj())
+    x = torch.randn(2, 4, dtype=torch.cfloat)
+    with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        torch.testing.assert_close(placed(x), model(x))
+        torch.testing.assert_close(graphplan.unplace(placed)(x), model(x))
+
+
 def test_what_saves_and_looks_for_ties_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.pytorch_utils import id_tensor_storage

@@ -96,7 +96,7 @@ def identity(tensor: torch.Tensor) -> Any:
     memory = memory_of(tensor)
     if memory is None:
         return id(tensor)
-    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
