@@ -50,6 +50,9 @@ class ResidentPart:
 
 
 def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor is, and how often it was written to; inference tensors do not count that."""
+    """Where a tensor is, what its bytes stand for, and how often it was written to.
+
+    Inference tensors do not count that.
+    """
     version = -1 if tensor.is_inference() else tensor._version
-    return storage_of(tensor), tensor.storage_offset(), tensor.stride(), version
+    return storage_of(tensor), tensor.storage_offset(), tensor.stride(), tensor.is_conj(), version

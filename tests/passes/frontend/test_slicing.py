@@ -437,6 +437,18 @@ def test_another_tensor_at_the_same_address_is_seen() -> None:
             assert relative(placed(x), model(x)) <= 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_a_conjugate_in_the_same_memory_is_seen() -> None:
+    memory, x = budgets(2 * WHOLE), numbers(4, WIDTH).cfloat()
+    with graphplan.simulate(memory):
+        model = nn.Linear(WIDTH, ROWS, dtype=torch.cfloat)
+        placed = graphplan.partition(copy.deepcopy(model), memory, args=(x,), cpu_compute=False, links=NARROW)
+        assert 0 in placed.plan.parts.values()
+        for one in (placed, model):
+            one.weight.data = one.weight.data.conj()
+        torch.testing.assert_close(placed(x), model(x))
+
+
 def test_a_converted_parameter_is_refused() -> None:
     memory = budgets(WHOLE)
     with graphplan.simulate(memory) as machine:
