@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -292,6 +293,8 @@ def same_constant(a: Any, b: Any) -> bool:
         return isinstance(b, torch.Generator)  # a graph never reads one: export takes none that is used
     if a is b or type(a) is not type(b):
         return a is b
+    if isinstance(a, np.ndarray):  # their == is no bool
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
 
 

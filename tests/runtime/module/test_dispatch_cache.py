@@ -8,6 +8,7 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import largest_difference
@@ -16,7 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphplan
-from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
+from graphplan.capture.signature import (
+    BoundCall,
+    InputSignature,
+    TensorLeaf,
+    bind_call,
+    leaf_names,
+    same_constant,
+)
 from graphplan.capture.structure import leaves_of
 from graphplan.runtime.module import dispatch
 from graphplan.runtime.module.dispatch_cache import Route, find_route
@@ -249,6 +257,20 @@ def test_zero_has_a_sign(examples: tuple[Any, ...]) -> None:
         for _ in range(2):
             for y in (0.0, -0.0, 1.0):
                 assert torch.equal(placed(x, y), model(x, y))
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_arrays_are_the_same_constant_where_their_bytes_are() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, by: Any = None) -> torch.Tensor:
+            return x if by is None else x * float(by.sum())
+
+    x = torch.ones(2)
+    placed = graphplan.partition(Scaled(), {"cpu": "1GiB"}, (x,))
+    for by in (np.ones(3), np.ones(3), np.zeros(3), np.ones((3, 1)), np.ones(3, dtype=int)):
+        assert torch.equal(placed(x, by), Scaled()(x, by))  # a ValueError
+    assert not same_constant(np.ones(3), np.ones(3, dtype=int))
+    assert not same_constant(np.zeros(1), -np.zeros(1))
 
 
 def test_modes_and_devices_choose_among_routes() -> None:
