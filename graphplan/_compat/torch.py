@@ -252,7 +252,7 @@ def in_grad_transform() -> bool:
 
 
 def in_replica() -> bool:
-    """Whether this process runs the forward pass of a ``DistributedDataParallel``, for a backward pass."""
+    """Whether this process runs the forward pass of a ``DistributedDataParallel``."""
     replicated = torch.nn.parallel.DistributedDataParallel
     return private(replicated, "_active_ddp_module", "torch") is not None
 
