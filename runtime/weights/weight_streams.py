@@ -22,6 +22,7 @@ import torch
 
 from graphplan.capture.model.model_weights import identity, tensor_bytes
 from graphplan.devices.topology import CPU, round_up
+from graphplan.errors import PlanError
 from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, PrefetchSegment
 from graphplan.message_text import readable_bytes
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
@@ -33,6 +34,10 @@ from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
 _BUFFERS = 2
+_CALLED_WITHIN = (
+    "a hook has called the model while its backward pass was under way: both stream weights into the same "
+    "memory, so that the rest of the pass would read wrong ones. Call the model after backward()"
+)
 
 
 class _Storage:
@@ -43,6 +48,7 @@ class _Storage:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.user: object = None  # stands for the stream whose slots the last call's events are about
         self.busy = False  # a call is under way, or has broken off
+        self.entries = 0  # how often a call has begun, or gone on after another
         self.staging: Staging | None = None  # for what is streamed from files
         weakref.finalize(self, self.queues.settle).atexit = False
 
@@ -50,6 +56,7 @@ class _Storage:
         """A call begins. After one of another structure, or one that broke off, all work is waited for."""
         follows = self.user is user and not self.busy
         self.busy = True
+        self.entries += 1
         self.queues.enter()
         if not follows:
             self.queues.join()
@@ -138,10 +145,12 @@ class _LoadedSegment:
             for offset, weight in zip(segment.offsets, weights, strict=True)
         )
         self.layouts = tuple(map(_layout, weights))
+        self.entry = 0
         self.host = weights[0].device
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
         """Enqueue the copy, behind the last reader of what is in the slot."""
+        self.entry = self.call.storage.entries
         self.queues.copies_wait(self.free)
         in_place = tuple(map(_layout, weights)) == self.layouts
         staging = self.call.storage.staging
@@ -161,7 +170,13 @@ class _LoadedSegment:
         return self.views
 
     def release(self) -> None:
-        """Nothing enqueued from now on reads it."""
+        """Nothing enqueued from now on reads it.
+
+        Raises:
+            PlanError: another call has begun since it was loaded.
+        """
+        if self.entry != self.call.storage.entries:
+            raise PlanError(_CALLED_WITHIN)
         self.queues.record_work(self.free)
         self.call.released()
 

@@ -195,6 +195,26 @@ def test_two_parameters_over_one_memory_stay_one_weight() -> None:
         assert len(placed.plans) == 1
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_call_within_a_backward_pass_is_an_error_and_the_next_step_is_right(trains: bool) -> None:
+    eager = Blocks()
+
+    def call(_: Any) -> None:
+        with torch.set_grad_enabled(trains):
+            placed(X)
+
+    with streamed(copy.deepcopy(eager), train=True) as (placed, _, _):
+        handle = placed.blocks[3].weight.register_post_accumulate_grad_hook(call)
+        with pytest.raises(graphplan.PlanError, match=r"Call the model after backward\(\)"):
+            placed(X).sum().backward()
+        handle.remove()
+        placed.zero_grad()
+        for model in (placed, eager):
+            model(X).sum().backward()
+        for mine, theirs in zip(placed.parameters(), eager.parameters(), strict=True):
+            assert torch.allclose(mine.grad.cpu(), theirs.grad, atol=1e-5)
+
+
 def test_converted_parameters_are_refused() -> None:
     with streamed() as (placed, _, _):
         placed.blocks[1].weight.data = placed.blocks[1].weight.data.double()
