@@ -30,9 +30,9 @@ those that the parameters have, where these reside. To the CPU they are copied i
 What is called when a gradient has been added may change the parameter, as an optimizer's step does. If the
 backward pass reads that after, it is called behind the last reader, as in autograd::
 
-    w_gradient = add_gradient(w, mm_1, True, False)
-    mm_2 = mm @ w
-    w_added = gradient_added(w_gradient)
+    w_gradient = add_gradient(w, mm_1_on_cpu, True, False)
+    mm_2 = mm @ w_on_0
+    w_added = gradient_added(w_gradient, loaded_0)
 """
 
 from __future__ import annotations
@@ -119,9 +119,16 @@ def add_gradient(
     return gradient_added(parameter) if last else parameter
 
 
-def gradient_added(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter, after the hooks that run when a gradient has been added to its own."""
+def gradient_added(parameter: torch.nn.Parameter, *loaded: Any) -> torch.nn.Parameter:
+    """The parameter, after the hooks that run when a gradient has been added to its own.
+
+    Args:
+        parameter: that has it.
+        loaded: the segments that it is streamed in. Hooks may write to it once they are copied.
+    """
     _, after = gradient_hooks(parameter)
+    for segment in loaded if after else ():
+        segment.await_copy()
     for hook in after:
         hook(parameter)
     return parameter

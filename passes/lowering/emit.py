@@ -74,7 +74,8 @@ class _Lowering:
         self.owned = graph.owned_gradients
         self.step = 0
         self.last_read = _last_reads(graph, schedule)
-        self.added: dict[int, list[fx.Node]] = {}  # by the step behind which their hooks run
+        self.added: dict[int, list[tuple[str, fx.Node]]] = {}  # by the step behind which their hooks run
+        self.copies: dict[str, list[fx.Node]] = {}  # of each weight in the pass under way, by their loads
 
     def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         self._placeholders()
@@ -85,14 +86,15 @@ class _Lowering:
             if index == backward:
                 self._await_copies()
                 forward = set(self.out.nodes)
+                self.copies.clear()
             if isinstance(step, Move):
                 self._move(step)
             elif isinstance(step, Run):
                 self._run(step)
             else:
                 self._stream(step)
-            for added in self.added.get(index, ()):
-                self._call(gradient_added, (added,), f"{added.name}_added")
+            for parameter, added in self.added.get(index, ()):
+                self._call(gradient_added, (added, *self.copies.get(parameter, ())), f"{added.name}_added")
         self._await_copies()
         self._output()
         for node in self.out.nodes if forward else ():
@@ -183,7 +185,7 @@ class _Lowering:
         arguments = self._instance(parameter, key), self.env[name, key], owned, last <= self.step
         added = self._call(add_gradient, arguments, f"{name}_of_{parameter}")
         if last > self.step:
-            self.added.setdefault(last, []).append(added)
+            self.added.setdefault(last, []).append((parameter, added))
 
     def _stream(self, step: Load | Wait | Release) -> None:
         place = step.device, step.segment
@@ -193,6 +195,8 @@ class _Lowering:
             weights = [self._instance(name, step.source) for name in step.weights]
             arguments = (self._prefetch_buffer(step.device), step.segment, *weights)
             node = self.loaded[place] = self._call("load", arguments, f"loaded_{step.segment}")
+            for name in step.weights:
+                self.copies.setdefault(name, []).append(node)
         else:
             node = self._call("wait", (self.loaded[place],), f"segment_{step.segment}")
             for position, name in enumerate(self.schedule.segment(step).weights):

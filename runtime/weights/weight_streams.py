@@ -169,6 +169,10 @@ class _LoadedSegment:
         self.queues.work_waits(self.ready)
         return self.views
 
+    def await_copy(self) -> None:
+        """Let the host wait until it is copied, before hooks write to the weights."""
+        self.queues.wait(self.ready)
+
     def release(self) -> None:
         """Nothing enqueued from now on reads it.
 

@@ -21,6 +21,8 @@ from torch import nn
 from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of, weights_of
 
 import graphplan
+from graphplan.runtime.memory.copy_queues import Queues
+from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 ADAMW = torch.optim.AdamW
 CPU = {"cpu": ROOMY}
@@ -221,6 +223,35 @@ def test_weights_that_their_hooks_change_are_read_before(both: bool) -> None:
         before = weights_of(placed)
         torch.autograd.grad(placed(given)["one"].sum(), given)  # for the input alone
         assert gap(weights_of(placed), before) == 0
+
+
+def test_weights_that_their_hooks_change_are_copied_before() -> None:
+    eager, x, done = Products(), torch.randn(4, 8), list[str]()
+
+    class Waited(Queues):
+        def wait(self, event: Any) -> None:
+            done.append("waited")
+
+    def step(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.01)
+        done.append("second" if any(weight is model.second for model in (placed, eager)) else "first")
+
+    pin = {name: "cpu" for name, _ in eager.named_parameters()}
+    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine, short_search():
+        placed = partitioned(
+            machine, copy.deepcopy(eager), kwargs={"x": x}, train_outputs="one", pin=pin, cpu_compute=False
+        )
+        placed._graphplan.streams = ModuleStreams(lambda device: Waited())
+        placed._graphplan.codes.clear()
+        for model in (placed, eager):
+            for weight in model.parameters():
+                weight.register_post_accumulate_grad_hook(step)
+            for _ in range(2):
+                model(x)["one"].sum().backward()
+        assert gap(weights_of(placed), weights_of(eager)) < 1e-5
+        ours, eagers = ["waited", "second", "first"], ["second", "first"]  # a GPU copies, the host goes on
+        assert done == [*ours, *ours, *eagers, *eagers]
 
 
 def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
