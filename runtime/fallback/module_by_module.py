@@ -202,7 +202,8 @@ def _run(
     try:
         return run_hooked(tree, entry, HookedRun(way, device, instead), call.args, call.kwargs)
     except RuntimeError as error:
-        error.add_note(_ANOTHER_WAY.format(way.name))
+        if type(error) is RuntimeError:  # torch's, as of mixed devices; others are the model's, or of memory
+            error.add_note(_ANOTHER_WAY.format(way.name))
         raise
 
 
