@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,7 +28,7 @@ from graphplan.capture.signature import (
     bind_call,
     same_constant,
 )
-from graphplan.capture.transformers.caches import COUNTERS, is_cache
+from graphplan.capture.transformers.caches import COUNTERS, can_be_made, is_cache
 from graphplan.runtime.module.result_structure import make
 
 Match = Callable[[Any, list[Any]], bool]
@@ -174,7 +175,8 @@ class _FormReader:
             return _is_tensor, self._mark(torch.empty((0,) * value.dim()))
         if self.numbers and kind in (int, float):
             return _number(kind), self._mark(object())
-        if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
+        named = isinstance(value, Enum) or (self.objects and isinstance(value, type))
+        if value is None or kind in _CONSTANTS or named:
             return _constant(value), value
         if isinstance(value, torch.Generator):
             return _is_generator, value
@@ -184,9 +186,9 @@ class _FormReader:
         if kind is dict:
             matches, marked = self.read_all(value.values())
             return _mapping(tuple(value), matches), dict(zip(value, marked, strict=True))
-        inner = self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL)
-        if not inner and not is_cache(value):
-            raise _Unknown
+        inner = self.objects and not isinstance(value, _SPECIAL)
+        if not (inner or is_cache(value)) or not can_be_made(value):
+            raise _Unknown  # the last: such as a deque in a cache, which is more than its attributes
         outside, self.objects = self.objects, True
         parts = [self._attribute(name, part) for name, part in vars(value).items()]
         self.objects = outside

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -199,6 +200,36 @@ class PlainDecoder(nn.Module):
             seen = torch.ones(new, all_, dtype=torch.bool, device=q.device).tril(all_ - new)
             x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)[:, 0]
         return self.head(x)
+
+
+class Layout(Enum):
+    ROWS = 1
+    COLUMNS = 2
+
+
+class LayoutCache:
+    """Of the caller's, with a constant that is an object."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.layout = Layout.ROWS
+
+
+class ReadsLayout(nn.Module):
+    def forward(self, x: torch.Tensor, cache: LayoutCache) -> torch.Tensor:
+        cache.keys.append(x)
+        return x.sum(0 if cache.layout is Layout.ROWS else 1)
+
+
+def test_an_enum_in_a_cache_is_a_constant() -> None:
+    model, x = ReadsLayout(), torch.randn(3, 3)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x, LayoutCache()))
+        for layout in (*Layout, *Layout):
+            ours, theirs = LayoutCache(), LayoutCache()
+            ours.layout = theirs.layout = layout
+            assert largest_difference(placed(x, ours), model(x, theirs)) < 1e-5
+            assert len(ours.keys) == 1
 
 
 @pytest.mark.parametrize("max_length", [64, None])

@@ -253,7 +253,7 @@ def _describe(
     if isinstance(value, torch.device):
         return LayoutPart("device")
     cls = type(value)
-    if id(value) in above or not _can_be_made(value):
+    if id(value) in above or not can_be_made(value):
         return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}", held=value)
     above = (*above, id(value))
     if isinstance(value, dict):
@@ -270,7 +270,7 @@ def _describe(
     return LayoutPart("object", cls, tuple(state), tuple(parts))
 
 
-def _can_be_made(value: Any) -> bool:
+def can_be_made(value: Any) -> bool:
     """Whether an object is no more than its items, or what its ``__dict__`` has."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         return not isinstance(value, defaultdict)
