@@ -12,7 +12,7 @@ The results equal the evaluator's (tests/passes/placement/test_arrays.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -337,13 +337,13 @@ class Arrays:
 
     def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
         """(devices that compute,) most bytes at once."""
-        found = self._read_peaks(devices, chosen)
+        found = self.read_peaks(devices, chosen)
         if self.unread:
             extra = np.zeros(len(self.keys))
             sizes = {weight.name: weight.held_bytes for weight in self.unread}
-            for name, key in self._fill(found).items():
-                extra[self.number[key]] += round_up(sizes[name])
             home = self.homes(devices, chosen)
+            for name, key in self._fill(found, home).items():
+                extra[self.number[key]] += round_up(sizes[name])
             found += self.resident(home, extra) - self.resident(home)
         return found
 
@@ -362,7 +362,7 @@ class Arrays:
         order = np.argsort(self._time[self.reader], kind="stable")
         return self.item[order], self.reader[order], self._time[self.reader[order]]
 
-    def _read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
+    def read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
         """As :meth:`peaks`, without the weights that nobody reads."""
         width, end, time = len(self.keys), self.count, self._time
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
@@ -540,10 +540,16 @@ class Arrays:
         """Whether every budget is kept."""
         return bool((self.peaks(devices, chosen) <= self.room).all())
 
-    def _fill(self, peaks: Floats) -> dict[str, DeviceKey]:
-        """Homes of the weights that nobody reads, beside these peaks."""
-        free = {spec.key: int(spec.room - peak) for spec, peak in zip(self.specs, peaks, strict=True)}
-        return fill(self.unread, self.problem.topology, free)
+    def _fill(self, peaks: Floats, home: Ints) -> dict[str, DeviceKey]:
+        """Homes of the weights that nobody reads, beside these peaks, and beside weights that are at home."""
+        free = self.room[: self.computing] - peaks + self.resident(home)
+        keys = [spec.key for spec in self.specs]
+
+        def left(placed: Mapping[DeviceKey, int], nbytes: int) -> dict[DeviceKey, float]:
+            extra = np.array([placed.get(key, 0) + nbytes for key in self.keys], dtype=float)
+            return dict(zip(keys, (free - self.resident(home, extra)).tolist(), strict=True))
+
+        return fill(self.unread, self.problem.topology.cpu, left)
 
     # -- to and from assignments --------------------------------------------------------------------
 
@@ -576,7 +582,7 @@ class Arrays:
         """For the evaluator."""
         homes: dict[str, DeviceKey] = {}
         if self.unread:
-            homes = self._fill(self._read_peaks(devices, chosen))
+            homes = self._fill(self.read_peaks(devices, chosen), self.homes(devices, chosen))
         homes |= {self.names[v]: self.keys[self.fixed[v]] for v in self.loose}
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0))

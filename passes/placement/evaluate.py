@@ -107,7 +107,9 @@ def evaluate_filled(
     for weight in unread:
         home = found.assignment.weights[weight.name]
         free[home] += round_up(weight.held_bytes)
-    homes = fill(unread, problem.topology, free)
+    homes = fill(
+        unread, problem.topology.cpu, lambda placed, nbytes: {k: free[k] - placed[k] - nbytes for k in free}
+    )
     return evaluate(problem, replace(assignment, weights={**assignment.weights, **homes}))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from graphplan.devices.topology import DeviceKey, Topology, round_up
+from graphplan.devices.topology import DeviceKey, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Assignment
@@ -96,17 +96,25 @@ def unread_weights(problem: Problem) -> list[Weight]:
     ]
 
 
-def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, int]) -> dict[str, DeviceKey]:
-    """Homes of weights that nobody reads: in CPU memory while it has room, else where most room is.
+def fill(
+    unread: Iterable[Weight],
+    cpu: DeviceKey | None,
+    left: Callable[[Mapping[DeviceKey, int], int], Mapping[DeviceKey, float]],
+) -> dict[str, DeviceKey]:
+    """Homes of weights that nobody reads: in CPU memory while it has room, else where most room is left.
 
-    ``free``: device that computes -> bytes beside all else.
+    Args:
+        unread: these.
+        cpu: the CPU's key, if it is a device.
+        left: from device -> bytes of those that are placed, and the bytes of the next, to device that
+            computes -> bytes that it would leave free there.
     """
-    homes, free, cpu = dict[str, DeviceKey](), dict(free), topology.cpu
+    homes, placed = dict[str, DeviceKey](), defaultdict[DeviceKey, int](int)
     for weight in sorted(unread, key=lambda w: -w.held_bytes):
         nbytes = round_up(weight.held_bytes)
-        roomiest = max(free, key=lambda key: free[key])
-        home = cpu if cpu is not None and nbytes <= free[cpu] else roomiest
-        free[home] -= nbytes
+        free = left(placed, nbytes)
+        home = cpu if cpu is not None and free[cpu] >= 0 else max(free, key=lambda key: free[key])
+        placed[home] += nbytes
         homes[weight.name] = home
     return homes
 

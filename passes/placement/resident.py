@@ -208,11 +208,13 @@ class ResidentSearch:
             if 4.0 * most * frontier.devices * len(frontier.steps) > self.effort.total:
                 break
             found = search_labels(relaxation, most, self.seconds, self.effort, every=True)
+            exact = found.exact
             for completion in found.completions:
                 if completion.seconds >= self.seconds:
                     break  # the others are slower
-                self._judge((completion,))
-            if found.exact and self.devices is not None:
+                # weights that nobody reads may have room elsewhere than where they were tried
+                exact &= self._judge((completion,)) or not self._may_fit(completion)
+            if exact and self.devices is not None:
                 relaxation.bound, relaxation.proof = self.seconds, _LABELS
         self._raise(relaxations)
 
@@ -261,6 +263,13 @@ class ResidentSearch:
             if self._offer(devices, chosen):
                 return True
         return False
+
+    def _may_fit(self, completion: Completion) -> bool:
+        """Whether a placement would fit with other homes of the weights that nobody reads."""
+        arrays = self.arrays
+        if not arrays.unread:
+            return False
+        return bool((arrays.read_peaks(*self._expand(completion)) <= arrays.room).all())
 
     def _expand(self, completion: Completion) -> tuple[Ints, Ints]:
         arrays = self.arrays

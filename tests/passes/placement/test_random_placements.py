@@ -55,6 +55,12 @@ def test_models_that_only_read_sizes(seed: int) -> None:
     assert not violations(problem, place, seed, Effort(2_000))
 
 
+def test_a_weight_that_nobody_reads_goes_where_its_allocation_fits() -> None:
+    """The device with most room had none for the step by which CUDA's allocator grows: the bound was false."""
+    problem = random_instance(604509, TINY).problem
+    assert not violations(problem, place, 604509, Effort(2_000))
+
+
 @pytest.mark.parametrize("block", blocks(24, quick=1))
 def test_tiny_problems(block: int) -> None:
     wrong = found_wrong(TINY, block, TINY_BLOCK, Effort(placements=1000, restricted=1))
