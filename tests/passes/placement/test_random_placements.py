@@ -56,7 +56,7 @@ def test_models_that_only_read_sizes(seed: int) -> None:
 
 
 def test_a_weight_that_nobody_reads_goes_where_its_allocation_fits() -> None:
-    """The device with most room had none for the step by which CUDA's allocator grows: the bound was false."""
+    """The roomiest device had none for the step by which CUDA's allocator grows: the bound was false."""
     problem = random_instance(604509, TINY).problem
     assert not violations(problem, place, 604509, Effort(2_000))
 
