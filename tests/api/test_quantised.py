@@ -122,6 +122,47 @@ def test_quantised_weights_that_no_accelerator_holds_are_computed_with_on_the_cp
             graphplan.partition(model, machine.max_memory, (X,), cpu_compute=False)
 
 
+class Unwrapped(Scaled):
+    """One whose copy is a plain tensor, as of optimum-quanto: ``copy.deepcopy`` does not take it."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], _: None, __: Any, ___: Any) -> Scaled:
+        return Unwrapped(inner["whole"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return Unwrapped(args[0].whole.detach(), args[0].scale.detach())
+        if func in (aten.clone.default, aten.alias.default):
+            return func(args[0].whole.to(args[0].scale.dtype) * args[0].scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def unwrapped() -> Mlp:
+    model = hand_made()
+    for linear in (model.up, model.down):
+        weight: Any = linear.weight
+        linear.weight = nn.Parameter(Unwrapped(weight.whole, weight.scale), requires_grad=False)
+    return model
+
+
+def test_wrappers_whose_copies_are_none() -> None:
+    model = unwrapped()
+    with torch.no_grad():
+        expected = model(X)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    with graphplan.simulate({0: 120_000}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        assert type(placed.up.weight) is Unwrapped
+        assert largest_difference(placed(X), expected) < 1e-5
+        plain = graphplan.unplace(placed)
+        assert plain.up.weight.device.type == "cpu"
+        with torch.no_grad():
+            assert torch.equal(plain(X), expected)
+    assert torch.equal(model(X), expected)
+
+
 def test_a_quantised_llama() -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Llama"]
     model, inputs = architecture.build()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.bitsandbytes import settle
-from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, named_tensors
+from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, is_wrapper, named_tensors
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
@@ -128,19 +129,43 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     neither reads nor writes them, and the system provides a page only when it is written to.
     """
     tensors = list({id(tensor): tensor for tensor in named_tensors(model).values()}.values())
-    largest = max((_span(t) * t.element_size() for t in tensors if is_dense(t)), default=0)
-    memory = mmap.mmap(-1, max(largest, 1) + _APART * len(tensors))
+    wrapped = [part for tensor in tensors for part in _parts(tensor)]
+    largest = max((_span(t) * t.element_size() for t in wrapped if is_dense(t)), default=0)
+    memory = mmap.mmap(-1, max(largest, 1) + _APART * len(wrapped))
+    starts = itertools.count(0, _APART)
     found: dict[int, torch.Tensor] = {}
-    for index, tensor in enumerate(tensors):
-        if is_dense(tensor):
-            stand_in = _virtual(tensor, memory, _APART * index)
-        elif tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
-            stand_in = tensor.detach().to("cpu", copy=True)
-        else:
-            continue
-        is_parameter = isinstance(tensor, nn.Parameter)
-        found[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
+    for tensor in tensors:
+        stand_in = _stand_in(tensor, memory, starts)
+        if stand_in is not None:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            found[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
     return found
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper wraps, those that they wrap in their place; else the tensor itself."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
+    return [part for name in names for part in _parts(getattr(tensor, name))]
+
+
+def _stand_in(tensor: torch.Tensor, memory: mmap.mmap, starts: Iterator[int]) -> torch.Tensor | None:
+    """What stands for a tensor; None for one of a class of its own, which is copied as that says."""
+    if is_wrapper(tensor):  # made anew: its own copy need not be a wrapper
+        kind: Any = type(tensor)
+        names, context = kind.__tensor_flatten__(tensor)
+        inner = {name: getattr(tensor, name) for name in names}
+        for name, part in inner.items():
+            stand_in = _stand_in(part, memory, starts)
+            inner[name] = copy.deepcopy(part) if stand_in is None else stand_in
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return made
+    if is_dense(tensor):
+        return _virtual(tensor, memory, next(starts))
+    if tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
+        return tensor.detach().to("cpu", copy=True)
+    return None
 
 
 def _span(tensor: torch.Tensor) -> int:
