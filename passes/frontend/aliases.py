@@ -43,6 +43,9 @@ def find_together(graph: Graph, groups: Iterable[Sequence[str]]) -> list[frozens
     for operation in graph.operations.values():
         if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
             nx.add_path(ties, [origin, operation.name])
+    for weight in graph.weights.values():
+        if not weight.movable:
+            nx.add_path(ties, graph.readers.get(weight.name, ()))
     for names in groups:
         nx.add_path(ties, [graph.producer[name] for name in names if name in graph.producer])
     return [frozenset(group) for group in nx.connected_components(ties) if len(group) > 1]

@@ -163,6 +163,31 @@ def test_wrappers_whose_copies_are_none() -> None:
     assert torch.equal(model(X), expected)
 
 
+class Twice(nn.Module):
+    """Reads one quantised weight at both ends of a stack that no device holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tied = nn.Linear(64, 64)
+        self.between = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        scaled(self.tied)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.between(self.tied(x)))
+
+
+def test_what_reads_a_quantised_weight_is_where_it_resides() -> None:
+    model = Twice().eval()
+    with graphplan.simulate({0: 96 << 10, 1: 96 << 10}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert set(placed.plan.placement.values()) == {0, 1}
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        first, last = placed.plan.graph.readers["tied.weight"]
+        with pytest.raises(graphplan.PlanError, match=r"contradict each other: .* must share a device"):
+            graphplan.partition(model, machine.max_memory, (X,), pin={first: 0, last: 1})
+
+
 def test_a_quantised_llama() -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Llama"]
     model, inputs = architecture.build()
