@@ -257,16 +257,16 @@ class Schedule:
         return buffer.segments[step.segment]
 
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
-        """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices."""
-        known = {buffer.device: buffer for buffer in self.prefetch_buffers}
+        """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices.
+
+        Those that it has keep their numbers, by which its code knows them.
+        """
         cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
-        prefetch_buffers = [
-            replace(buffer, nbytes=max(buffer.nbytes, sizes.get(spec.key, 0)))
-            for spec in topology.devices
-            if spec.key in known or spec.key in sizes
-            for buffer in (known.get(spec.key, PrefetchBuffer(spec.key, cpu, (), (), 0)),)
-        ]
-        return replace(self, prefetch_buffers=tuple(prefetch_buffers))
+        own = {buffer.device: buffer for buffer in self.prefetch_buffers}
+        others = (spec.key for spec in topology.devices if spec.key in sizes and spec.key not in own)
+        found = own | {key: PrefetchBuffer(key, cpu, (), (), 0) for key in others}
+        grown = (replace(one, nbytes=max(one.nbytes, sizes.get(key, 0))) for key, one in found.items())
+        return replace(self, prefetch_buffers=tuple(grown))
 
     def __str__(self) -> str:
         slots = {

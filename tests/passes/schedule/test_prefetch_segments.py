@@ -276,6 +276,16 @@ def test_a_plan_with_streams_is_read_back() -> None:
     assert larger.with_prefetch_buffers({0: 1 << 20}) is larger
 
 
+def test_prefetch_buffers_keep_their_numbers() -> None:
+    """The code that was made for a plan has them, whatever other calls take later on devices before."""
+    graph = chain(5)
+    problem = Problem(graph, topology(d0=20 * KIB, d1=20 * KIB, cpu=1 << 30), "cpu")
+    found = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 1), graph.weights))
+    plan = Plan(graph, problem.topology, found.schedule, found.seconds, 0.0, "none")
+    for one in (plan, plan.with_prefetch_buffers({0: 512})):
+        assert one.schedule.prefetch_buffers[0].device == 1
+
+
 def prefetch_bytes(schedule: Schedule) -> list[int]:
     return [segment.nbytes for buffer in schedule.prefetch_buffers for segment in buffer.segments]
 
