@@ -218,6 +218,11 @@ def _with_examples(
     if own is not None:
         if not keep_grad and eager_error(model_copy, host, keep_grad=True) is None:
             own.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
+        if model_copy.prepared:
+            own.add_note(
+                "Hooks that run before the model's calls are not traced: where one makes the model ready at "
+                "its first call, as compressed-tensors does unless dequantize=True, have that done before"
+            )
         raise own
     module = model_copy.module
     alone = model_copy.method == "forward" or module._parameters or module._buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import UserDict
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -283,3 +284,39 @@ def test_gradients_that_forward_computes_are_those_of_eager(way: str, options: A
         wanted.sum().backward()
         for ours, own in zip(placed.parameters(), model.parameters(), strict=True):
             assert ours.grad is None if own.grad is None else torch.allclose(ours.grad.cpu(), own.grad)
+
+
+class Ready(nn.Module):
+    """Has its weight from its first call on, as models of compressed-tensors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+        self.register_forward_pre_hook(type(self).unpack)
+
+    def unpack(self, _args: Any) -> None:
+        self.weight = nn.Parameter(self.packed.float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_a_hook_that_makes_the_model_ready_is_named() -> None:
+    model = Ready()
+    error = raised(lambda: graphplan.partition(model, {"cpu": "1GiB"}, (X,)))
+    assert isinstance(error, AttributeError)
+    assert "first call" in error.__notes__[-1]
+    want = model(X)
+    assert torch.equal(graphplan.partition(model, {"cpu": "1GiB"}, (X,))(X), want)
+
+
+class Handed(UserDict[str, Any]):
+    """A table of parameters that hands out copies, as those of compressed-tensors do."""
+
+
+def test_modules_that_hand_out_copies_of_their_tensors_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    table: Any = Handed(model[0]._parameters)
+    model[0]._parameters = table
+    with pytest.raises(graphplan.CaptureError, match=r"0 \(Linear\) has its tensors in a Handed"):
+        graphplan.partition(model, {"cpu": "1GiB"}, (X,))

@@ -26,6 +26,7 @@ from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, r
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
+from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
 _APART = 64  # bytes between the starts of two stand-ins, by which a trace's constants are told to be one
@@ -47,6 +48,10 @@ class ModelCopy:
         step: what is differentiated, where a training step is to be traced.
         device_types: of the devices that will compute.
         autocast: the type that autocast is on for on these devices; None where it is off.
+        prepared: whether the model has hooks that run before its calls, which the copy is without.
+
+    Raises:
+        CaptureError: the model's modules hand out other tensors than they hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,6 +63,8 @@ class ModelCopy:
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
+        self.prepared = bool(model._forward_pre_hooks)
+        _check_holds_tensors(model)
         settle(model)
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
@@ -120,6 +127,19 @@ class ModelCopy:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""
         return bind_call(self.signature, args, kwargs)
+
+
+def _check_holds_tensors(model: nn.Module) -> None:
+    """That modules hold tensors as torch's do, and not in what copies them to a device at each access."""
+    for path, part in model.named_modules():
+        for table in (part._parameters, part._buffers):
+            if not isinstance(table, dict):
+                raise CaptureError(
+                    f"{path or 'the model'} ({type(part).__name__}) has its tensors in a "
+                    f"{type(table).__name__}, by which another library offloads them: remove that before "
+                    "you place the model (compressed_tensors.offload.remove_dispatch), or load it with "
+                    "CompressedTensorsConfig(dequantize=True)"
+                )
 
 
 def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
