@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import moves_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphplan
@@ -261,3 +262,9 @@ def test_copies_take_memory_of_their_own() -> None:
         assert float(tensor.sum()) == 0
         del found, part
         assert machine.live_bytes(0) == 4096
+
+
+def test_fake_tensors_take_nothing() -> None:
+    with graphplan.simulate({0: 1024}) as machine, FakeTensorMode():
+        assert torch.empty(1000, device="sim:0").shape == (1000,)
+        assert machine.peak_bytes(0) == 0
