@@ -13,6 +13,7 @@ from language_models import CACHE_NAMES, FAMILIES, build, example_of, inputs_of,
 from shortcuts import one_trace
 
 import graphplan
+from graphplan.capture.signature import leaf_names
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.integrations.transformers import generate_plan
 
@@ -343,3 +344,17 @@ def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_le
     assert found.attentions == expected.attentions
     assert len(placed.plans) == 3
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
+
+
+def test_a_planned_call_has_the_names_of_its_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsed cache has been filled since it was passed; errors about room name what it had in it."""
+    planned, plan = [], Compiler.plan
+
+    def recorded(self: Compiler, call: Any, *rest: Any, **options: Any) -> Any:
+        planned.append(call)
+        return plan(self, call, *rest, **options)
+
+    monkeypatch.setattr(Compiler, "plan", recorded)
+    graphplan.partition(build("llama"), {"cpu": "1GiB"}, kwargs=example_of("llama"), max_length=16)
+    assert len(planned) == 3
+    assert all(len(leaf_names(call)) == len(call.leaves) for call in planned)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.structure import unflatten
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import CPU, DISK
@@ -174,7 +175,10 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
-    """The call, with the tensors of its caches on the devices that planned calls leave them on."""
+    """The call, with the tensors of its caches on the devices that planned calls leave them on.
+
+    Its caches are made anew: those that it was made with have been filled since.
+    """
     call = other.asked.call
     leaves = list(call.leaves)
     with FakeTensorMode():
@@ -182,7 +186,8 @@ def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
             device = _left_on(planned.get(number), position)
             if device is not None:
                 leaves[leaf] = _like(leaves[leaf], device)
-    return replace(call, leaves=tuple(leaves))
+        args, kwargs = unflatten(leaves, call.spec)
+    return replace(call, args=args, kwargs=kwargs, leaves=tuple(leaves))
 
 
 def _left_on(planned: Planned | None, position: int) -> torch.device | None:
