@@ -1,4 +1,4 @@
-"""Private names of torch, transformers and PEFT that may go without notice: one function for each.
+"""Private names of torch and other packages that may go without notice: one function for each.
 
 Where a name is gone, :class:`graphplan.GraphplanError` is raised, which says what was tested. Elsewhere
 only those are used that code outside torch builds on: ``torch.utils._pytree``, its modes for dispatch,

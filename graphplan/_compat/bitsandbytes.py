@@ -10,10 +10,11 @@ _PACKS, _PACKED = "support_avx512bf16_for_cpu", "packing_format_for_cpu"
 
 
 def settle(model: nn.Module) -> None:
-    """Have quantised layers hold what they do after a call on any device; their values stay.
+    """Have quantised layers hold what they do after a call on any device, in place.
 
-    A call on a CPU packs 4-bit weights for a kernel there, which ``.cuda()`` undoes as this does. The first
-    call moves the scales of 8-bit weights from the parameter to the layer, and would from that of a copy.
+    A call on a CPU packs 4-bit weights for a kernel there, with scales of 16 bits: ``.cuda()`` undoes that as
+    this does. The first call moves the scales of 8-bit weights from the parameter to the layer, and would
+    from that of a copy.
     """
     part: Any
     for part in model.modules():

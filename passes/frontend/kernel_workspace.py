@@ -23,7 +23,7 @@ from graphplan.passes.frontend.tensor_meta import TensorMeta, stand_in
 from graphplan.warnings import unwarned, warn
 
 _MEASURED = ("aten", "bitsandbytes")
-"""Of operations that do with zeros what they do with other values."""
+"""Namespaces of operations that take as much memory for zeros as for other values."""
 
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
 """Parts of the names of operations that may refuse zeros on the card, after which no process can use it."""

@@ -155,7 +155,7 @@ class Modulewise:
 
         Raises:
             CaptureError: no way of running works.
-            Exception: what the model itself raises for this call; a RuntimeError with a note.
+            Exception: what the model itself raises for this call; torch's own RuntimeError with a note.
         """
         tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own

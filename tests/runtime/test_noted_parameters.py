@@ -183,6 +183,13 @@ def test_they_go_to_the_machine_of_their_parameter() -> None:
         assert names == own | noted
 
 
+def test_a_noted_tensor_of_two_machines_is_an_error() -> None:
+    model: Any = Stack()
+    model.layers[5].weight.scales.rows = model.layers[0].weight.scales.rows
+    with pytest.raises(graphplan.PlanError, match=r"layers\.0\.weight\.scales\.rows.*another stage"):
+        graphplan.plan(model, machines=[{0: 60 << 10}] * 2, args=(X,))
+
+
 def test_what_cannot_be_copied_is_shared() -> None:
     model = Stack()
     model.layers[2].weight.lock = lock = (i for i in range(3))

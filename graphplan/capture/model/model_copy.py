@@ -64,7 +64,7 @@ class ModelCopy:
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
         self.prepared = bool(model._forward_pre_hooks)
-        _check_holds_tensors(model)
+        _require_own_tensors(model)
         settle(model)
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
@@ -129,8 +129,8 @@ class ModelCopy:
         return bind_call(self.signature, args, kwargs)
 
 
-def _check_holds_tensors(model: nn.Module) -> None:
-    """That modules hold tensors as torch's do, and not in what copies them to a device at each access."""
+def _require_own_tensors(model: nn.Module) -> None:
+    """Raise CaptureError where modules hold tensors in what copies them to a device at each access."""
     for path, part in model.named_modules():
         for table in (part._parameters, part._buffers):
             if not isinstance(table, dict):

@@ -163,8 +163,10 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
                 part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
             else:
                 part.register_buffer(own, tensor, persistent=name in weights.persistent)
-    for name in wanted - named_tensors(root).keys():
-        raise PlanError(f"{name!r} is noted on a parameter that is in another stage: make it a buffer")
+    if lost := wanted - named_tensors(root).keys():
+        raise PlanError(
+            f"{min(lost)!r} is an attribute of a parameter that is in another stage: register it as a buffer"
+        )
     return root.eval()
 
 
