@@ -10,7 +10,9 @@ CORE := tests/api tests/capture tests/devices tests/integrations tests/ir tests/
 export PYTHONDONTWRITEBYTECODE :=
 
 # run in parallel, a file by one worker, in the order of conftest.py
-PYTEST := python -m pytest -n auto --dist loadfile --no-loadscope-reorder --timeout 900 --benchmark-disable
+PYTEST := python -m pytest -n auto --dist loadfile --no-loadscope-reorder --benchmark-disable
+# a test that hangs, in native code too, ends its worker and the run, with what each thread was doing
+PYTEST += --max-worker-restart 0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 .PHONY: demo demo-cluster test test-floor test-newest slow lint types layers check docs clean
 

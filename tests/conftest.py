@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from shortcuts import short_search
 
 gc.disable()  # until all is imported
@@ -53,3 +54,16 @@ def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
     with nullcontext() if full or not little else short_search():
         yield
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, which ends after what refers to it.
+
+    A reducer of ``DistributedDataParallel`` that goes last waits for the group's threads while it holds the
+    interpreter's lock, and one of these may wait for that: no signal ends it, and so no time limit.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()

@@ -224,20 +224,17 @@ def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
         assert "InputError: last has 4 rows, and the batch has 2" in other
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_a_hook_that_would_see_a_part_of_a_gradient_is_an_error() -> None:
     layer = torch.nn.Linear(4, 4)
     handle = layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        shared = SharedGradients({"weight": (0,)})
-        with pytest.raises(InputError, match="'weight' is read by several stages"), shared.summed(layer):
-            pass
-        handle.remove()
-        with shared.summed(layer):
-            layer(torch.ones(1, 4)).sum().backward()
-        assert torch.equal(layer.weight.grad, torch.ones(4, 4))
-    finally:
-        dist.destroy_process_group()
+    shared = SharedGradients({"weight": (0,)})
+    with pytest.raises(InputError, match="'weight' is read by several stages"), shared.summed(layer):
+        pass
+    handle.remove()
+    with shared.summed(layer):
+        layer(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.ones(4, 4))
 
 
 def test_calls_that_differ_in_what_is_no_tensor(three: list[dict[str, str]]) -> None:

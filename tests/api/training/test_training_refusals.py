@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from shortcuts import short_search
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,18 +45,15 @@ def test_transforms_want_autograd(options: dict[str, Any], rows: int) -> None:
     assert "give partition train=True" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_replicas_would_not_sum_their_gradients() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        replica = DistributedDataParallel(placed(train=True))
-        with pytest.raises(graphplan.PlanError, match="grad=True instead of train=True"):
-            replica(X)
-        with torch.no_grad():
-            replica(X)
-        replica = DistributedDataParallel(placed(grad=True))
-        replica(X).sum().backward()
-    finally:
-        dist.destroy_process_group()
+    replica = DistributedDataParallel(placed(train=True))
+    with pytest.raises(graphplan.PlanError, match="grad=True instead of train=True"):
+        replica(X)
+    with torch.no_grad():
+        replica(X)
+    replica = DistributedDataParallel(placed(grad=True))
+    replica(X).sum().backward()
 
 
 def test_gradients_that_are_set_to_zero_are_gradients() -> None:

@@ -46,7 +46,6 @@ def _planned_by_another_process() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_plans_do_not_depend_on_the_order_of_sets(capsys: pytest.CaptureFixture[str]) -> None:
     exec(_SCRIPT, {"__name__": "__main__"})
     here = capsys.readouterr().out.split()
