@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import WORKER, Ranks, said, said_by_case
 
 from graphplan._compat.torch import stages_go_backward
