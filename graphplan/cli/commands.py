@@ -140,7 +140,7 @@ def plan(
     from graphplan.cli.option_parsing import read_pins, read_topology
     from graphplan.cli.result_text import plan_digest
 
-    require_writable(out, html)
+    require_writable(out, html, read=(measured, Path(model)))
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
@@ -219,7 +219,7 @@ def show(
     """Show a saved plan."""
     from graphplan.cli.result_text import plan_digest
 
-    require_writable(html, dot)
+    require_writable(html, dot, read=(path, other))
     if other is not None and html is None:
         raise InputError("--other is shown on the page: add --html FILE")
     found, beside = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)

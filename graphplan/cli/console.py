@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -76,9 +76,7 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
     if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
         message = f"{str(error.filename)!r}: {error.strerror}"
-    for argument, option in _AS_TYPED:
-        message = argument.sub(option, message)
-    line = _visible(" ".join(message.split()))
+    line = _visible(" ".join(as_typed(message).split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
         return
@@ -93,18 +91,29 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     print(json.dumps({"error": said}), file=sys.stderr)
 
 
-def require_writable(*paths: Path | None) -> None:
+def as_typed(message: str) -> str:
+    """An error of ours, with the options of the command in place of arguments."""
+    for argument, option in _AS_TYPED:
+        message = argument.sub(option, message)
+    return message
+
+
+def require_writable(*paths: Path | None, read: Iterable[Path | None] = ()) -> None:
     """Refuse files that cannot be written before the work that would be lost with them.
 
     Raises:
-        InputError: a folder in place of a file, a file in a folder that is not there, or one file twice.
+        InputError: a folder in place of a file, a file in a folder that is not there, one file twice, or one
+            of those that are ``read``.
     """
+    inputs = {path.resolve() for path in read if path is not None}
     seen: set[Path] = set()
     for path in filter(None, paths):
         if path.is_dir():
             raise InputError(f"{str(path)!r} is a folder: name a file in it")
         if not path.parent.is_dir():
             raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
+        if path.resolve() in inputs:
+            raise InputError(f"{str(path)!r} is read by this command, and would be written over")
         if path.resolve() in seen:
             raise InputError(f"{str(path)!r} is named twice, and would hold only what is written last")
         seen.add(path.resolve())

@@ -8,7 +8,7 @@ from typing import Any
 
 import graphplan
 from graphplan.analysis.plan import Plan
-from graphplan.cli.console import working
+from graphplan.cli.console import as_typed, working
 from graphplan.cli.model_argument import NamedModel, of_model
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import Topology
@@ -35,7 +35,7 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Proble
         found = planned(named, topology)
         return ours(found, time.perf_counter() - start), found.plain_problem
     except InfeasibleError as error:
-        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
+        row = Baseline("graphplan", error=as_typed(str(error)), planning=time.perf_counter() - start)
     roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
     return row, replace(planned(named, roomy).plain_problem, topology=topology)
 

@@ -306,6 +306,7 @@ def test_compare_judges_the_others_where_we_find_nothing(made: Made, run: Run) -
     assert json.loads(err)["error"]["type"] == "InfeasibleError"
     assert rows[0]["seconds"] is None
     assert rows[0]["error"].startswith("no placement fits")
+    assert "would do: --max-memory 0=" in rows[0]["error"]
     assert rows[1]["over"] > 0
 
 
@@ -417,6 +418,9 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),
     (["plan", "nowhere/at/all", "--html", "none/page.html"], 2, "there is no folder 'none'"),
     (["plan", "nowhere/at/all", "--out", "one", "--html", "./one"], 2, "'one' is named twice"),
+    (["plan", "nowhere/at/all", "--measured", "speeds", "--out", "./speeds"], 2, "'speeds' is read by this"),
+    (["show", "plan.json", "--dot", "./plan.json"], 2, "'plan.json' is read by this command"),
+    (["show", "plan.json", "--other", "b.json", "--html", "b.json"], 2, "'b.json' is read by this command"),
     (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
     (["show", "plan.json", "--other", "plan.json"], 2, "add --html FILE"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json' cannot be read: No such file"),
