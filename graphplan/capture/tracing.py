@@ -40,6 +40,11 @@ _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
 )
+_UNKNOWN_CLASS = (
+    "\nA graph takes an object as a cache, if its class derives from transformers' Cache or has a name that "
+    "ends with Cache, or as a container, if torch.export.register_dataclass or torch.utils._pytree knows "
+    "its class"
+)
 _HOOKED = (
     "hooks of all modules are registered, as by torch.nn.modules.module.register_module_forward_hook, and a "
     "graph would not call them: remove them first"
@@ -237,7 +242,8 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     decides = isinstance(last, GuardOnDataDependentSymNode)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     said = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
-    return said + failed_line(last) + (_DATA_DECIDES if decides else "")
+    unknown = str(last).startswith("Unsupported input type")
+    return said + failed_line(last) + (_DATA_DECIDES if decides else "") + (_UNKNOWN_CLASS if unknown else "")
 
 
 def _told(model_copy: ModelCopy, sizes: bool, found: Capture, fixed: Exception | None) -> Capture:

@@ -404,3 +404,11 @@ def test_a_cache_of_an_example_that_cannot_be_looked_into_is_there_again() -> No
         assert largest_difference(placed(x, cache), model(x, cache)) < 1e-5
         with pytest.raises(graphplan.InputError, match=r"must be copied \(cache, ArrayCache\)"):
             graphplan.partition(model, machine.max_memory, (x, ArrayCache(lock=True)))
+
+
+def test_an_object_of_another_name_is_told_how_it_would_be_a_cache() -> None:
+    class Memory:
+        table, rows = np.ones(3), torch.ones(32)
+
+    with pytest.raises(graphplan.NoGraphError, match=r"Memory'>(.|\n)*has a name that ends with Cache"):
+        graphplan.plan(Reads(32, 32), {"cpu": "1MiB"}, (torch.randn(2, 32), Memory()))
