@@ -23,12 +23,12 @@ from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.signature import COMPRESSED, BoundCall
+from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.capture.tracers.own_backward import refusing_own_backward
+from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
@@ -99,14 +99,24 @@ def capture(
     host = call.on_cpu()
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
-    as_in_eager = refusing_own_backward(model_copy.module) if keep_grad else nullcontext()
-    with suspended(), autocast, as_in_eager, _untouched_attributes(model_copy.module):
+    as_in_eager = refusing_own_backward(model_copy.module) if keep_grad else nullcontext(OwnBackward())
+    with suspended(), autocast, as_in_eager as left_out, _untouched_attributes(model_copy.module):
         shapes, sizes = (None, False) if step else (dynamic_shapes, sizes)
         found = _with_examples(model_copy, host, shapes, keep_grad, exporter=not step, sizes=sizes)
         found = _completed(found, model_copy, keep_grad)
-        if step or any(tensor.device.type == "meta" for tensor in call.tensors):
-            return found  # what those of the meta device decide is not known
-        return _sized_as(found, model_copy, host)
+        if not (step or any(tensor.device.type == "meta" for tensor in call.tensors)):
+            found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
+    return _without_other_gradients(found, call) if left_out.beyond_inputs else found
+
+
+def _without_other_gradients(found: Capture, call: BoundCall) -> Capture:
+    """The same, not for calls in which other inputs require gradients."""
+    signature = found.signature
+    leaves = tuple(
+        replace(leaf, gradient=given.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
+        for leaf, given in zip(signature.leaves, call.leaves, strict=True)
+    )
+    return replace(found, signature=replace(signature, leaves=leaves))
 
 
 def _refuse_layouts(call: BoundCall) -> None:

@@ -162,6 +162,24 @@ def test_checkpoints_have_the_gradients_of_what_they_run(way: dict[str, bool], r
     assert not placed_like(Blocks(reentrant=reentrant), lambda _: None, strict=True, **way)
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in eager, too
+@pytest.mark.parametrize(
+    "make", [Net(Reverse.apply, data=True), Blocks(reentrant=True)], ids=["own", "reentrant"]
+)
+def test_inputs_may_require_gradients_that_the_example_did_not(make: nn.Module) -> None:
+    eager = copy.deepcopy(make)
+    with short_search():
+        placed = graphplan.partition(make, {"cpu": ROOMY}, kwargs={"x": X}, grad=True)
+        for required in (False, True, False):
+            given = [X.clone().requires_grad_(required) for _ in range(2)]
+            for one, x in zip((placed, eager), given, strict=True):
+                one.zero_grad()
+                one(x=x)["loss"].backward()
+            assert gap({"x": given[0].grad}, {"x": given[1].grad}) < 1e-6
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-6
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("net", [Net(double), Net(Reverse.apply, data=True)], ids=["operation", "data"])
 def test_functions_whose_backward_is_not_asked_for_are_traced(net: Net, way: dict[str, bool]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,20 @@ _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "tr
 """Modules whose functions are of an operation that is in the graph as a whole, or compute the derivative."""
 
 
+class OwnBackward:
+    """Whether a trace has left out a backward pass that inputs would reach if they required gradients."""
+
+    beyond_inputs = False
+
+
 @contextmanager
-def refusing_own_backward(module: nn.Module) -> Iterator[None]:
+def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
     """A block in which a call of a module is traced, whose gradients are asked for.
 
     Raises:
         NoGraphError: the graph would have other gradients.
     """
+    left_out = OwnBackward()
     hooked = next((name for name, part in module.named_modules() if backward_hooks(part)), None)
     if hooked is not None:
         raise NoGraphError(f"{hooked!r} has backward hooks, which no graph calls")
@@ -55,25 +63,29 @@ def refusing_own_backward(module: nn.Module) -> Iterator[None]:
     with patched(
         Patch.of(BackwardCFunction, "__init__", noting),  # any ``apply`` makes one, a stored one too
         Patch.of(torch.Tensor, "register_hook", hooking),
-        Patch.of(checkpoint.CheckpointFunction, "apply", _without_checkpoint),
+        Patch.of(checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, left_out)),
     ):
-        yield
+        yield left_out
     for function in functions:
         of = function_of(function)
-        if any(function.needs_input_grad) and not of.__module__.startswith(_KNOWN):
+        if of.__module__.startswith(_KNOWN):
+            continue
+        if any(function.needs_input_grad):
             raise NoGraphError(
                 f"{of.__qualname__} has a backward of its own, which is in no graph: write it in plain "
                 "operations, or as a torch.library.custom_op"
             )
+        left_out.beyond_inputs = True
     if tensors:
         raise NoGraphError("forward calls register_hook of a tensor, and no graph calls hooks of gradients")
 
 
-def _without_checkpoint(_own: Callable[..., Any]) -> Callable[..., Any]:
+def _without_checkpoint(left_out: OwnBackward, _own: Callable[..., Any]) -> Callable[..., Any]:
     """``CheckpointFunction.apply`` that runs the function, without gradients where none would reach it."""
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        left_out.beyond_inputs |= torch.is_grad_enabled() and not reached
         with torch.set_grad_enabled(reached and torch.is_grad_enabled()):
             return function(*args)
 
