@@ -10,7 +10,7 @@ layers on devices 0 and 1::
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,26 +18,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import (
-    compiling,
-    current_mode,
     is_view,
     list_weights_anew,
-    without_current_mode,
 )
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of
-from graphplan.capture.structure import leaves_of, written_arguments
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
-from graphplan.runtime.fallback.replaced_tensors import Replacement, sent
+from graphplan.runtime.fallback.one_device import on_one_device
+from graphplan.runtime.fallback.replaced_tensors import Replacement
 from graphplan.runtime.memory.arena import moved
 
 
@@ -254,53 +249,6 @@ def run_hooked(
             call.end()
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def on_one_device(device: Callable[[], torch.device]) -> Iterator[None]:
-    """A block in which operations that take no tensors of several devices have theirs brought to this one."""
-    with compiling("force_eager"), _OnOneDevice(device):
-        yield
-
-
-def is_on_one_device() -> bool:
-    """Whether the innermost mode is that of :func:`on_one_device`."""
-    return isinstance(current_mode(), _OnOneDevice)
-
-
-@contextmanager
-def as_outside() -> Iterator[None]:
-    """Within a block of :func:`on_one_device`, one that is as outside of it."""
-    with without_current_mode(), compiling("default"):
-        yield
-
-
-class _OnOneDevice(TorchDispatchMode):
-    """Operations that take no tensors of several devices run on one: that of what they write to, or this."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, device: Callable[[], torch.device]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.device = device
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:
-            there = _devices(leaves_of((args, kwargs)))
-            written = _devices(written_arguments(func, args, kwargs))
-            if len(there) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
-                raise
-        args, kwargs = sent((args, kwargs), next(iter(written), None) or self.device())
-        return func(*args, **kwargs)
-
-
-def _devices(leaves: Iterable[Any]) -> set[torch.device]:
-    return {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -29,8 +29,8 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
-from graphplan.runtime.fallback.hooked_run import as_outside, is_on_one_device
 from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
+from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
 from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages

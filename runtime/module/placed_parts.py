@@ -32,7 +32,7 @@ from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
-from graphplan.runtime.fallback.hooked_run import is_on_one_device, on_one_device
+from graphplan.runtime.fallback.one_device import is_on_one_device, on_one_device
 from graphplan.runtime.fallback.short_names import class_made, made_class, original_class, unplaced
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn

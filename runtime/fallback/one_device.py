@@ -1,0 +1,62 @@
+"""Operations whose tensors are on several devices have them brought to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan._compat.torch import compiling, current_mode, without_current_mode
+from graphplan.capture.structure import leaves_of, written_arguments
+from graphplan.runtime.fallback.replaced_tensors import sent
+
+
+@contextmanager
+def on_one_device(device: Callable[[], torch.device]) -> Iterator[None]:
+    """A block in which operations that take no tensors of several devices have theirs brought to this one."""
+    with compiling("force_eager"), _OnOneDevice(device):
+        yield
+
+
+def is_on_one_device() -> bool:
+    """Whether the innermost mode is that of :func:`on_one_device`."""
+    return isinstance(current_mode(), _OnOneDevice)
+
+
+@contextmanager
+def as_outside() -> Iterator[None]:
+    """Within a block of :func:`on_one_device`, one that is as outside of it."""
+    with without_current_mode(), compiling("default"):
+        yield
+
+
+class _OnOneDevice(TorchDispatchMode):
+    """Operations that take no tensors of several devices run on one: that of what they write to, or this."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: Callable[[], torch.device]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            there = _devices(leaves_of((args, kwargs)))
+            written = _devices(written_arguments(func, args, kwargs))
+            if len(there) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
+                raise
+        args, kwargs = sent((args, kwargs), next(iter(written), None) or self.device())
+        return func(*args, **kwargs)
+
+
+def _devices(leaves: Iterable[Any]) -> set[torch.device]:
+    return {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
