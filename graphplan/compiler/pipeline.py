@@ -108,7 +108,7 @@ class Compiler:
         self.model_copy, self.topology, self.options = model_copy, topology, options
         self.mappable = mappable if options.training is None else frozenset[str]()
         self.given = given
-        model_copy.compute_on(topology.computing_types)
+        model_copy.compute_on([spec.type for spec in topology.computing])
         placed = () if homes is None else model_copy.weights.tensors.values()
         self.captures = Captures(model_copy, options, KernelBench(topology, placed))
         self._committed = Commitments(homes, known)

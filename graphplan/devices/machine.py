@@ -54,9 +54,8 @@ def unmetered() -> AbstractContextManager[None]:
 
 def accelerator_type() -> str | None:
     """The type that integer keys mean now: the simulated one, or this machine's; None if none."""
-    machine = current_machine.get()
-    if machine is not None:
-        return machine.device_type
+    if current_machine.get() is not None:
+        return SIMULATED
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         return None if found is None or found.type == SIMULATED else found.type

@@ -19,7 +19,7 @@ from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import Card, find_card
 from graphplan.devices.device_keys import by_own_keys, device_named, own_key
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import CPU, DISK, SIMULATED, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import BudgetError, DeviceError
 from graphplan.message_text import readable_bytes
 
@@ -165,8 +165,8 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
         if not spec.is_accelerator:
             continue
         index = int(spec.device.partition(":")[2] or 0)
-        if machine is not None and spec.type == machine.device_type:
-            present, have = machine.has(index), f"simulates {sorted(map(str, machine.max_memory))}"
+        if machine is not None and spec.type == SIMULATED:
+            present, have = index in machine.capacities, f"simulates {sorted(map(str, machine.max_memory))}"
         else:
             found = accelerator_type() if machine is None else None
             here = torch.accelerator.device_count() if found is not None else 0
@@ -226,7 +226,7 @@ def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
 def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> DeviceSpec:
     machine, card, index = current_machine.get(), _card(device), _index_here(device)
     spec = DeviceSpec(key, device, memory, *_ACCELERATOR, _ACCELERATOR_OVERHEAD)
-    if machine is not None and spec.type == machine.device_type:
+    if machine is not None and spec.type == SIMULATED:
         spec = replace(spec, taken=machine.workspace)
     if card is not None:
         spec = replace(spec, flops=card.flops, bandwidth=card.bandwidth, origin="datasheet")

@@ -56,21 +56,12 @@ class SimulatedMachine:
     _multiplied: set[int] = field(default_factory=set, repr=False)
 
     @property
-    def device_type(self) -> str:
-        """``"sim"``."""
-        return SIMULATED
-
-    @property
     def max_memory(self) -> dict[DeviceKey, int]:
         """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
         budgets = dict[DeviceKey, int](self.capacities.items())
         if self.cpu_memory is not None:
             budgets[CPU] = self.cpu_memory
         return budgets
-
-    def has(self, index: int) -> bool:
-        """Whether ``sim:index`` exists."""
-        return index in self.capacities
 
     def live_bytes(self, index: int) -> int:
         """Bytes allocated on a device now."""

@@ -250,11 +250,6 @@ class Topology:
         """The caller's keys of these."""
         return frozenset(spec.key for spec in self.accelerators)
 
-    @property
-    def computing_types(self) -> list[str]:
-        """The types of the devices that compute."""
-        return [spec.type for spec in self.computing]
-
     def scaled(self, factor: float) -> Topology:
         """The same devices with every budget times ``factor``."""
         grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)

@@ -307,6 +307,6 @@ class Recorder(fx.Interpreter):
         for key, device in self.plan.devices.items():
             if device.type == "cuda":
                 found[key] = torch.cuda.max_memory_allocated(device)
-            elif machine is not None and device.type == machine.device_type:
+            elif machine is not None and device.type == SIMULATED:
                 found[key] = machine.peak_bytes(device.index or 0)
         return found
