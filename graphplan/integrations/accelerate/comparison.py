@@ -24,8 +24,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import CPU, DISK, DeviceKey, round_up
-from graphplan.ir.graph_elements import Weight
+from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -56,7 +55,6 @@ class Baseline:
         seconds: estimated seconds of a call; None where it placed nothing.
         over: bytes by which the fullest device is over its budget; 0 where all are kept.
         offloaded: bytes of weights that live on no accelerator, of those that are read.
-        used: bytes that weights take in the allocations of the accelerators where they live.
         planning: seconds that it took.
         error: what it raised instead.
         excess: device -> bytes by which it is over its budget.
@@ -71,7 +69,6 @@ class Baseline:
     seconds: float | None = None
     over: int = 0
     offloaded: int = 0
-    used: int = 0
     planning: float = 0.0
     error: str = ""
     excess: Mapping[DeviceKey, int] = field(default_factory=dict)
@@ -129,7 +126,6 @@ def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Ass
         evaluation.seconds,
         over=max([spilled, *evaluation.excess.values()]),
         offloaded=offloaded_weights(problem, assignment),
-        used=allocated_weights(problem, assignment),
         planning=planning,
         excess=evaluation.excess,
         transfer_bytes=sum(move.nbytes for move in evaluation.schedule.moves("activation")),
@@ -172,29 +168,11 @@ def _asked(
     return judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))
 
 
-# -- bytes of weights ----------------------------------------------------------------------------------
-
-
-def read_weights(problem: Problem) -> list[Weight]:
-    """Those that a call reads."""
-    graph = problem.graph
-    return [weight for weight in graph.weights.values() if weight.name in graph.consumers]
-
-
 def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
-    """Bytes of weights that live on no accelerator, without any rounding."""
-    keys = problem.topology.accelerator_keys
-    return sum(w.nbytes for w in read_weights(problem) if assignment.weights[w.name] not in keys)
-
-
-def allocated_weights(problem: Problem, assignment: Assignment) -> int:
-    """Bytes that weights take of the one allocation on each accelerator where they live.
-
-    That is what the evaluator counts for them (see :mod:`graphplan.ir.liveness`), but for what the allocator
-    keeps of each device's allocation as a whole.
-    """
-    keys = problem.topology.accelerator_keys
-    return sum(round_up(w.nbytes) for w in read_weights(problem) if assignment.weights[w.name] in keys)
+    """Bytes of the weights that a call reads and that live on no accelerator, without any rounding."""
+    graph, homes, keys = problem.graph, assignment.weights, problem.topology.accelerator_keys
+    read = (weight for weight in graph.weights.values() if weight.name in graph.consumers)
+    return sum(weight.nbytes for weight in read if homes[weight.name] not in keys)
 
 
 # -- device maps of others -----------------------------------------------------------------------------
