@@ -55,7 +55,7 @@ class RankBuilder:
         everywhere: whether all ranks get results.
         stages: of this rank, placed, in order.
         order: the operations of the plan's call.
-        traces: of the model, and whether caches stay: what stages are cut out of.
+        traces: of the model, and whether caches stay -> name of what stages are cut out of.
         cuts: by the trace of a call, and what :meth:`_key` adds.
         runners: by that and by the sizes of what crosses the network.
         traffic: bytes that this rank has sent, by name of the value.
@@ -73,7 +73,7 @@ class RankBuilder:
     divided: Divided = field(kw_only=True)
     stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
-    traces: list[tuple[Annotator, bool]] = field(default_factory=list)
+    traces: dict[tuple[Annotator, bool], str] = field(default_factory=dict)
     cuts: dict[Hashable, _RankCut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
@@ -223,11 +223,7 @@ class RankBuilder:
 
     def _trace(self, annotator: Annotator, caches_stay: bool = False) -> str:
         """Which trace of the model this is."""
-        for number, (known, stay) in enumerate(self.traces):
-            if known is annotator and stay == caches_stay:
-                return f"trace_{number}"
-        self.traces.append((annotator, caches_stay))
-        return f"trace_{len(self.traces) - 1}"
+        return self.traces.setdefault((annotator, caches_stay), f"trace_{len(self.traces)}")
 
     def _trained(self, annotator: Annotator) -> frozenset[str]:
         """Values of which gradients are sent back in a training step."""

@@ -55,17 +55,7 @@ class RankStage:
         *,
         after: int,
     ) -> RankStage:
-        """Place a stage as planned.
-
-        Args:
-            index: of the stage.
-            stage: its plan.
-            cut: its capture.
-            machine: all of its devices.
-            options: of the caller.
-            source: a checkpoint to read weights from.
-            after: how many stages follow it.
-        """
+        """Place a stage as planned, over all devices of its machine; ``after`` stages follow it."""
         own = withholding(machine, stage.beside_bytes)
         topology = withholding(with_buffers(own, stage.buffer_bytes), stage.kept_bytes)
         require_present(topology)
