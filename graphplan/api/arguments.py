@@ -38,13 +38,7 @@ from graphplan.warnings import warn
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for, read.
-
-    Attributes:
-        model: to place.
-        model_copy: of it.
-        options: of the compiler.
-    """
+    """What a caller asks for, read: the model to place, a copy of it, the compiler's options."""
 
     model: nn.Module
     model_copy: ModelCopy
@@ -54,14 +48,9 @@ class Request:
 def read_request(
     model: Any, topology: Topology | None, asked: PlanOptions, own: Options, *, check: bool = False
 ) -> Request:
-    """The model and the options of its compiler.
+    """The model and the options of its compiler: those that are ``asked`` for, and its ``own``.
 
-    Args:
-        model: the caller's.
-        topology: the devices; None for several machines, which take no pins and cut a step into stages.
-        asked: keyword arguments of the caller.
-        own: what else is asked of the compiler.
-        check: whether results are compared with eager's.
+    ``topology`` is None for several machines, which take no pins and cut a step into stages.
 
     Raises:
         InputError: an argument is not what :func:`graphplan.plan` takes.

@@ -55,12 +55,7 @@ _GRAPH = (
 
 
 def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: bool = False) -> Cluster:
-    """The machines as the planner knows them.
-
-    Args:
-        machines: ``max_memory`` of each, as the caller gives it.
-        asked: keyword arguments of the caller.
-        grad: whether autograd runs a backward pass.
+    """The machines as the planner knows them, each given as a ``max_memory``.
 
     Raises:
         InputError: an argument is not what it should be.

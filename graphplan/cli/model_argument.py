@@ -69,14 +69,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model without data, with example inputs.
-
-    Attributes:
-        name: its class.
-        model: to plan.
-        args: example inputs by position.
-        kwargs: example inputs by name.
-    """
+    """A model without data, named by its class, with example inputs by position and by name."""
 
     name: str
     model: nn.Module

@@ -48,14 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class CompileState:
-    """How far the planning of one or several calls has come.
-
-    Attributes:
-        formulation: poses problems; it knows the devices, the options and what earlier plans have settled.
-        members: the calls, captured.
-        limits: when the search ends.
-        choices: where everything is, of each call; empty until it is placed.
-    """
+    """How far the planning of calls has come; there are no ``choices`` before they are placed."""
 
     formulation: Formulation
     members: Sequence[Member]

@@ -64,13 +64,7 @@ _TRAINED = "them, or larger ones, as its example"  # the one call that it takes
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """A call to plan.
-
-    Attributes:
-        call: its arguments.
-        entry: path of the submodule that is called; empty for the model itself.
-        weight: how much its seconds count.
-    """
+    """A call to plan, of the model or of the ``entry`` at a path; its seconds count ``weight`` times."""
 
     call: BoundCall
     entry: str = ""

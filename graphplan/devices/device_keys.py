@@ -53,16 +53,10 @@ def device_named(written: object) -> str:
 def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> DeviceKey:
     """The key that a device has in ``max_memory``, where it may be written otherwise (``0``, ``"cuda:0"``).
 
-    Args:
-        devices: those of ``max_memory``.
-        written: the device, in an argument.
-        argument: its name.
-
-    Returns:
-        the key; torch's name of the device, where ``max_memory`` lacks it.
+    Where ``max_memory`` lacks it, torch's name of the device.
 
     Raises:
-        DeviceError: it is no device.
+        DeviceError: it is no device; ``argument`` is the name of what has it.
     """
     try:
         name = device_named(written)

@@ -75,12 +75,7 @@ class Rehearsed:
 class Rehearsal:
     """Where calls are made in place of a model: traced, and answered with zeros.
 
-    Args:
-        compiler: of the model; it remembers what is traced here.
-        example: a call that comes first.
-
-    Attributes:
-        calls: one of each structure, in order.
+    ``calls`` has one of each structure, in order: first the ``example``, if one is given.
     """
 
     def __init__(self, compiler: Compiler, example: BoundCall | None = None) -> None:

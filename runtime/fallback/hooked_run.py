@@ -56,13 +56,10 @@ class Way:
 
 @dataclass
 class HookedRun:
-    """One run.
+    """One run of a call whose inputs are on the ``host``.
 
-    Attributes:
-        way: of running.
-        host: where the inputs of the call are.
-        instead: where modules that are on the CPU compute; None: on the CPU.
-        running: the modules that run, the innermost last.
+    Modules that are on the CPU compute ``instead`` there, if it is given. The innermost of those that run is
+    the last.
     """
 
     way: Way

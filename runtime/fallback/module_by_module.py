@@ -86,10 +86,7 @@ class Untraced:
         return f"hooks run the model: {self.reason}"
 
     def run(self, plain: nn.Module, entry: str, call: BoundCall, *, keeps_grad: bool) -> Any:
-        """Run a call, of any structure, of the model as its own class.
-
-        ``keeps_grad``: whether a backward pass may follow.
-        """
+        """Run a call, of any structure, of the model as its own class."""
         return _run(plain, entry, call, self, self.main, keeps_grad=keeps_grad)
 
 
@@ -144,14 +141,7 @@ class Modulewise:
         *,
         keeps_grad: bool,
     ) -> Any:
-        """Run a call.
-
-        Args:
-            whole: the placed module, whose weights are used.
-            form: that the call has.
-            call: its arguments.
-            instead: where modules on the CPU compute; None: on the CPU.
-            keeps_grad: whether a backward pass may follow.
+        """Run a call over the weights of the placed module; modules on the CPU compute ``instead``, if given.
 
         Raises:
             CaptureError: no way of running works.

@@ -132,15 +132,13 @@ def _has_attributes(value: Any) -> bool:
 
 def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
     """For each part of a container: how it is put there, its key, and the part."""
-    found: list[tuple[_Put, Any, Any]] = []
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(container, dict):
-        found = [(operator.setitem, key, part) for key, part in container.items() if type(part) not in _PLAIN]
+        items = container.items()
     elif isinstance(container, list | deque):
-        found = [
-            (operator.setitem, index, part)
-            for index, part in enumerate(container)
-            if type(part) not in _PLAIN
-        ]
+        items = enumerate(container)
+    found: list[tuple[_Put, Any, Any]]
+    found = [(operator.setitem, key, part) for key, part in items if type(part) not in _PLAIN]
     if _has_attributes(container):
         table = getattr(container, "__dict__", {})  # a dataclass with slots has none
         slots = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()

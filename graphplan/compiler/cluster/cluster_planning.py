@@ -38,14 +38,7 @@ from graphplan.passes.placement.params import Limits
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines, and how they are used.
-
-    Attributes:
-        machines: the devices of each, in the order of their ranks.
-        network: between any two.
-        flight: microbatches and their schedule.
-        objective: what to minimise.
-    """
+    """The machines, in the order of their ranks, the network between any two, and how they are used."""
 
     machines: tuple[Topology, ...]
     network: Link
@@ -80,15 +73,10 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
 
 @dataclass
 class StageSearch:
-    """Finds stages, one on each machine that is used.
+    """Finds stages, one on each machine that is used; ``annotator`` is of one microbatch.
 
-    Attributes:
-        model_copy: of the whole model.
-        annotator: of one microbatch.
-        cluster: the machines.
-        options: of the caller.
-        batch: rows of the whole batch; 0 where it is not divided.
-        fullest: what an error says of the machine that lacks most.
+    ``batch`` has the rows of the whole batch, 0 where it is not divided; ``fullest`` is what an error says of
+    the machine that lacks most.
     """
 
     model_copy: ModelCopy

@@ -56,18 +56,7 @@ class Stretch:
 
 @dataclass
 class StagePlacement:
-    """Places stretches.
-
-    Attributes:
-        model_copy: of the whole model.
-        annotator: of one microbatch.
-        options: of the caller.
-        boundaries: of the graph.
-        cuts: candidate positions in the order.
-        machines: one of each class.
-        flight: what is on its way.
-        limits: when to stop.
-    """
+    """Places stretches of one microbatch's graph between ``cuts``, on ``machines``: one of each class."""
 
     model_copy: ModelCopy
     annotator: Annotator

@@ -104,13 +104,9 @@ def _require_simple(config: Any) -> None:
 def _choose(
     last: int, sample: bool, traffic: Counter[str], _input_ids: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Scores that leave no choice but the token that the last rank chooses.
+    """Scores that leave no choice but the token that the ``last`` rank chooses, or draws to ``sample``.
 
-    Args:
-        last: its rank.
-        sample: whether it draws.
-        traffic: to which the bytes of tokens are added.
-        scores: (batch, tokens) of the next token, after all other processors.
+    ``scores`` are (batch, tokens) of the next token, after all other processors.
     """
     tokens = torch.zeros(scores.shape[0], dtype=torch.int64)
     if dist.get_rank() == last:

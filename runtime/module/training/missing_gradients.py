@@ -36,11 +36,7 @@ def tell_of_gradients(
 ) -> None:
     """Say once, at a call with gradients enabled, that they are not computed, if they seem to be wanted.
 
-    Args:
-        module: that is called.
-        state: of it.
-        plan: of the call; None where modules run one by one.
-        inputs: of the call.
+    ``plan`` is None where modules run one by one.
     """
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
         why = "an input requires them"

@@ -104,11 +104,9 @@ class _StepCall:
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor | None], *, accumulate: bool) -> Sequence[Any]:
-        """The gradients of the inputs that have one.
+        """The gradients of the inputs that have one; ``tangents`` are by the results that it starts from.
 
-        Args:
-            tangents: by the results that it starts from.
-            accumulate: whether the parameters' are added up; not where those of inputs alone are asked for.
+        Those of parameters are added up if ``accumulate``: not where those of inputs alone are asked for.
         """
         saved, self.saved = self.saved, None
         if saved is None:

@@ -47,11 +47,8 @@ def reduced_backward(
 
 
 def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
-    """The graph of a backward pass, as :func:`graphplan.passes.lowering.split_step.split_step` makes it.
-
-    Args:
-        graph: which stays as it is.
-        absent: names of the placeholders that will be None.
+    """A copy of a backward pass of :func:`graphplan.passes.lowering.split_step.split_step`, for placeholders
+    of these names that will be None.
     """
     made, env = fx.Graph(), dict[fx.Node, fx.Node]()
     _saved, *tangents = graph.find_nodes(op="placeholder")
