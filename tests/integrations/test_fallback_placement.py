@@ -266,11 +266,12 @@ def test_blocks_that_do_not_fit_whole_are_split_rather_than_streamed_whole() -> 
         assert placed.plan.streamed_bytes < 0.7 * bytes_of(model)
 
 
-def test_nothing_is_offloaded_where_that_is_not_wanted() -> None:
+@pytest.mark.parametrize("cpu", ["cpu", "cpu:0"])
+def test_nothing_is_offloaded_where_that_is_not_wanted(cpu: str) -> None:
     model = Undecided()
-    budgets = {0: int(0.6 * bytes_of(model)), "cpu": "1GiB"}
-    with graphplan.simulate(budgets) as machine, pytest.raises(graphplan.InfeasibleError):
-        graphplan.partition(model, machine.max_memory, (X,), offload=False)
+    budgets = {0: int(0.6 * bytes_of(model)), cpu: "1GiB"}
+    with graphplan.simulate(budgets), pytest.raises(graphplan.InfeasibleError):
+        graphplan.partition(model, budgets, (X,), offload=False)
 
 
 def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:

@@ -74,6 +74,7 @@ def map_modules(
     sizes: ModuleSizes,
     main: DeviceKey | None = None,
     *,
+    cpu: DeviceKey = CPU,
     offload_buffers: bool = False,
     verbose: bool = False,
     quiet: bool = False,
@@ -81,20 +82,20 @@ def map_modules(
     """A device for each module that is not split further, and each tensor of those that are.
 
     ``budgets`` are in the order of preference; ``whole`` has the classes that are not split; ``main`` is the
-    accelerator that runs what is offloaded, the first if it is None. If ``quiet``, no warning says that
-    buffers do not fit. Others are as in :func:`infer_auto_device_map`.
+    accelerator that runs what is offloaded, the first if it is None; ``cpu`` the key of the CPU. If
+    ``quiet``, no warning says that buffers do not fit. Others are as in :func:`infer_auto_device_map`.
     """
-    accelerators = [key for key in budgets if key not in (CPU, DISK)]
+    accelerators = [key for key in budgets if key not in (cpu, DISK)]
     capacities = [budgets[key] for key in accelerators]
     tensors = dict(_atoms(model, whole, sizes, max(capacities, default=0)))
     blocks = [_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
     at = accelerators.index(main) if main is not None else 0
     places = pack(blocks, capacities, at)
     offloaded = {i: block for i, block in enumerate(blocks) if places[i] is None}
-    on_cpu = spill(offloaded, budgets.get(CPU, 0)) if offloaded else set()
+    on_cpu = spill(offloaded, budgets.get(cpu, 0)) if offloaded else set()
     found: dict[str, DeviceKey] = {}
     for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
-        device = accelerators[place] if place is not None else CPU if index in on_cpu else DISK
+        device = accelerators[place] if place is not None else cpu if index in on_cpu else DISK
         found.update(dict.fromkeys(block.names, device))
         if verbose:
             print(f"Putting {', '.join(map(repr, block.names))} (size={block.nbytes}) on {device}.")

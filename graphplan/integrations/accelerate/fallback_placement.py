@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -235,7 +235,9 @@ class _Fallback:
         before = attributes_of(module)  # what is noted on parameters is the model's own
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
-            with untouched(module), self._kernels():
+            simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
+            # simulated ones write attention out: kernels are to take what accelerators do
+            with untouched(module), on_any_device() if simulated else nullcontext():
                 run, keep_grad = self._run(module), self.options.grad
                 return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
@@ -245,16 +247,11 @@ class _Fallback:
         finally:
             put_back(before)
 
-    def _kernels(self) -> AbstractContextManager[None]:
-        """A block in which kernels take what accelerators do: simulated ones write attention out."""
-        simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
-        return on_any_device() if simulated else nullcontext()
-
     def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
         host, found = self.topology.cpu, False
         for share in _SHARES:
-            for split in self._over_accelerators(share, profile.peak, host):
+            for split in self._over_accelerators(share, profile.peak):
                 found = True
                 yield split
             if not any("OutOfMemory" in failure for failure in failures):
@@ -274,19 +271,19 @@ class _Fallback:
             if spec.key != DISK
         }
 
-    def _over_accelerators(self, share: float, peak: int, host: DeviceKey | None) -> list[_Split]:
+    def _over_accelerators(self, share: float, peak: int) -> list[_Split]:
         accelerators = [spec.key for spec in self.topology.accelerators]
-        budgets = self._budgets(share, peak)
+        budgets, cpu = self._budgets(share, peak), self.topology.cpu or CPU
+        mapped = partial(map_modules, self.model, sizes=_SIZES, cpu=cpu, quiet=True)
         found = [
-            _Split(map_modules(self.model, budgets, whole, _SIZES, quiet=True), accelerators[0])
-            for whole in self._granularities()
-            if accelerators
+            _Split(mapped(budgets, whole), accelerators[0]) for whole in self._granularities() if accelerators
         ]
-        found.sort(key=self._offloaded)  # of those that leave as much to the CPU, large blocks first
+        # of those that leave as much to the CPU, large blocks first; the disk has no budget here
+        found.sort(key=lambda split: self._taken(split).get(cpu, 0))
         found += [replace(split, way=RETURNS) for split in found]
         for key in accelerators:
-            alone = {k: budgets[k] for k in budgets if k in (key, host)}
-            found.append(_Split(map_modules(self.model, alone, set(), _SIZES, quiet=True), key))
+            alone = {k: budgets[k] for k in budgets if k in (key, cpu)}
+            found.append(_Split(mapped(alone, set()), key))
         if not self.options.differentiates:  # what is copied below autograd, a backward pass does not find
             found += [replace(split, way=TOGETHER) for split in found if split.way is STAYS]
         used = [split for split in found if set(split.entries.values()) & set(accelerators)]
@@ -304,12 +301,9 @@ class _Fallback:
     def _fits(self, split: _Split, budgets: Mapping[DeviceKey, int]) -> bool:
         if any(key not in budgets for key in split.entries.values()):
             return False
-        if not self.options.constraints.offload and CPU in split.entries.values():
+        if not self.options.constraints.offload and self.topology.cpu in split.entries.values():
             return False
         return all(nbytes <= budgets[key] for key, nbytes in self._taken(split).items())
-
-    def _offloaded(self, split: _Split) -> int:
-        return sum(self._taken(split).get(key, 0) for key in (CPU, DISK))
 
     def _taken(self, split: _Split) -> dict[DeviceKey, int]:
         """Bytes of weights on each device."""
@@ -333,12 +327,10 @@ class _Fallback:
         )
 
     def _plan(self, split: _Split, profile: CallProfile) -> Plan:
-        graph = self._graph(profile)
-        runs = {
-            name: split.main if self.topology[key].type == CPU else key
-            for name in graph.operations
-            for key in (_device_of(split.entries, graph.operations[name].module_path or name),)
-        }
+        graph, runs = self._graph(profile), dict[str, DeviceKey]()
+        for name, operation in graph.operations.items():
+            key = _device_of(split.entries, operation.module_path or name)
+            runs[name] = split.main if self.topology[key].type == CPU else key
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
         cpu, returns = self.topology.cpu, self.options.return_outputs
         problem = Problem(graph, self.topology, CPU if cpu is None else cpu, returns, streaming=False)
