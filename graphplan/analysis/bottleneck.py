@@ -214,11 +214,9 @@ class BottleneckSearch:
 
     def _missing(self, spec: DeviceSpec) -> int:
         """Bytes that the device lacks to hold everything that may run on it."""
-        most = 0
-        for call in self.calls:
-            problem = call.with_homes({})
-            most = max(most, evaluate(problem, on_one_device(problem, spec.key)).peak(spec.key).nbytes)
-        return most - spec.room
+        problems = (call.with_homes({}) for call in self.calls)
+        found = (evaluate(one, on_one_device(one, spec.key)) for one in problems)
+        return max(one.peak(spec.key).nbytes for one in found) - spec.room
 
     # -- speed ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ initialised: they decide what is computed, and neither its bytes nor its time.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,10 @@ def run_plan(
         raise InputError("the plan is of a training step, and this runs forward passes: use partition(plan=)")
     if simulated:
         plan = on_simulated_devices(plan)
-    with _devices(plan, simulated=simulated):
-        require_present(
-            plan.topology, "Add --simulate to run the plan on the CPU"
-        )  # before the model is built
+    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
+    with simulate(sizes) if simulated else nullcontext():
+        # before the model is built
+        require_present(plan.topology, "Add --simulate to run the plan on the CPU")
         named = load_named(word, replace(ask, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
         try:
@@ -101,11 +101,6 @@ def on_simulated_devices(plan: Plan) -> Plan:
         for spec in plan.topology.devices
     )
     return replace(plan, topology=replace(plan.topology, devices=devices))
-
-
-def _devices(plan: Plan, *, simulated: bool) -> AbstractContextManager[Any]:
-    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
-    return simulate(sizes) if simulated else nullcontext()
 
 
 def _index(spec: DeviceSpec) -> int:

@@ -99,12 +99,11 @@ class Commitments:
         here = self.prefetch_bytes()
         limits: dict[DeviceKey, int] = {}
         for plan in self.plans:
+            own = prefetch_bytes(plan.schedule.prefetch_buffers)
             for spec in topology.devices:
-                own = sum(
-                    buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == spec.key
-                )
                 slack = _ALLOCATOR_SLACK if spec.type == "cuda" else 0
-                limit = max(own + spec.room - plan.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
+                left = own.get(spec.key, 0) + spec.room - plan.peak_bytes[spec.key] - slack
+                limit = max(left, here.get(spec.key, 0))
                 limits[spec.key] = min(limit, limits.get(spec.key, limit))
         return limits
 

@@ -16,7 +16,7 @@ from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.liveness import OPTIMIZER
 from graphplan.ir.plan_data import PlanData, Stage
 from graphplan.ir.remarks import Remarks
-from graphplan.ir.schedule import Run
+from graphplan.ir.schedule import Run, prefetch_bytes
 from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
@@ -124,7 +124,7 @@ class _PageWriter:
         # the caller's own device may be none of the plan's
         spec = next((spec for spec in plan.topology.devices if spec.key == key), None)
         peak = plan.peaks[key]
-        buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
+        buffer = prefetch_bytes(plan.schedule.prefetch_buffers).get(key, 0)
         return {
             "key": str(key),
             "name": device_name(key),
@@ -241,10 +241,7 @@ class _PageWriter:
 
     def _dependencies(self) -> list[int]:
         """Producer and consumer of each edge, one after the other."""
-        ends: list[int] = []
-        for source, target, _ in self.graph.edges():
-            ends += [self.operation[source], self.operation[target]]
-        return ends
+        return [self.operation[end] for edge in self.graph.edges() for end in edge[:2]]
 
     def _flows(self) -> list[dict[str, Any]]:
         return [

@@ -82,16 +82,14 @@ def _figures(plan: PlanData) -> dict[str, Any]:
 
 def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
     """Peak and budget of each device of either plan; None where a plan lacks it."""
-    keys = dict.fromkeys((*plan.topology.keys, *other.topology.keys))
-    rows = []
-    for key in keys:
-        row: dict[str, Any] = {"device": device_name(key), "peaks": [], "budgets": []}
-        for one in (other, plan):
-            known = key in one.topology.keys
-            row["peaks"].append(one.peak_bytes[key] if known else None)
-            row["budgets"].append(one.topology[key].memory if known else None)
-        rows.append(row)
-    return rows
+    return [
+        {
+            "device": device_name(key),
+            "peaks": [one.peak_bytes[key] if key in one.topology else None for one in (other, plan)],
+            "budgets": [one.topology.budgets.get(key) for one in (other, plan)],
+        }
+        for key in dict.fromkeys((*plan.topology.keys, *other.topology.keys))
+    ]
 
 
 def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
