@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphplan.capture.eager_run import undrawn, unwritten
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.structure import map_leaves
+from graphplan.capture.structure import flatten_with_path, know_containers, map_leaves
 from graphplan.errors import NoGraphError
 from graphplan.runtime.fallback.hooked_run import undone
 from graphplan.runtime.module.placed_view import PlacedView
@@ -22,20 +21,23 @@ from graphplan.warnings import warn
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def _eager_result(
-    model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, keep_grad: bool
-) -> Any:
+def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: bool) -> Any:
     """What the model itself, or an entry of it, returns; what it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-    def here(leaf: Any) -> Any:
-        return leaf.clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
-
     with torch.set_grad_enabled(keep_grad), unwritten(model):
-        args, kwargs = map_leaves(here, (args, kwargs))
+        args, kwargs = _copied(call, device)
         return method_of(runs, entry)(*args, **kwargs)
+
+
+def _copied(call: BoundCall, device: torch.device | None = None) -> Any:
+    """The arguments of a call, with copies of tensors, on a device or where they are."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone().to(device or leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(copied, (call.args, call.kwargs))
 
 
 def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
@@ -45,11 +47,11 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         return
     with undrawn(model), undone(placed):
         keep_grad = vars(placed)["_graphplan"].keep_grad
-        eager = [_eager_result(model, entry, call.args, call.kwargs, keep_grad=keep_grad) for _ in range(2)]
+        eager = [_eager_result(model, entry, call, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:
             warn("check: eager differs from call to call, so nothing can be compared")
             return
-        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        args, kwargs = _copied(call)
         apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
     if apart is not None:
         what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
@@ -81,8 +83,10 @@ def _rounding(tensor: torch.Tensor) -> float:
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        return [("", tree)]
     if hasattr(tree, "items"):
         return [(f"{k}{n}", t) for k, value in tree.items() for n, t in _named_tensors(value)]
-    if isinstance(tree, list | tuple):
-        return [(f"[{i}]{n}", t) for i, value in enumerate(tree) for n, t in _named_tensors(value)]
-    return [("", tree)] if isinstance(tree, torch.Tensor) else []
+    know_containers(tree)
+    inside = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
+    return [(f"{name}{n}", t) for name, part in inside for n, t in _named_tensors(part)]

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -344,6 +345,33 @@ def test_check_finds_a_graph_that_differs() -> None:
             assert largest_difference(placed(X), model(X)) < 1e-6
         with pytest.raises(graphplan.NoGraphError, match="differs on the example inputs"):
             graphplan.partition(model, machine.max_memory, (X,), check=True, strict=True)
+
+
+@dataclass
+class Logits:
+    logits: torch.Tensor
+
+
+class SlyObject(Sly):
+    def forward(self, x: torch.Tensor) -> Any:
+        return [Logits(**super().forward(x))]
+
+
+def test_check_looks_into_objects_that_a_model_returns() -> None:
+    differs = pytest.raises(graphplan.NoGraphError, match=r"\[0\]\.logits differs from eager's")
+    with graphplan.simulate({0: "1MiB"}) as machine, differs:
+        graphplan.partition(SlyObject().eval(), machine.max_memory, (X,), check=True, strict=True)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(16, 4), Undecided()], ids=["graph", "hooks"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_examples_may_be_results_of_other_modules(model: nn.Module, grad: bool) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        inputs = nn.Linear(16, 16)(X)
+        placed = graphplan.partition(model.eval(), machine.max_memory, (inputs,), grad=grad, check=True)
+        assert placed(inputs).requires_grad == grad
+        assert largest_difference(placed(inputs), model(inputs)) < 1e-6
 
 
 def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any) -> None:
