@@ -141,7 +141,15 @@ def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:
 
 def _on_fakes(call: BoundCall) -> tuple[list[Any], FakeTensorMode]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves], mode
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # torch reads .grad, and warns of that where there is a gradient function
+        own = leaf if leaf.is_leaf else leaf.detach().requires_grad_()
+        return mode.from_tensor(own)
+
+    return list(map(fake, call.leaves)), mode
 
 
 def _is_small(model_copy: ModelCopy) -> bool:

@@ -244,7 +244,9 @@ def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         torch.OutOfMemoryError: there is no room where they are; or SimulatedOutOfMemoryError.
     """
     try:
-        return copy.deepcopy((call.args, call.kwargs))
+        # copy.deepcopy refuses what has a gradient function, as the results of other modules have
+        memo: dict[int, Any] = {id(t): t.clone() for t in tensors_in(call.leaves) if not t.is_leaf}
+        return copy.deepcopy((call.args, call.kwargs), memo)
     except _OUT_OF_MEMORY:
         raise
     except Exception as error:  # objects of the caller, which may raise anything

@@ -105,6 +105,13 @@ def test_arguments_that_cannot_be_copied_for_a_trial_are_named() -> None:
             placed(X, note=threading.Lock())
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_inputs_may_have_gradient_functions() -> None:
+    inputs = nn.Linear(16, 16)(X)
+    with placed(grad=True) as (model, _, made):
+        assert largest_difference(made(inputs, STOP)["logits"], model(inputs, STOP)["logits"]) < 1e-5
+
+
 def test_it_runs_over_the_weights_where_they_are() -> None:
     with placed() as (model, machine, made):
         assert set(made.plan.placement.values()) == {0, 1}
