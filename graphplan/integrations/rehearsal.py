@@ -75,7 +75,8 @@ class Rehearsed:
 class Rehearsal:
     """Where calls are made in place of a model: traced, and answered with zeros.
 
-    ``calls`` has one of each structure, in order: first the ``example``, if one is given.
+    ``calls`` has one of each structure, in order. They begin with the ``example``, if one is given, and end
+    with a :class:`RepeatedCallError` then.
     """
 
     def __init__(self, compiler: Compiler, example: BoundCall | None = None) -> None:
@@ -83,7 +84,7 @@ class Rehearsal:
         self.calls: list[Rehearsed] = []
         self._made: dict[int, tuple[int, int]] = {}  # identity of a result -> as in Rehearsed
         self._kept: list[Any] = []  # so that no identity comes again
-        self._until_repeated = False
+        self._generates = example is not None
         if example is not None:
             self.calls.append(Rehearsed(0, EntryCall(example), compiler.trace(example), {}))
 
@@ -97,16 +98,6 @@ class Rehearsal:
         finally:
             unlink(shell)
 
-    def until_repeated(self, code: Callable[[], Any]) -> None:
-        """Run code until a call reads a state that an earlier one has made: what follows repeats it."""
-        self._until_repeated = True
-        try:
-            code()
-        except _Repeated:
-            pass
-        finally:
-            self._until_repeated = False
-
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """One call."""
         call = bind_call(signature, args, kwargs)
@@ -119,8 +110,8 @@ class Rehearsal:
             self.calls.append(known)
         else:
             known.count += 1
-        if self._until_repeated and any(index in made for index in capture.states.values()):
-            raise _Repeated
+        if self._generates and any(index in made for index in capture.states.values()):
+            raise RepeatedCallError
         return self._answer(capture, known.number, call)
 
     def _answer(self, capture: Capture, number: int, call: BoundCall) -> Any:
@@ -133,8 +124,8 @@ class Rehearsal:
         return rebuilder(capture.out_spec, given)(flat, {name: call.kwargs[name] for name in capture.given})
 
 
-class _Repeated(Exception):  # noqa: N818  # no error
-    """What follows repeats what has been traced."""
+class RepeatedCallError(Exception):
+    """A call reads a state that an earlier one has made: what follows repeats what has been traced."""
 
 
 def _zeros(result: Any, sizes: Mapping[Any, int]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler
 from graphplan.errors import GraphplanError, NoGraphError
-from graphplan.integrations.rehearsal import Rehearsal, Rehearsed
+from graphplan.integrations.rehearsal import Rehearsal, Rehearsed, RepeatedCallError
 from graphplan.message_text import first_line
 from graphplan.warnings import silenced, warn
 
@@ -40,7 +41,8 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         nothing for a model that does not generate. Where generation cannot be followed, the calls until
         then, with a warning.
     """
-    if not generates(compiler) or call.args:
+    can_generate = getattr(compiler.model_copy.module, "can_generate", None)  # a plain module has none
+    if call.args or not callable(can_generate) or not can_generate():
         return []
     rehearsal = Rehearsal(compiler, call)
     try:
@@ -57,19 +59,11 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     return rehearsal.calls[1:]
 
 
-def generates(compiler: Compiler) -> bool:
-    """Whether the model has a ``generate`` of transformers that it can use."""
-    can_generate = getattr(compiler.model_copy.module, "can_generate", None)  # a plain module has none
-    return callable(can_generate) and bool(can_generate())
-
-
 def _generate(rehearsal: Rehearsal, prompt: Mapping[str, torch.Tensor]) -> None:
     """Rehearse ``generate``, until it has decoded."""
     plainly: dict[str, Any] = {"do_sample": False, "num_beams": 1}
-    with silenced("transformers"), rehearsal.model() as model:
-        rehearsal.until_repeated(
-            lambda: model.generate(**prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, **plainly)
-        )
+    with silenced("transformers"), suppress(RepeatedCallError), rehearsal.model() as model:
+        model.generate(**prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, **plainly)
 
 
 def _prompts(call: BoundCall, longest: int | None) -> list[dict[str, torch.Tensor]]:
