@@ -192,14 +192,12 @@ class _Example:
             for at, (name, leaf) in enumerate(zip(leaf_names(self.call), leaves, strict=True))
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
         ]
-        if any(varies for _, varies in divided):
-            for name, varies in divided:
-                if not varies:
-                    raise InputError(
-                        f"{name} has {rows} rows, as the batch has, but they are not those of the batch, and "
-                        "would be divided with them: give an example of another number of rows, or "
-                        "microbatches=1"
-                    )
+        fixed = [name for name, varies in divided if not varies]
+        if fixed and len(fixed) < len(divided):
+            raise InputError(
+                f"{fixed[0]} has {rows} rows, as the batch has, but they are not those of the batch, and "
+                "would be divided with them: give an example of another number of rows, or microbatches=1"
+            )
 
 
 def _example(

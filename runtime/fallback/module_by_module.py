@@ -72,10 +72,7 @@ class CallForm:
 class Untraced:
     """How calls of a model run that has no graph at all.
 
-    Attributes:
-        reason: why it has none.
-        main: where modules on the CPU compute; None: on the CPU.
-        way: of running; None until the first call.
+    Modules on the CPU compute on ``main``, if it is given. The ``way`` is known from the first call on.
     """
 
     reason: str

@@ -142,13 +142,7 @@ class _Split:
 class _ByModules:
     """Places a model whose modules run one by one: now, or a plain copy of it that is unpickled.
 
-    Attributes:
-        devices: weight -> where it lives.
-        untraced: how it runs.
-        known_plan: of modules.
-        keep_grad: whether calls keep autograd alive.
-        return_outputs: whether results go back to the device of the inputs.
-        strict: never, as such a model runs without a graph.
+    ``devices`` says where each weight lives; it is never ``strict``, as such a model runs without a graph.
     """
 
     devices: Mapping[str, torch.device]
