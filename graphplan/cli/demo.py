@@ -64,10 +64,7 @@ def run_demo() -> DemoResult:
     Raises:
         GraphplanError: transformers or the model's package is not installed.
     """
-    model, inputs = load_encoder()
-    with torch.no_grad():
-        expected = embed(model, inputs)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model, inputs, expected, size = load_encoder()
     budget = int(size * _SHARE)
     own = accelerator_type() is not None and torch.accelerator.device_count() >= 2
     with nullcontext() if own else simulate({0: budget, 1: budget}):
@@ -86,8 +83,8 @@ def run_demo() -> DemoResult:
         )
 
 
-def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The sentence encoder, and its inputs for the sentences.
+def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, int]:
+    """The sentence encoder, its inputs for the sentences, what it makes of them, and its bytes.
 
     Raises:
         GraphplanError: transformers or the model's package is not installed.
@@ -105,7 +102,9 @@ def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     folder = Path(next(iter(spec.submodule_search_locations))) / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder).eval()
-    return model, dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
+    inputs = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
+    with torch.no_grad():
+        return model, inputs, embed(model, inputs), sum(parameter.nbytes for parameter in model.parameters())
 
 
 def embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
