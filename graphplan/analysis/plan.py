@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from graphplan.analysis.advice import advice
 from graphplan.analysis.bottleneck import find_bottleneck
 from graphplan.analysis.explanation import Explanation, explain
-from graphplan.analysis.plan_problem import constrained_problem, plain_problem
 from graphplan.analysis.sensitivity import Bottleneck
 from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import PLAN_FORMAT, decode_plan, encode_plan
 from graphplan.ir.remarks import Remarks
-from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import to_dot
 from graphplan.report.html_page import to_html
 from graphplan.report.model_explorer import save_model_explorer
@@ -32,16 +29,6 @@ class Plan(PlanData, JsonFile):
 
     Attributes are those of :class:`~graphplan.ir.plan_data.PlanData`; the methods here explain and export.
     """
-
-    @property
-    def plain_problem(self) -> Problem:
-        """The graph, the devices and what earlier plans placed, without the caller's constraints."""
-        return plain_problem(self)
-
-    @cached_property
-    def problem(self) -> Problem:
-        """What was solved: :attr:`plain_problem` with the caller's constraints."""
-        return constrained_problem(self)
 
     def explain(self, name: str) -> Explanation:
         """Why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.

@@ -8,6 +8,7 @@ from typing import Any
 
 import graphplan
 from graphplan.analysis.plan import Plan
+from graphplan.analysis.plan_problem import plain_problem
 from graphplan.cli.console import as_typed, working
 from graphplan.cli.model_argument import NamedModel, of_model
 from graphplan.devices.speeds import Speed
@@ -33,11 +34,11 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Proble
     start = time.perf_counter()
     try:
         found = planned(named, topology)
-        return ours(found, time.perf_counter() - start), found.plain_problem
+        return ours(found, time.perf_counter() - start), plain_problem(found)
     except InfeasibleError as error:
         row = Baseline("graphplan", error=as_typed(str(error)), planning=time.perf_counter() - start)
     roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
-    return row, replace(planned(named, roomy).plain_problem, topology=topology)
+    return row, replace(plain_problem(planned(named, roomy)), topology=topology)
 
 
 def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:

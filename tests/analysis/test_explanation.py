@@ -15,6 +15,7 @@ from torch import nn
 
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Speed, Value, Weight
+from graphplan.analysis.plan_problem import constrained_problem, plain_problem
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.ir.constraints import Constraints
@@ -84,7 +85,8 @@ def test_costs_elsewhere_are_the_evaluators(plan: Plan, name: str) -> None:
         assert other.here == (other.obstacle == "it is there")
         if other.possible and not other.here:
             # a plan that has it there keeps all budgets, and takes at most as long when planned freely
-            pinned = constrain(replace(plan.problem, allowed={}), Constraints(pin={name: other.device}))
+            free = replace(constrained_problem(plan), allowed={})
+            pinned = constrain(free, Constraints(pin={name: other.device}))
             assert not evaluate_moved(plan, pinned, other.makespan)
         if other.makespan is not None:
             assert other.slower == pytest.approx(other.makespan - plan.makespan)
@@ -154,7 +156,7 @@ def test_its_compute_is_that_of_where_it_then_runs() -> None:
     assert weight.to("cpu").compute_seconds == weight.compute_seconds
     assert weight.to(0).compute_seconds == weight.compute_seconds
     resident = replace(plan.schedule.assignment, weights={**plan.schedule.assignment.weights, "w1": 0})
-    beside = replace(plan, schedule=evaluate(plan.plain_problem, resident).schedule)
+    beside = replace(plan, schedule=evaluate(plain_problem(plan), resident).schedule)
     assert beside.explain("w1").to(0).obstacle == "it is there"
     assert beside.explain("w1").to(0).compute_seconds == weight.compute_seconds
 
@@ -235,12 +237,12 @@ def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
     graph, pin = chain(8, weight=64 * KIB, flops=10**9), {f"w{i}": "cpu" for i in range(4)}
     plan = planned(graph, {0: 7 * 64 * KIB + 8 * KIB, "cpu": 1 << 30}, pin=pin)
     assignment = replace(plan.schedule.assignment, slots={0: 3})
-    deep = evaluate(plan.problem, assignment)
+    deep = evaluate(constrained_problem(plan), assignment)
     assert deep.feasible
     assert [len(buffer.slots) for buffer in deep.schedule.prefetch_buffers] == [3]
     plan = replace(plan, schedule=deep.schedule, makespan=deep.seconds, constraints=Constraints())
     homes = {**assignment.weights, "w0": 0}
-    assert set(evaluate(plan.problem, replace(assignment, weights=homes)).excess) == {0}
+    assert set(evaluate(constrained_problem(plan), replace(assignment, weights=homes)).excess) == {0}
     assert plan.explain("w0").to(0).possible
 
 

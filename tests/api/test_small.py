@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import evaluate
 
@@ -34,7 +35,7 @@ def test_small_weights_are_streamed_in_runs() -> None:
     plan = graphplan.plan(Branches(), memory, (torch.randn(32, 64),))
     names = [name for name in plan.graph.weights if name in plan.graph.consumers]
     homes = {name: 0 if index < 4 else "cpu" for index, name in enumerate(names)}
-    simple = evaluate(plan.problem, Assignment(dict.fromkeys(plan.graph.operations, 0), homes))
+    simple = evaluate(constrained_problem(plan), Assignment(dict.fromkeys(plan.graph.operations, 0), homes))
     assert simple.feasible
     assert plan.makespan <= 1.01 * simple.seconds
 

@@ -23,6 +23,7 @@ from accelerate.utils.modeling import find_tied_parameters
 from torch import nn
 
 from graphplan.analysis.plan import Plan
+from graphplan.analysis.plan_problem import plain_problem
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.ir.module_map import entry_of
@@ -101,7 +102,7 @@ def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> 
 def ours(plan: Plan, planning: float) -> Baseline:
     """A plan of ours as one of them; ``planning``: seconds that it took."""
     assignment = plan.schedule.assignment
-    return replace(judged(plan.plain_problem, "graphplan", "", lambda: assignment), planning=planning)
+    return replace(judged(plain_problem(plan), "graphplan", "", lambda: assignment), planning=planning)
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
