@@ -21,6 +21,7 @@ from graphplan.cli.console import (
     print_json,
     require_writable,
     say,
+    say_written,
     show_warnings_in_one_line,
     working,
 )
@@ -162,9 +163,7 @@ def plan(
         return
     print(f"{named.name}, example inputs: {named.inputs}")
     say(found.summary())
-    written = [str(path) for path in (out, html) if path is not None]
-    if written:
-        print(f"\nwrote {' and '.join(written)}")
+    say_written(out, html)
 
 
 @app.command("run")
@@ -235,6 +234,7 @@ def show(
     say(found.summary())
     if wanted is not None:
         say(f"\n{wanted}")
+    say_written(html, dot)
 
 
 @app.command()
@@ -309,6 +309,7 @@ def devices(
     )
     if found is not None:
         print(found)
+    say_written(out)
 
 
 @app.command()

@@ -124,6 +124,13 @@ def say(text: object) -> None:
     print(_visible(str(text)))
 
 
+def say_written(*paths: Path | None) -> None:
+    """The files that a command has written, on stdout; nothing where it has written none."""
+    written = [str(path) for path in paths if path is not None]
+    if written:
+        print(f"\nwrote {' and '.join(written)}")
+
+
 def _visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 

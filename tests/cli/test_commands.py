@@ -209,8 +209,9 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
         ["--version"],
         ["show", str(made.plan), "--other", str(made.plan), "--html", "two.html"],
     ]
-    shown, digest, explained, told, version, _ = (run(*line, cwd=made.folder) for line in words)
+    shown, digest, explained, told, version, two = (run(*line, cwd=made.folder) for line in words)
     assert shown == (0, plan.summary() + "\n", "")
+    assert two == (0, plan.summary() + "\n\nwrote two.html\n", "")
     data = json.loads(digest[1])
     assert data["makespan"] == plan.makespan
     assert data["device_map"] == plan.device_map()
@@ -459,6 +460,7 @@ def test_devices_shows_and_measures_this_machine(tmp_path: Path, run: Run) -> No
     result = run("devices", "--measure", "--max-memory", "cpu=16MiB", "--out", str(out))
     assert result.code == 0, result.err
     assert "speeds were measured" in result.out
+    assert result.out.endswith(f"\nwrote {out}\n")
     found = graphplan.Measurements.from_json(out.read_text(encoding="utf-8"))
     assert list(found.speeds) == ["cpu"]
 
