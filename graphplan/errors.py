@@ -34,7 +34,7 @@ class GraphplanWarning(UserWarning):
 
 
 class BudgetError(GraphplanError, ValueError):
-    """``max_memory`` cannot be read: empty, negative, or not a number of bytes."""
+    """``max_memory`` or ``reserve`` cannot be read: empty, negative, not a number of bytes, or nothing is left."""
 
 
 class DeviceError(GraphplanError, ValueError):
@@ -42,7 +42,7 @@ class DeviceError(GraphplanError, ValueError):
 
 
 class InputError(GraphplanError, ValueError):
-    """The example inputs, or the inputs of a forward pass, do not fit the model."""
+    """Inputs do not fit the model, or an argument of graphplan is not what it should be."""
 
 
 class LimitError(InputError):
@@ -62,7 +62,11 @@ class NoGraphError(CaptureError):
 
 
 class PlanError(GraphplanError, ValueError):
-    """A plan was asked for a name that it does not have, or a JSON text is not a plan."""
+    """A plan or a placed model was asked for what it does not have or do.
+
+    A name that is not in the graph, a plan of another model, a placed model that is moved or converted, a JSON
+    text that is no plan.
+    """
 
 
 class VerificationError(GraphplanError):
