@@ -34,7 +34,7 @@ class GraphplanWarning(UserWarning):
 
 
 class BudgetError(GraphplanError, ValueError):
-    """``max_memory`` or ``reserve`` cannot be read: empty, negative, not a number of bytes, or nothing is left."""
+    """``max_memory`` or ``reserve`` cannot be read: empty, negative, no number of bytes, or nothing is left."""
 
 
 class DeviceError(GraphplanError, ValueError):
@@ -64,8 +64,8 @@ class NoGraphError(CaptureError):
 class PlanError(GraphplanError, ValueError):
     """A plan or a placed model was asked for what it does not have or do.
 
-    A name that is not in the graph, a plan of another model, a placed model that is moved or converted, a JSON
-    text that is no plan.
+    A name that is not in the graph, a plan of another model, a placed model that is moved or converted, a
+    JSON text that is no plan.
     """
 
 
