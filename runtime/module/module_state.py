@@ -28,6 +28,14 @@ from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ResidentPart
 from graphplan.runtime.weights.weight_streams import ModuleStreams
+from graphplan.warnings import warn
+
+_LONG = 60.0  # seconds, more than most calls take
+_WAITS = (
+    f"a call of a placed model or of its part has waited {_LONG:g} s for one of another thread, and waits: "
+    "its plan has room for one. If that call waits for this thread, as where forward runs submodules in "
+    "threads of its own, neither ends: run them one after the other"
+)
 
 
 class CallTurns:
@@ -39,7 +47,9 @@ class CallTurns:
     def __enter__(self) -> None:
         if os.getpid() != self._process:
             self._lock, self._process = threading.RLock(), os.getpid()
-        self._lock.acquire()
+        if not self._lock.acquire(timeout=_LONG):
+            warn(_WAITS)
+            self._lock.acquire()
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()

@@ -24,6 +24,7 @@ from torch import nn
 
 import graphplan
 from graphplan.devices.simulated_machine import SimulatedMachine
+from graphplan.runtime.module import module_state
 from graphplan.runtime.module.module_state import CallTurns
 from graphplan.runtime.simulate.simulated_backend import SimulationMode
 from graphplan.runtime.weights.weight_streams import ModuleStreams
@@ -428,6 +429,23 @@ def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() ->
     end.set()
     thread.join()
     assert status == 0
+
+
+def test_a_thread_that_waits_long_for_its_turn_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_state, "_LONG", 0.01)
+    turns, begun = CallTurns(), threading.Event()
+
+    def hold() -> None:
+        with turns:
+            begun.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait(60)
+    with pytest.warns(graphplan.GraphplanWarning, match="run them one after the other"), turns:
+        pass
+    thread.join()
 
 
 @pytest.mark.parametrize("seed", range(4))
