@@ -143,7 +143,8 @@ def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Se
     if operation.host_only:
         return 0.0
     sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
-    return sum(topology.link(DISK, CPU).seconds(min(n, operation.bytes_accessed)) for n in sizes)
+    link = topology.link(DISK, topology.cpu or CPU)
+    return sum(link.seconds(min(n, operation.bytes_accessed)) for n in sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,8 @@ class Estimates:
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
         """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
-        there, back = machine.link(CPU, device.key), machine.link(device.key, CPU)
+        host = machine.cpu or CPU
+        there, back = machine.link(host, device.key), machine.link(device.key, host)
         arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (there, back))
         return arrive[:, None] + leave[None, :]
 

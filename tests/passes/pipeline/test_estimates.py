@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -33,14 +34,15 @@ def test_what_does_not_fit_leaves_longer_stretches_with_smaller_buffers() -> Non
     assert not np.isfinite(found.seconds()[0][0, 1:4]).any()
 
 
-def test_a_stage_receives_by_one_link_and_sends_by_the_other() -> None:
+@pytest.mark.parametrize("host", ["cpu", "cpu:0"])
+def test_a_stage_receives_by_one_link_and_sends_by_the_other(host: str) -> None:
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(WIDTHS)))
-    plan = graphplan.plan(layers, {0: "1MiB", "cpu": "1GiB"}, args=(torch.ones(64, 8),))
+    plan = graphplan.plan(layers, {0: "1MiB", host: "1GiB"}, args=(torch.ones(64, 8),))
     cuts = np.arange(len(WIDTHS))
     slow, fast = Link(1e3, 0.0), Link(1e9, 0.0)
 
     def seconds(to_device: Link, to_host: Link) -> Any:
-        machine = replace(plan.topology, links={("cpu", 0): to_device, (0, "cpu"): to_host})
+        machine = replace(plan.topology, links={(host, 0): to_device, (0, host): to_host})
         return Estimates(Boundaries(plan.graph), cuts, [machine], Link(1e9, 0.0), Flight(4)).seconds()[0]
 
     # 64 rows of 8 numbers in, of 512 out

@@ -73,6 +73,15 @@ BUDGETS = {
 }
 
 
+def test_the_link_of_the_disk_is_known_by_each_name_of_the_cpu() -> None:
+    room, link = 2 * BLOCK + ROOM, Link(1e6, 1e-5)
+    plans = [
+        graphplan.plan(Blocks(), {host: room, "disk": 1 << 20}, (X,), links={("disk", host): link})
+        for host in ("cpu", "cpu:0")
+    ]
+    assert plans[0].makespan == plans[1].makespan > BLOCK / 1e6
+
+
 @pytest.mark.parametrize("blocks", [1.0, 1.3, 2.1])
 def test_what_has_no_room_to_stream_from_disk_is_computed_on_the_cpu(blocks: float) -> None:
     budgets = {0: int(blocks * BLOCK), "cpu": BLOCK // 2, "disk": 1 << 20}
