@@ -96,7 +96,7 @@ class Modulewise:
         tree: of the modules that run them, while none does.
         running: the tree of the call that runs, the innermost.
         traced: of the hooks of submodules, those that the graphs were traced with, which are of what runs.
-        names: of each submodule, the attributes that the graphs were traced from.
+        names: of each submodule, the attributes and parameters that the graphs were traced from.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -109,7 +109,29 @@ class Modulewise:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
         if not self.names:
             self.traced = frozenset(hook for hook, _ in added_hooks(module))
-            self.names = [frozenset(vars(part)) for part in module.modules()]
+            self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
+
+    @contextmanager
+    def added_hooks_aside(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """A block in which submodules, all of them in order, have only those of their hooks that were traced.
+
+        Where one has parameters too that it had not, its hooks make its weights of them, as those of
+        ``torch.nn.utils.weight_norm`` and ``prune`` do: these stay.
+        """
+        aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for at, part in enumerate(parts, 1):
+            for name in _CALLED if set(part._parameters) <= set(self.names[at]) else ():
+                table: dict[int, Any] = vars(part)[name]
+                added = [number for number in table if (at, name, number) not in self.traced]
+                aside += [(table, dict(table))] if added else []
+                for number in added:
+                    del table[number]
+        try:
+            yield
+        finally:
+            for table, found in aside:
+                table.clear()  # they run in this order
+                table.update(found)
 
     def copy(self) -> Modulewise:
         """That of a copy of the module."""

@@ -210,12 +210,14 @@ def _start(
     module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert state.start is not None
+    parts = [] if state.guard is None else state.guard.parts
     # these hold on to weights, whose memory is wanted again
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
     state.parts.clear()
-    started = state.start(module, args, kwargs, entry)
+    with state.modulewise.added_hooks_aside(parts):
+        started = state.start(module, args, kwargs, entry)
     if "forward" in module.__dict__:  # what the module has been given runs around the graphs
         started.__dict__["forward"] = module.__dict__["forward"]
     for name, value in started.__dict__.items():

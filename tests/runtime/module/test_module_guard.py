@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import graphplan
 from graphplan import GraphplanWarning
@@ -168,6 +169,42 @@ def test_hooks_of_submodules_run(machine: Any) -> None:
     hook.remove()
     assert not torch.allclose(placed(x), expected, atol=1e-5)
     assert seen == ["ReLU"] * 2
+
+
+def test_hooks_that_come_with_another_change_are_not_traced(machine: Any) -> None:
+    """As those of hook points, which list them: the trace called them, with tensors that have no values."""
+    placed, net, x = placed_net(machine)
+    seen: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+        seen.append(result)
+        return 2 * result
+
+    hooks = [whole.get_submodule("act").register_forward_hook(keep) for whole in (net, placed)]
+    net.steps, placed.steps = [3], [3]
+    expected = net(x)
+    with pytest.warns(GraphplanWarning) as told:
+        assert torch.allclose(placed(x), expected, atol=1e-5)
+    assert ["captured again" in str(one.message) for one in told] == [True, False]
+    assert torch.allclose(placed(x), expected, atol=1e-5)
+    assert len(seen) == 3
+    assert all(torch.allclose(one.cpu(), seen[0], atol=1e-5) for one in seen)
+    for hook in hooks:
+        hook.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+    assert len(seen) == 3
+
+
+def test_hooks_that_make_a_weight_of_new_parameters_are_traced(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    for whole in (net, placed):
+        prune.l1_unstructured(whole.get_submodule("embed"), "weight", amount=0.5)
+    with pytest.warns(GraphplanWarning) as told:
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+    assert all("hooks were added" not in str(one.message) for one in told)
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
 def test_a_hook_is_told_of_the_placed_models_own_submodule(machine: Any) -> None:
