@@ -84,7 +84,9 @@ def leaf_on_cpu(leaf: Any) -> Any:
     """A tensor on the CPU, one of the meta device as zeros; anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.zeros_like(leaf, device="cpu") if leaf.device.type == "meta" else leaf.cpu()
+    if leaf.device.type == "meta":
+        return torch.zeros_like(leaf, device="cpu", requires_grad=leaf.requires_grad)
+    return leaf.cpu()
 
 
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:

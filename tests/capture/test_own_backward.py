@@ -181,6 +181,13 @@ def test_inputs_may_require_gradients_that_the_example_did_not(make: nn.Module) 
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_examples_of_the_meta_device_may_require_gradients(way: dict[str, bool]) -> None:
+    model, example = Net(Reverse.apply, data=True), X.to("meta").requires_grad_()
+    with short_search(), pytest.raises(graphplan.NoGraphError, match="Reverse has a backward of its own"):
+        graphplan.partition(model, {"cpu": ROOMY}, kwargs={"x": example}, strict=True, **way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("net", [Net(double), Net(Reverse.apply, data=True)], ids=["operation", "data"])
 def test_functions_whose_backward_is_not_asked_for_are_traced(net: Net, way: dict[str, bool]) -> None:
     assert not placed_like(net, lambda _: None, strict=True, **way)
