@@ -60,11 +60,15 @@ _GONE = object()  # in place of an attribute that is not there
 
 @dataclass
 class CallForm:
-    """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on."""
+    """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on.
+
+    Where the leaves at ``differentiated`` require no gradient, a capture may take it.
+    """
 
     entry: str
     modes: Modes
     signature: InputSignature
+    differentiated: Sequence[int] = ()
     way: Way | None = None
 
 
@@ -137,17 +141,22 @@ class Modulewise:
         """That of a copy of the module."""
         return Modulewise(list(self.forms), traced=self.traced, names=self.names)
 
-    def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
-        """Run calls of this structure module by module from now on."""
+    def note(self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False) -> CallForm:
+        """Run calls of this structure module by module from now on.
+
+        If it ``keeps_grad``, those alone that require the gradients that this one does.
+        """
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
-        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
+        required = [i for i, leaf in enumerate(call.leaves) if _requires_grad(leaf)] if keeps_grad else ()
+        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)), required)
         self.forms.append(form)
         return form
 
     def find(self, entry: str, call: BoundCall, modes: Modes) -> CallForm | None:
         """The form that a call has, if it is one of these."""
         for form in self.forms:
-            if form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None:
+            same = form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None
+            if same and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
                 return form
         return None
 
@@ -296,6 +305,10 @@ def _refuse_autocast(tree: nn.Module) -> None:
             "autocast is on, and simulated devices have none where hooks run the model: leave the autocast, "
             "or convert the model with .to(dtype) before you place it"
         )
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _any_size(leaf: Any) -> Any:

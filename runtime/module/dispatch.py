@@ -214,7 +214,8 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
         if isinstance(error, KeptStateError):
             state.start = state.restart
             return None
-        return ServedByModules(entry, call, state.modulewise.note(entry, call, modes))
+        form = state.modulewise.note(entry, call, modes, keeps_grad=state.keep_grad)
+        return ServedByModules(entry, call, form)
     share_prefetch_buffers(state.programs)
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)

@@ -180,6 +180,17 @@ def test_inputs_may_require_gradients_that_the_example_did_not(make: nn.Module) 
             assert gap(gradients_of(placed), gradients_of(eager)) < 1e-6
 
 
+def test_calls_without_such_gradients_have_graphs_of_their_own() -> None:
+    with short_search():
+        placed: Any = graphplan.partition(
+            Net(Reverse.apply, data=True), {"cpu": ROOMY}, kwargs={"x": X}, grad=True
+        )
+        with pytest.warns(graphplan.GraphplanWarning, match="Reverse has a backward of its own"):
+            placed(x=X.clone().requires_grad_())
+        placed(x=torch.cat([X, X]))
+    assert len(placed._graphplan.programs) == 2
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_examples_of_the_meta_device_may_require_gradients(way: dict[str, bool]) -> None:
     model, example = Net(Reverse.apply, data=True), X.to("meta").requires_grad_()
