@@ -15,6 +15,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import flatten_with_path, know_containers, map_leaves
 from graphplan.errors import NoGraphError
 from graphplan.runtime.fallback.hooked_run import undone
+from graphplan.runtime.fallback.module_by_module import copied_arguments
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.warnings import warn
 
@@ -26,18 +27,13 @@ def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: b
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+    def here(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
     with torch.set_grad_enabled(keep_grad), unwritten(model):
-        args, kwargs = _copied(call, device)
+        args, kwargs = map_leaves(here, copied_arguments(call))
         return method_of(runs, entry)(*args, **kwargs)
-
-
-def _copied(call: BoundCall, device: torch.device | None = None) -> Any:
-    """The arguments of a call, with copies of tensors, on a device or where they are."""
-
-    def copied(leaf: Any) -> Any:
-        return leaf.clone().to(device or leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return map_leaves(copied, (call.args, call.kwargs))
 
 
 def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
@@ -51,7 +47,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         if compare(*eager) is not None:
             warn("check: eager differs from call to call, so nothing can be compared")
             return
-        args, kwargs = _copied(call)
+        args, kwargs = copied_arguments(call)
         apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
     if apart is not None:
         what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
@@ -87,6 +83,10 @@ def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
         return [("", tree)]
     if hasattr(tree, "items"):
         return [(f"{k}{n}", t) for k, value in tree.items() for n, t in _named_tensors(value)]
-    know_containers(tree)
-    inside = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
+    inside: list[tuple[str, Any]]
+    if isinstance(tree, list | tuple):
+        inside = [(f"[{i}]", part) for i, part in enumerate(tree)]
+    else:
+        know_containers(tree)
+        inside = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
     return [(f"{name}{n}", t) for name, part in inside for n, t in _named_tensors(part)]

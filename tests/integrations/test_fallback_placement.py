@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import graphplan
+from graphplan.api.eager_check import compare
 from graphplan.runtime.fallback.module_profile import profile_call
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
@@ -361,6 +362,30 @@ def test_check_looks_into_objects_that_a_model_returns() -> None:
     differs = pytest.raises(graphplan.NoGraphError, match=r"\[0\]\.logits differs from eager's")
     with graphplan.simulate({0: "1MiB"}) as machine, differs:
         graphplan.partition(SlyObject().eval(), machine.max_memory, (X,), check=True, strict=True)
+
+
+class Rows(list[torch.Tensor]):
+    """Nothing that a graph takes in or returns."""
+
+
+class AddsTo(nn.Linear):
+    """Changes what it is given."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> Rows:
+        rows[0] += 1
+        return Rows([super().forward(x), rows[0]])
+
+
+def test_check_looks_into_lists_of_other_classes() -> None:
+    assert compare(Rows([X]), Rows([X + 1])).startswith("[0] differs")
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_check_leaves_objects_of_the_example_as_they_are() -> None:
+    rows = Rows([torch.zeros(2)])
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        graphplan.partition(AddsTo(16, 4).eval(), machine.max_memory, (X, rows), check=True)
+    assert not rows[0].any()
 
 
 @pytest.mark.parametrize("model", [nn.Linear(16, 4), Undecided()], ids=["graph", "hooks"])
