@@ -34,7 +34,7 @@ class GraphplanWarning(UserWarning):
 
 
 class BudgetError(GraphplanError, ValueError):
-    """``max_memory`` or ``reserve`` cannot be read: empty, negative, no number of bytes, or too little."""
+    """``max_memory`` or ``reserve`` cannot be read, is empty or negative, or leaves nothing."""
 
 
 class DeviceError(GraphplanError, ValueError):
