@@ -141,7 +141,7 @@ def plan(
     from graphplan.cli.option_parsing import read_pins, read_topology
     from graphplan.cli.result_text import plan_digest
 
-    require_writable(out, html, read=(measured, Path(model)))
+    require_writable(out, html, read=(measured, Path(model), Path(model, "config.json")))
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):

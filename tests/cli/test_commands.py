@@ -420,6 +420,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "nowhere/at/all", "--html", "none/page.html"], 2, "there is no folder 'none'"),
     (["plan", "nowhere/at/all", "--out", "one", "--html", "./one"], 2, "'one' is named twice"),
     (["plan", "nowhere/at/all", "--measured", "speeds", "--out", "./speeds"], 2, "'speeds' is read by this"),
+    (["plan", "MODEL", "--out", "MODEL/config.json"], 2, "config.json' is read by this command"),
     (["show", "plan.json", "--dot", "./plan.json"], 2, "'plan.json' is read by this command"),
     (["show", "plan.json", "--other", "b.json", "--html", "b.json"], 2, "'b.json' is read by this command"),
     (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
