@@ -149,19 +149,20 @@ class TensorLeaf:
         shape: each size, None where it is dynamic.
         ranges: smallest and largest of each dynamic size.
         stride: as in the example, or None where it was contiguous and must be; empty where any do.
-        gradient: False where the graph gives this tensor no gradient, so that it may not require one.
+        gradient: whether it must require a gradient, or must not, since the graph was made so; None where
+            either is served.
     """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     ranges: tuple[tuple[int, int] | None, ...] = ()
     stride: tuple[int, ...] | None = None
-    gradient: bool = True
+    gradient: bool | None = None
 
     def fits(self, leaf: torch.Tensor) -> bool:
         """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
         usual = leaf.dtype is self.dtype and leaf.shape == self.shape and leaf.layout is torch.strided
-        usual = usual and (self.gradient or not leaf.requires_grad)
+        usual = usual and (self.gradient is None or self.gradient is leaf.requires_grad)
         if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
             return True  # a size that is None equals no size
         return self.mismatch("", leaf) is None
@@ -174,8 +175,9 @@ class TensorLeaf:
             return f"{name} has the layout {leaf.layout}"
         if leaf.dtype != self.dtype:
             return f"{name} has {leaf.dtype}, not {self.dtype}"
-        if leaf.requires_grad and not self.gradient:
-            return f"{name} requires a gradient, and did not"
+        if self.gradient not in (None, leaf.requires_grad):
+            asked = "a gradient, and did not" if leaf.requires_grad else "no gradient, and did"
+            return f"{name} requires {asked}"
         if leaf.dim() != len(self.shape):
             return f"{name} has {leaf.dim()} dimensions, not {len(self.shape)}"
         for axis, (have, want) in enumerate(zip(leaf.shape, self.shape, strict=True)):

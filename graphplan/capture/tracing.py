@@ -106,11 +106,12 @@ def capture(
         found = _completed(found, model_copy, keep_grad)
         if not (step or any(tensor.device.type == "meta" for tensor in call.tensors)):
             found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
-    return _without_other_gradients(found, call) if left_out.beyond_inputs else found
+    by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)
+    return _with_these_gradients(found, call) if left_out.beyond_inputs or by_inputs else found
 
 
-def _without_other_gradients(found: Capture, call: BoundCall) -> Capture:
-    """The same, not for calls in which other inputs require gradients."""
+def _with_these_gradients(found: Capture, call: BoundCall) -> Capture:
+    """The same, not for calls in which other inputs require gradients, or fewer."""
     signature = found.signature
     leaves = tuple(
         replace(leaf, gradient=given.requires_grad) if isinstance(leaf, TensorLeaf) else leaf

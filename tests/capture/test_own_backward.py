@@ -95,6 +95,13 @@ class Blocks(Net):
         return {"loss": self.b(x).pow(2).mean()}
 
 
+class Behind(Net):
+    """Layers behind a reentrant checkpoint, whose gradients are lost where its inputs require none."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.b(checkpoint(self.a, x, use_reentrant=True)).pow(2).mean()}
+
+
 def tripled(h: torch.Tensor) -> torch.Tensor:
     if h.requires_grad:
         h.register_hook(lambda gradient: 3 * gradient)
@@ -168,9 +175,22 @@ def test_checkpoints_have_the_gradients_of_what_they_run(way: dict[str, bool], r
     "make", [Net(Reverse.apply, data=True), Blocks(reentrant=True)], ids=["own", "reentrant"]
 )
 def test_inputs_may_require_gradients_that_the_example_did_not(make: nn.Module) -> None:
-    eager = copy.deepcopy(make)
+    require_gradients_of_each_call(make, X, grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in eager, too
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_is_behind_a_checkpoint_has_gradients_where_inputs_require_some(
+    way: dict[str, bool], required: bool
+) -> None:
+    require_gradients_of_each_call(Behind(), X.clone().requires_grad_(required), strict=True, **way)
+
+
+def require_gradients_of_each_call(model: nn.Module, example: torch.Tensor, **options: Any) -> None:
+    eager = copy.deepcopy(model)
     with short_search():
-        placed = graphplan.partition(make, {"cpu": ROOMY}, kwargs={"x": X}, grad=True)
+        placed = graphplan.partition(model, {"cpu": ROOMY}, kwargs={"x": example}, **options)
         for required in (False, True, False):
             given = [X.clone().requires_grad_(required) for _ in range(2)]
             for one, x in zip((placed, eager), given, strict=True):

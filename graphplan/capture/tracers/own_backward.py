@@ -26,9 +26,15 @@ _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "tr
 
 
 class OwnBackward:
-    """Whether a trace has left out a backward pass that inputs would reach if they required gradients."""
+    """What a trace has left out.
+
+    Attributes:
+        beyond_inputs: whether that is a backward pass which inputs would reach if they required gradients.
+        reached: whether it is a reentrant checkpoint that gradients reach, be it those of inputs alone.
+    """
 
     beyond_inputs = False
+    reached = False
 
 
 @contextmanager
@@ -85,7 +91,9 @@ def _without_checkpoint(left_out: OwnBackward, _own: Callable[..., Any]) -> Call
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
-        left_out.beyond_inputs |= torch.is_grad_enabled() and not reached
+        if torch.is_grad_enabled():
+            left_out.beyond_inputs |= not reached
+            left_out.reached |= reached
         with torch.set_grad_enabled(reached and torch.is_grad_enabled()):
             return function(*args)
 
