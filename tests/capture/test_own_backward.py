@@ -187,6 +187,26 @@ def test_what_is_behind_a_checkpoint_has_gradients_where_inputs_require_some(
     require_gradients_of_each_call(Behind(), X.clone().requires_grad_(required), strict=True, **way)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in eager, too
+def test_steps_follow_parameters_that_are_frozen_later() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Behind())
+    eager = copy.deepcopy(model)
+    with short_search():
+        placed = graphplan.partition(model, {"cpu": ROOMY}, (X,), train=True)
+        for trained in (False, True):
+            for one in (placed, eager):
+                one[0].requires_grad_(trained)
+                one.zero_grad()
+                one(X)["loss"].backward()
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-6
+    reversing = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), Net(Reverse.apply, data=True))
+    with short_search():
+        placed = graphplan.partition(reversing, {"cpu": ROOMY}, (X,), train=True)
+        placed[0].requires_grad_()
+        with pytest.raises(graphplan.NoGraphError, match="Reverse has a backward of its own"):
+            placed(X)
+
+
 def require_gradients_of_each_call(model: nn.Module, example: torch.Tensor, **options: Any) -> None:
     eager = copy.deepcopy(model)
     with short_search():

@@ -116,6 +116,9 @@ class ModelCopy:
             PlanError: an adapter is active that the copy does not have.
         """
         write_modes(self.module, modes)
+        if modes.step is not None:  # the code of functions and checkpoints goes by what requires a gradient
+            for name, parameter in self.module.named_parameters():
+                parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
 
     def warn_once(self, text: str) -> None:
