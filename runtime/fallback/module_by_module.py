@@ -36,6 +36,7 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError, SimulatedOutOfMemoryError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
+from graphplan.runtime.fallback.added_hooks import Hook, Hooks, added_hooks, hooks_beside
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
 from graphplan.runtime.fallback.short_names import original_class, unplaced
@@ -47,9 +48,6 @@ _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=Tru
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
-_CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-Hook = tuple[int, str, int]
-"""The place of its submodule, its table, its number there."""
 
 _ANOTHER_WAY = (
     "graphplan runs this call without a graph, its modules {}, as one like it was found to run. If eager "
@@ -115,27 +113,9 @@ class Modulewise:
             self.traced = frozenset(hook for hook, _ in added_hooks(module))
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
 
-    @contextmanager
-    def added_hooks_aside(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """A block in which submodules, all of them in order, have only those of their hooks that were traced.
-
-        Where one has parameters too that it had not, its hooks make its weights of them, as those of
-        ``torch.nn.utils.weight_norm`` and ``prune`` do: these stay.
-        """
-        aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for at, part in enumerate(parts, 1):
-            for name in _CALLED if set(part._parameters) <= set(self.names[at]) else ():
-                table: dict[int, Any] = vars(part)[name]
-                added = [number for number in table if (at, name, number) not in self.traced]
-                aside += [(table, dict(table))] if added else []
-                for number in added:
-                    del table[number]
-        try:
-            yield
-        finally:
-            for table, found in aside:
-                table.clear()  # they run in this order
-                table.update(found)
+    def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
+        """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now."""
+        return hooks_beside(self.traced, self.names, parts)
 
     def copy(self) -> Modulewise:
         """That of a copy of the module."""
@@ -346,16 +326,6 @@ def _follow(
         vars(runs).update({name: copy.copy(vars(part)[name]) for name in (*_hook_tables(part), _KIND)})
     for (at, name, number), hooks in added_hooks(whole, traced):
         vars(mine[at])[name][number] = _told_of(parts[at], names[at], hooks, number)
-
-
-def added_hooks(
-    module: nn.Module, known: Collection[Hook] = ()
-) -> Iterator[tuple[Hook, Mapping[int, Callable[..., Any]]]]:
-    """The hooks of submodules that are not among these, each with its table."""
-    for at, part in enumerate(module.modules()):
-        for name in _CALLED if at else ():
-            found = vars(part)[name]
-            yield from (((at, name, n), found) for n in found if (at, name, n) not in known)
 
 
 def _told_of(

@@ -29,6 +29,7 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
+from graphplan.runtime.fallback.added_hooks import set_aside
 from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
 from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
 from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
@@ -210,13 +211,13 @@ def _start(
     module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert state.start is not None
-    parts = [] if state.guard is None else state.guard.parts
+    added = [] if state.guard is None else state.modulewise.untraced_hooks(state.guard.parts)
     # these hold on to weights, whose memory is wanted again
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
     state.parts.clear()
-    with state.modulewise.added_hooks_aside(parts):
+    with set_aside(added):
         started = state.start(module, args, kwargs, entry)
     if "forward" in module.__dict__:  # what the module has been given runs around the graphs
         started.__dict__["forward"] = module.__dict__["forward"]

@@ -14,6 +14,7 @@ import faults
 import torch
 from plan_fuzz import check_plan
 from random_modules import check_module
+from trained_modules import check_training
 
 import graphplan
 
@@ -62,6 +63,16 @@ def random_modules(seeds: range) -> Tally:
         gc.freeze()  # what torch has traced stays, and is not looked through again after every case
         counts = {"cases": 1, "placed": int(found.placed), "calls": found.calls}
         counts |= {"calls_measured": found.measured, "calls_exact_to_the_byte": found.exact}
+        total.add(Tally(Counter(counts), found.violations, found.difference))
+    return total
+
+
+def trained_modules(seeds: range) -> Tally:
+    total = Tally()
+    for seed in seeds:
+        found = check_training(seed)
+        gc.freeze()
+        counts = {"cases": 1, "placed": int(found.placed), "steps": found.calls}
         total.add(Tally(Counter(counts), found.violations, found.difference))
     return total
 
@@ -144,6 +155,13 @@ CAMPAIGNS = {
         random_modules,
         10_000,
         50,
+    ),
+    "trained_modules": Campaign(
+        "random modules that are trained for three steps, planned or by autograd, by SGD, Adam and AdamW: "
+        "results, gradients, buffers and parameters within 1e-6 of eager's in float64",
+        trained_modules,
+        2_000,
+        25,
     ),
     "damaged_plans": Campaign(
         "plan JSON damaged at random: PlanError, or a plan that verifies and is written and read the same",

@@ -12,6 +12,11 @@ def test_random_modules_are_as_eager(seed: int) -> None:
     assert campaigns.random_modules(range(seed, seed + 1)).violations == []
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_modules_are_trained_as_in_eager(seed: int) -> None:
+    assert campaigns.trained_modules(range(seed, seed + 1)).violations == []
+
+
 @pytest.mark.parametrize("kind", faults.DAMAGES)
 def test_a_damaged_checkpoint_is_an_error(kind: str) -> None:
     assert faults.check_checkpoint(kind, 0) is None
