@@ -31,10 +31,11 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"train": True},
     {"train": True, "accumulate_gradients": False},
 )
+# with an eps of 1e-8 a step goes by the rounding of gradients that are zero, as after a normalisation
 OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
     partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
-    partial(torch.optim.AdamW, lr=1e-3),
-    partial(torch.optim.Adam, lr=1e-3, foreach=True),
+    partial(torch.optim.AdamW, lr=1e-3, eps=1e-3),
+    partial(torch.optim.Adam, lr=1e-3, eps=1e-3, foreach=True),
 )
 Step = Callable[[Any, int, torch.Tensor, torch.Tensor], torch.Tensor]
 """From the module, the number of the step, the last value and an earlier one to the next."""
