@@ -304,7 +304,12 @@ def _last_writes(graph: fx.Graph) -> dict[int, fx.Node]:
 def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:
     """What a signature asks of each leaf, with the sizes of the call, and which have a gradient."""
     return tuple(
-        replace(leaf, shape=tuple(given.shape), ranges=(), gradient=given.requires_grad and leaf.gradient)
+        replace(
+            leaf,
+            shape=tuple(given.shape),
+            ranges=(),
+            gradient=leaf.gradient if given.requires_grad else False,
+        )
         if isinstance(leaf, TensorLeaf) and isinstance(given, torch.Tensor)
         else given
         if not isinstance(given, torch.Tensor)

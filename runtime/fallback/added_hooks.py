@@ -35,8 +35,8 @@ def hooks_beside(
 
 
 @contextmanager
-def set_aside(hooks: Sequence[tuple[dict[int, Any], Sequence[int]]]) -> Iterator[None]:
-    """A block in which tables are without hooks of these numbers."""
+def set_aside(hooks: Sequence[Hooks]) -> Iterator[None]:
+    """A block in which the tables are without these hooks."""
     before = [(table, dict(table)) for table, _ in hooks]
     for table, numbers in hooks:
         for number in numbers:

@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan._compat.torch import (
-    is_view,
-    list_weights_anew,
-)
+from graphplan._compat.torch import is_view, list_weights_anew
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
 from graphplan.capture.eager_run import untouched
@@ -58,8 +55,8 @@ class Way:
 class HookedRun:
     """One run of a call whose inputs are on the ``host``.
 
-    Modules that are on the CPU compute ``instead`` there, if it is given. The innermost of those that run is
-    the last.
+    Modules that are on the CPU compute on the device ``instead``, if it is given. ``running`` has those that
+    run, the innermost last.
     """
 
     way: Way

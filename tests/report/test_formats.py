@@ -26,6 +26,7 @@ from graphplan.message_text import size_text
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import MOST_MODULES
+from graphplan.report.html_page import _SCRIPTS, asset
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
 from graphplan.report.perfetto import to_trace
@@ -128,6 +129,11 @@ def test_long_paths_leave_out_their_middle_in_the_table_of_devices() -> None:
     )
     table = by_hand(graph, {0: "1MiB"}, dict.fromkeys(made, 0)).summary()
     assert re.search(r"^0 .*  encoder\.layer\.0\.\.\.intermediate_act_fn$", table, re.MULTILINE)
+
+
+def test_no_script_of_the_page_ends_early() -> None:
+    for name in _SCRIPTS:
+        assert "</script" not in asset(name).lower(), name
 
 
 # -- SVG ------------------------------------------------------------------------------------------

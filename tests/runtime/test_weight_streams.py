@@ -408,44 +408,41 @@ def test_threads_take_turns(pin: dict[str, Any]) -> None:
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
-def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
-    turns = CallTurns()
+@contextmanager
+def held_by_a_thread(turns: CallTurns, seconds: float) -> Iterator[None]:
+    """A block in which another thread has its turn, for so long or until the block ends."""
     begun, end = threading.Event(), threading.Event()
 
     def hold() -> None:
         with turns:
             begun.set()
-            end.wait(60)
+            end.wait(seconds)
 
     thread = threading.Thread(target=hold)
     thread.start()
     begun.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        with turns, turns:
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
+    yield
     end.set()
     thread.join()
+
+
+def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
+    turns = CallTurns()
+    with held_by_a_thread(turns, 60):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with turns, turns:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
     assert status == 0
 
 
 def test_a_thread_that_waits_long_for_its_turn_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "_LONG", 0.01)
-    turns, begun = CallTurns(), threading.Event()
-
-    def hold() -> None:
-        with turns:
-            begun.set()
-            time.sleep(0.3)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    begun.wait(60)
-    with pytest.warns(graphplan.GraphplanWarning, match="run them one after the other"), turns:
+    turns, said = CallTurns(), "run them one after the other"
+    with held_by_a_thread(turns, 0.3), pytest.warns(graphplan.GraphplanWarning, match=said), turns:
         pass
-    thread.join()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -47,8 +47,9 @@ def reduced_backward(
 
 
 def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
-    """A copy of a backward pass of :func:`graphplan.passes.lowering.split_step.split_step`, for placeholders
-    of these names that will be None.
+    """A copy of a backward pass for placeholders of these names that will be None.
+
+    ``graph`` is as :func:`graphplan.passes.lowering.split_step.split_step` makes it.
     """
     made, env = fx.Graph(), dict[fx.Node, fx.Node]()
     _saved, *tangents = graph.find_nodes(op="placeholder")
