@@ -30,6 +30,7 @@ from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
 from graphplan.runtime.fallback.one_device import on_one_device
 from graphplan.runtime.fallback.replaced_tensors import Replacement
+from graphplan.runtime.fallback.short_names import patched_forward
 from graphplan.runtime.memory.arena import moved
 
 
@@ -229,7 +230,7 @@ def run_hooked(
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
-        run = method_of(tree, entry) if entry else tree.forward  # what is around it runs around the whole
+        run = method_of(tree, entry) if entry else patched_forward(tree)  # what is around it runs around all
         if isinstance(run, nn.Module):
             with together:
                 return run(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import getattr_static
 from threading import Lock
 from types import MethodType
 from typing import Any, cast
@@ -90,6 +91,17 @@ def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
         plain.__dict__[name] = _plain_method(value, module, plain) if is_method else value
     stands_for(plain, module)
     return plain
+
+
+def patched_forward(plain: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of a model; of one over the attributes of a placed module, the one that this runs."""
+    own = vars(plain)
+    found: Callable[..., Any] = plain.forward
+    if "_graphplan" in own:
+        found = own.get(PATCHED) or getattr_static(type(plain), "forward").__get__(plain)
+        if isinstance(found, MethodType) and vars(found.__self__) is own:
+            found = MethodType(found.__func__, plain)
+    return found
 
 
 def _plain_method(method: MethodType, module: nn.Module, plain: nn.Module) -> MethodType:

@@ -199,6 +199,32 @@ def test_a_forward_that_is_given_later_runs_around_the_graphs() -> None:
     assert placed.layer.weight.device.type == "cpu"
 
 
+class Deciding(Scaling):
+    """Has no graph: the data decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return -found if x.sum() > 0 else found
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_forward_is_kept_where_there_is_no_graph(bound: bool) -> None:
+    model = Deciding().eval()
+    own = model.forward
+    model.forward = (  # type: ignore[method-assign]  # what is tested
+        MethodType(lambda self, x: Deciding.forward(self, x) + 1, model) if bound else lambda x: own(x) + 1
+    )
+    placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, (VECTOR,))
+    inputs = (VECTOR.abs(), -VECTOR.abs())
+    for one in (placed, graphplan.unplace(placed), copy.deepcopy(placed)):
+        assert all(largest_difference(one(x), model(x)) < 1e-6 for x in inputs)
+    given = placed.forward
+    placed.forward = lambda x: given(x) * 2
+    for one in (placed, copy.deepcopy(placed)):
+        assert all(largest_difference(one(x), model(x) * 2) < 1e-6 for x in inputs)
+
+
 def test_a_hook_of_accelerate_on_a_placed_model() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
+from graphplan.capture.model.function_references import refer_to_copies, shared_with_hooks
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError
@@ -75,6 +76,7 @@ def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module,
 
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
+    memo = {**memo, **shared_with_hooks(model)}
     try:
         return _deepcopy(model, model, memo), {}
     except Exception as error:  # what objects do when they are copied is theirs
@@ -94,6 +96,7 @@ def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
             keep_unpacked(made)
             _make_alike(model, made, memo)
             _copy_notes(model, memo, known)
+            refer_to_copies(made, known)
     return made
 
 

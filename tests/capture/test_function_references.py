@@ -1,0 +1,191 @@
+"""Hooks that keep what they see: for the model itself they are in the graph, for others that is said."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import run_placed
+from torch import nn
+
+import graphplan
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+_seen: dict[str, torch.Tensor] = {}
+
+
+class Tapped(nn.Module):
+    """Reads in forward what a hook has kept of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.hidden: Any = None
+        self.seen = _seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x)
+        hidden = self.seen["layer"] if self.hidden is None else self.hidden
+        return self.head(hidden.relu())
+
+
+def by_itself(model: Tapped) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        model.hidden = output
+
+    return keep
+
+
+def by_its_dict(model: Tapped) -> Callable[..., None]:
+    seen: dict[str, torch.Tensor] = {}
+    model.seen = seen
+    return lambda module, args, output: seen.update(layer=output)
+
+
+def by_a_global(model: Tapped) -> Callable[..., None]:
+    return lambda module, args, output: _seen.update(layer=output)
+
+
+def by_a_partial(model: Tapped) -> Callable[..., None]:
+    def keep(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        setattr(model, name, output)
+
+    return functools.partial(keep, "hidden")
+
+
+def by_a_default(model: Tapped) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: torch.Tensor, to: Tapped = model) -> None:
+        to.hidden = output
+
+    return keep
+
+
+WAYS = [by_itself, by_its_dict, by_a_global, by_a_partial, by_a_default]
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("hook", WAYS)
+def test_what_hooks_keep_for_the_model_is_in_its_graph(
+    hook: Callable[[Tapped], Callable[..., None]], called: bool
+) -> None:
+    model = Tapped()
+    model.layer.register_forward_hook(hook(model))
+    _seen.clear()
+    if called:
+        model(X)
+    before = dict(_seen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+        found = [placed(x) for x in (X, X + 1)]
+    assert _seen == before
+    assert placed._graphplan.programs
+    torch.testing.assert_close(found, [model(x) for x in (X, X + 1)])
+
+
+class Store:
+    """Of others."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.last: Any = None
+        self.all: list[torch.Tensor] = []
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls, self.last = self.calls + 1, output
+
+
+def in_an_attribute(store: Store) -> Callable[..., None]:
+    return lambda module, args, output: setattr(store, "last", output)
+
+
+def in_a_list(store: Store) -> Callable[..., None]:
+    kept = store.all
+    return lambda module, args, output: kept.append(output)
+
+
+def in_a_variable(store: Store) -> Callable[..., None]:
+    calls = 0
+
+    def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    return count
+
+
+def of_its_own(store: Store) -> Callable[..., None]:
+    return store.keep
+
+
+@pytest.mark.parametrize("hook", [in_an_attribute, in_a_list, in_a_variable, of_its_own])
+def test_what_hooks_keep_for_others_is_said(hook: Callable[[Store], Callable[..., None]]) -> None:
+    store, model = Store(), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    keep = hook(store)
+    handle = model[0].register_forward_hook(keep)
+    with pytest.warns(graphplan.GraphplanWarning, match="The hook .* of '0' stores something") as told:
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert (store.calls, store.last, store.all) == (0, None, [])
+    if keep.__closure__ and keep.__name__ == "count":
+        assert [cell.cell_contents for cell in keep.__closure__] == [0]
+    torch.testing.assert_close(placed(X), model(X))
+    handle.remove()
+
+
+def test_a_hook_that_changes_a_result_only_is_in_the_graph_without_a_word() -> None:
+    model, scale = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), {"by": 3.0}
+    model[0].register_forward_hook(lambda module, args, output: output * scale["by"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    torch.testing.assert_close(placed(X), model(X))
+
+
+class Branched(Tapped):
+    """Has no graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return -found if x.sum() > 0 else found
+
+
+@pytest.mark.parametrize("hook", WAYS)
+def test_hooks_of_models_without_a_graph_keep_things_for_the_copy(
+    hook: Callable[[Tapped], Callable[..., None]],
+) -> None:
+    model = Branched()
+    model.layer.register_forward_hook(hook(model))
+    _seen.clear()
+    with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for x in (X + 1, X - 1):
+        torch.testing.assert_close(placed(x), model(x))
+
+
+def test_functions_in_attributes_know_the_placed_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    linear = model[0].forward
+    model[0].forward = lambda x: linear(x) + model.shifts[0]()
+    model.shifts = [lambda: model[0].bias]  # type: ignore[assignment]
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, {0: "1MiB"}, (X,))
+        with torch.no_grad():
+            placed[0].bias.add_(1)
+        torch.testing.assert_close(run_placed(machine, placed, (X,)), model(X) + 2)
+
+
+def test_a_function_that_knows_itself_is_copied_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def repeated(x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        return repeated(model[0](x), times - 1) if times else x
+
+    model.forward = repeated  # type: ignore[method-assign]
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    torch.testing.assert_close(placed(X), model(X))
