@@ -40,6 +40,7 @@ from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back, snapshot
+from graphplan.capture.changes.code_caches import untouched_caches
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
@@ -146,7 +147,7 @@ def _export(
     """One trace: above autograd, or below it."""
     state = AssignedState()
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
-    with restored_buffers(module), _keeping_notes(module), around:
+    with restored_buffers(module), _keeping_notes(module), untouched_caches(module), around:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     return state, program
 

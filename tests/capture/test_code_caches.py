@@ -1,0 +1,126 @@
+"""What the code of a model keeps outside of it holds nothing of a trace afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+TABLE: dict[Any, Any] = {"other": 1}
+LISTED: list[Any] = []
+FIRST: Any = None
+
+
+def made(length: int) -> torch.Tensor:
+    return torch.arange(length).float()
+
+
+def memo(function: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    known: dict[int, torch.Tensor] = {}
+
+    @functools.wraps(function)
+    def run(length: int) -> torch.Tensor:
+        if length not in known:
+            known[length] = function(length)
+        return known[length]
+
+    return run
+
+
+limited = functools.lru_cache(maxsize=4)(made)
+unlimited = functools.cache(made)
+memoized = memo(made)
+
+
+def in_a_table(length: int) -> torch.Tensor:
+    if length not in TABLE:
+        TABLE[length] = {"positions": (made(length),)}
+    return TABLE[length]["positions"][0]  # type: ignore[no-any-return]
+
+
+def in_a_list(length: int) -> torch.Tensor:
+    if not LISTED:
+        LISTED.append(made(8))
+    return LISTED[0][:length]  # type: ignore[no-any-return]
+
+
+def under_a_name(length: int) -> torch.Tensor:
+    global FIRST
+    if FIRST is None:
+        FIRST = made(8)
+    return FIRST[:length]  # type: ignore[no-any-return]
+
+
+def of_itself(length: int) -> torch.Tensor:
+    if not hasattr(of_itself, "known"):
+        of_itself.known = made(8)  # type: ignore[attr-defined]
+    return of_itself.known[:length]  # type: ignore[attr-defined, no-any-return]
+
+
+class Positions:
+    by_length: dict[int, torch.Tensor] = {}  # noqa: RUF012  # what is tested
+    last: torch.Tensor | None = None
+
+    def of(self, length: int) -> torch.Tensor:
+        type(self).last = self.by_length.setdefault(length, made(length))
+        return self.by_length[length]
+
+
+positions = Positions()
+
+
+def in_a_class(length: int) -> torch.Tensor:
+    return positions.of(length)
+
+
+WAYS = [limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class]
+
+
+class Added(nn.Module):
+    def __init__(self, positions: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.positions = nn.Linear(8, 8), positions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.positions(x.shape[-1]) + globals()["limited"](x.shape[-1])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    yield
+    limited.cache_clear()
+    unlimited.cache_clear()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: str(getattr(way, "__qualname__", way)))
+def test_the_callers_model_finds_no_tensors_of_a_trace(way: Callable[[int], torch.Tensor]) -> None:
+    model, before = Added(way), dict(TABLE)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert dict(TABLE) == before
+    expected = nn.functional.linear(X, model.linear.weight, model.linear.bias) + 2 * torch.arange(8)
+    assert type(model(X)) is torch.Tensor
+    torch.testing.assert_close(model(X), expected)
+    torch.testing.assert_close(placed(X), expected)
+    del placed
+    again = graphplan.partition(model, {"cpu": "1MiB"}, (X[:3],))  # what eager has kept since stays
+    torch.testing.assert_close(again(X[:3]), expected[:3])
+
+
+def test_what_a_trace_adds_without_tensors_stays() -> None:
+    class Counting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            TABLE.setdefault("seen", "yes")
+            return x + 1
+
+    try:
+        graphplan.partition(Counting(), {"cpu": "1MiB"}, (X,))
+        assert TABLE["seen"] == "yes"
+    finally:
+        TABLE.pop("seen", None)
