@@ -40,7 +40,7 @@ from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back, snapshot
-from graphplan.capture.changes.code_caches import untouched_caches
+from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
@@ -82,7 +82,7 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    trace = functools.partial(_export, keep_grad, module, args, kwargs)
+    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module))
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     repeated: RepeatedModules | None = RepeatedModules()
     name, below = type(module).__name__, False
@@ -138,6 +138,7 @@ def _export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    caches: CodeCaches,
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
@@ -147,7 +148,7 @@ def _export(
     """One trace: above autograd, or below it."""
     state = AssignedState()
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
-    with restored_buffers(module), _keeping_notes(module), untouched_caches(module), around:
+    with restored_buffers(module), _keeping_notes(module), caches.untouched(), around:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     return state, program
 

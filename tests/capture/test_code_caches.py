@@ -83,6 +83,25 @@ def in_a_class(length: int) -> torch.Tensor:
 WAYS = [limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class]
 
 
+class Elsewhere:
+    """What stands for an object that is not there now."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is of no use here")
+
+
+class Lazy(dict[str, Any]):
+    """Makes what is in it when it is asked for."""
+
+    def items(self) -> Any:
+        raise RuntimeError("it cannot be made")
+
+    values = items
+
+
+ELSEWHERE, LAZY = Elsewhere(), Lazy()
+
+
 class Added(nn.Module):
     def __init__(self, positions: Callable[[int], torch.Tensor]) -> None:
         super().__init__()

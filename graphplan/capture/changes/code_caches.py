@@ -24,41 +24,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.torch import TRACED_NUMBERS
 
-_LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"}
+_LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
 _METHODS = (staticmethod, classmethod, property)
 _TRACED = (FakeTensor, *TRACED_NUMBERS)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _ABSENT = object()
 
 
-@contextmanager
-def untouched_caches(model: nn.Module) -> Iterator[None]:
-    """A block after which what the code of a model reaches holds nothing of a trace."""
-    code = _Code(model)
-    before = [dict(_items(table)) for table in code.tables]
-    misses = [cached.cache_info().misses for cached in code.cached]
-    try:
-        yield
-    finally:
-        for table, known in zip(code.tables, before, strict=True):
-            _put_back(table, known)
-        for cached, known in zip(code.cached, misses, strict=True):
-            if cached.cache_info().misses != known and any(map(_is_traced, _results(cached))):
-                cached.cache_clear()
-
-
-class _Code:
-    """What functions and classes of a model reach.
-
-    Attributes:
-        tables: dicts, lists, classes, and cells.
-        cached: functions that keep their results.
-    """
+class CodeCaches:
+    """What the functions and classes of a model reach, those of its own packages."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tables: list[Any] = []
-        self.cached: list[Any] = []
-        self._todo: list[Any] = [cls for part in model.modules() for cls in type(part).__mro__]
+        self._tables: list[Any] = []  # dicts, lists, classes, and cells
+        self._cached: list[Any] = []
+        parts = list(model.modules())
+        functions = [value for part in parts for value in vars(part).values() if type(value) is FunctionType]
+        self._todo: list[Any] = [*functions, *(cls for kind in set(map(type, parts)) for cls in kind.__mro__)]
+        self._packages = {_package(value) for value in self._todo} - _LIBRARIES
         seen = set[int]()
         while self._todo:
             value = self._todo.pop()
@@ -66,28 +49,50 @@ class _Code:
                 seen.add(id(value))
                 self._read(value)
 
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """A block after which they hold nothing of a trace."""
+        before = [dict(_items(table)) for table in self._tables]
+        misses = [cached.cache_info().misses for cached in self._cached]
+        try:
+            yield
+        finally:
+            for table, known in zip(self._tables, before, strict=True):
+                _put_back(table, known)
+            for cached, count in zip(self._cached, misses, strict=True):
+                if cached.cache_info().misses != count and any(map(_is_traced, _results(cached))):
+                    cached.cache_clear()
+
     def _read(self, value: Any) -> None:
-        if isinstance(value, _CACHED):
-            self.cached.append(value)
+        kind = type(value)  # what stands for an object elsewhere, as of a request, may not be asked
+        if kind is _CACHED:
+            self._cached.append(value)
             self._todo.append(value.__wrapped__)
-        elif isinstance(value, _METHODS):
-            self._todo.append(value.fget if isinstance(value, property) else value.__func__)
-        elif isinstance(value, FunctionType):
-            if not _is_of_library(value.__module__):
+        elif issubclass(kind, _METHODS):
+            self._todo.append(value.fget if issubclass(kind, property) else value.__func__)
+        elif kind is FunctionType:
+            if _package(value) in self._packages:
                 self._todo += [value.__globals__, vars(value), *(value.__closure__ or ())]
-        elif isinstance(value, type):
-            if not _is_of_library(value.__module__):
-                self.tables.append(value)
+        elif issubclass(kind, type):
+            if _package(value) in self._packages:
+                self._tables.append(value)
                 self._todo += [*vars(value).values(), vars(sys.modules.get(value.__module__, object))]
-        elif isinstance(value, dict | list | CellType):
-            self.tables.append(value)
-            self._todo += [inside for _, inside in _items(value) if not isinstance(inside, ModuleType)]
-        elif isinstance(value, MutableMapping) or not _is_of_library(type(value).__module__):
-            self._todo.append(getattr(value, "__dict__", None))
+        elif issubclass(kind, dict | list | CellType):
+            self._tables.append(value)
+            self._todo += [inside for _, inside in _items(value) if not issubclass(type(inside), ModuleType)]
+        elif issubclass(kind, MutableMapping) or _package(kind) in self._packages:
+            self._todo.append(_attributes(value))
 
 
-def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+def _attributes(value: Any) -> Any:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _package(code: Any) -> str:
+    return (code.__module__ or "").partition(".")[0]
 
 
 def _items(table: Any) -> list[tuple[Any, Any]]:
@@ -97,8 +102,9 @@ def _items(table: Any) -> list[tuple[Any, Any]]:
         except ValueError:  # it is empty yet
             return []
     if isinstance(table, list):
-        return list(enumerate(table))
-    return list((vars(table) if isinstance(table, type) else table).items())
+        return list(enumerate(list.__iter__(table)))
+    # the items of a class derived from dict may be made, or imported, when they are asked for
+    return list(vars(table).items() if isinstance(table, type) else dict.items(table))
 
 
 def _put_back(table: Any, known: dict[Any, Any]) -> None:
@@ -125,11 +131,11 @@ def _results(cached: Any) -> list[Any]:
 
 def _is_traced(value: Any, around: tuple[int, ...] = ()) -> bool:
     """Whether something is of a trace, or holds that."""
-    if isinstance(value, _TRACED):
+    kind = type(value)
+    if issubclass(kind, _TRACED):
         return True
-    if id(value) in around or isinstance(value, type | ModuleType | FunctionType):
+    if id(value) in around or issubclass(kind, type | ModuleType | FunctionType):
         return False
-    inside = value if isinstance(value, list | tuple | set | frozenset) else getattr(value, "__dict__", ())
-    inside = value if isinstance(value, dict) else inside
-    parts = inside.values() if isinstance(inside, dict) else inside
+    inside = value if issubclass(kind, _CONTAINERS) else _attributes(value)
+    parts = dict.values(inside) if isinstance(inside, dict) else inside or ()
     return any(_is_traced(part, (*around, id(value))) for part in parts)
