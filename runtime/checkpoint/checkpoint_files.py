@@ -116,7 +116,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
 def _tell_of_differing_ties(checkpoint: Checkpoint, found: Mapping[str, FileTensor]) -> None:
     for first, used in checkpoint.found.items():
         for name in checkpoint.weights.names[first]:
-            if name in found and not equal_in_files(found[name], used):
+            if name in found and name != used.name and not equal_in_files(found[name], used):
                 warn(
                     f"{name!r} and {used.name!r} are tied, and differ in the checkpoint: both become "
                     f"{used.name!r}, as in load_state_dict"

@@ -14,7 +14,7 @@ from test_partition import IDS, Tied
 from torch import nn
 
 import graphplan
-from graphplan.runtime.checkpoint import parallel_reads
+from graphplan.runtime.checkpoint import checkpoint_files, parallel_reads
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import read_header
@@ -75,6 +75,17 @@ def test_two_values_of_tied_weights(tmp_path: Path, recwarn: pytest.WarningsReco
         told = [str(one.message) for one in recwarn if "are tied, and differ" in str(one.message)]
         assert len(told) == warnings
     assert told[0].startswith("'embed.weight' and 'head.weight'")
+
+
+def test_only_tied_weights_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(
+        checkpoint_files, "equal_in_files", lambda a, b: not compared.append({a.name, b.name})
+    )
+    state = Tied().state_dict()
+    save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    graphplan.partition(Tied(), {"cpu": "1GiB"}, (IDS,), checkpoint=tmp_path)
+    assert compared == [{"embed.weight", "head.weight"}]
 
 
 @pytest.mark.parametrize("given", [["a.safetensors"], {"a.weight": torch.ones(2)}, 3])
