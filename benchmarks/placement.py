@@ -1,11 +1,10 @@
 """The planner on the benchmark's instances: estimated time, proven gap, and what planning costs.
 
-python benchmarks/placement.py [--instances unet clip] [--limits default 10] [--no-baselines]
+python benchmarks/placement.py [--instances unet clip] [--limits default 10]
 
 Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is
 a limit in seconds. Plans are compared with the best one that the results file knows, and with baselines
-under the same evaluator. New results of an instance replace its old ones. ``--no-baselines`` keeps the
-baselines of earlier results.
+under the same evaluator. New results of an instance replace its old ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +75,14 @@ class Result:
         return faster(self.others, None if self.main is None else self.main.seconds)
 
 
-def measure(instance: Instance, limits: Sequence[float | None], *, compare: bool = True) -> Result:
-    """Plan an instance once for each limit; ``compare``: let the baselines place it too."""
+def measure(instance: Instance, limits: Sequence[float | None]) -> Result:
+    """Plan an instance once for each limit, and let the baselines place it too."""
     result = Result(instance)
     try:
         result.runs += [_run(instance, limit) for limit in limits]
     except InfeasibleError as error:
         result.error = str(error)
-    result.others = baselines(instance.problem) if compare else []
+    result.others = baselines(instance.problem)
     result.best = min((run.seconds for run in result.runs), default=math.inf)
     return result
 
@@ -186,17 +185,13 @@ def recorded(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {row["instance"]: row for row in report.recorded("placement", results).get("results", [])}
 
 
-def recall(result: Result, row: Mapping[str, Any]) -> None:
-    """Take the best known time from the recorded row, and baselines that were not measured again."""
-    result.best = min(result.best, row["best"] or math.inf)
-    if not result.others:
-        names = {each.name for each in fields(Baseline)}
-        result.others = [Baseline(**{k: v for k, v in old.items() if k in names}) for old in row["others"]]
-
-
 def keep(found: Sequence[Result], results: Path = RESULTS) -> Path:
-    """Write these results, in place of older ones of the same instances."""
-    rows = {**recorded(results), **{result.instance.name: as_data(result) for result in found}}
+    """Write these results, in place of older ones of the same instances, whose best plan stays known."""
+    rows = recorded(results)
+    for result in found:
+        name = result.instance.name
+        result.best = min(result.best, rows.get(name, {}).get("best") or math.inf)
+        rows[name] = as_data(result)
     order = [*INSTANCES, *sorted(set(rows) - set(INSTANCES))]
     kept = [rows[name] for name in order if name in rows]
     beaten = sum(bool(row["beaten_by"]) for row in kept)
@@ -210,16 +205,13 @@ def main(
     parser = parser_of(__doc__)
     parser.add_argument("--instances", nargs="+", default=list(makers), choices=list(makers))
     parser.add_argument("--limits", nargs="+", default=["default"], help="default, or seconds")
-    parser.add_argument("--no-baselines", action="store_true")
     options = parser.parse_args(words)
     seconds = {None if text == "default" else float(text) for text in options.limits}
     limits = sorted(seconds, key=lambda limit: limit or 0.0)
     place(random_chain(30, 2).problem, Limits.within(1.0))  # imports and first-use caches
     results: list[Result] = []
     for name in options.instances:
-        results.append(measure(makers[name](), limits, compare=not options.no_baselines))
-        if name in (known := recorded()):
-            recall(results[-1], known[name])
+        results.append(measure(makers[name](), limits))
         path = keep(results)
         print(f"{len(results)}/{len(options.instances)} {name}", flush=True)
     print(f"\n{plan_table(results)}\n{totals(results)}")
