@@ -1,10 +1,11 @@
 """Estimated beside measured seconds of a forward pass on one device: ten models of different kinds.
 
-python benchmarks/estimates.py [--device cpu] [--rounds 12]
+python benchmarks/estimates.py [--device cpu]
 
-The device is measured first. Each model is planned by these figures and called; the quickest call counts.
-It is planned a second time by what a profile of the first says of its types of operation. On the CPU one
-thread is used, and its own clock, as for the device: other processes may wait for the processor.
+The device is measured first, in the float32 of the models. Each model is planned by these figures and
+called; the quickest call counts. It is planned a second time by what a profile of the first says of its types
+of operation. On the CPU one thread is used, and its own clock, as for the device: other processes may wait
+for the processor.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from report import finished, in_turn, parser_of, table, write
 from torch import nn
 
 import graphplan
+
+ROUNDS = 12
 
 
 def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
@@ -49,12 +52,11 @@ def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
 @torch.no_grad()
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--device", default="cpu", help="a key of max_memory: cpu, 0, cuda:0")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--device", default="cpu", help="cpu, or the index of a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    key = int(arguments.device) if arguments.device.isdigit() else arguments.device
-    measured = graphplan.measure_devices({key: "8GiB"})
+    key = arguments.device if arguments.device == "cpu" else int(arguments.device)
+    measured = graphplan.measure_devices({key: "8GiB"}, dtype=torch.float32)
     rows = []
     for name, model, inputs in models():
         budgets, options = {key: "8GiB"}, {"kwargs": inputs, "return_outputs": False}
@@ -62,23 +64,18 @@ def main() -> None:
         device = placed.plan.devices[key]
         clock = time.thread_time if device.type == "cpu" else time.perf_counter
         call = partial(finished, partial(placed, **inputs), device)
-        seconds = min(in_turn({name: call}, arguments.rounds, clock)[name])
+        seconds = min(in_turn({name: call}, ROUNDS, clock)[name])
         profiled = placed.profile(**inputs).measurements
         again = graphplan.plan(model, budgets, devices=profiled, **options)
         row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}
         rows.append({**row, "by its profile / measured": again.makespan / seconds})
-        print(rows[-1], flush=True)
     shown = [
         [row["model"], f"{1e3 * row['seconds']:.2f}", *(f"{row[k]:.2f}" for k in list(row)[2:])]
         for row in rows
     ]
     print(table(["model", "ms", *list(rows[0])[2:]], shown))
-    print(
-        write(
-            "estimates" if key == "cpu" else "gpu_estimates",
-            {"device": arguments.device, "measured": str(measured), "rows": rows},
-        )
-    )
+    name = "estimates" if key == "cpu" else "gpu_estimates"
+    print(f"wrote {write(name, {'device': arguments.device, 'measured': str(measured), 'rows': rows})}")
 
 
 if __name__ == "__main__":
