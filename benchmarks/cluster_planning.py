@@ -1,6 +1,6 @@
 """How long planning takes for many machines: a Llama of 405B on meta over 64 machines of 8 devices.
 
-python benchmarks/cluster_planning.py [--layers 126] [--machines 64] [--rows 16]
+python benchmarks/cluster_planning.py
 
 Microbatches of one row are traced beside the batch, since transformers has masks of their own for them; those
 of more share its trace. Seconds are those of the processor, so that what else a machine does is hardly in
@@ -21,17 +21,17 @@ from report import parser_of, table, write
 import graphplan
 
 DEVICES = 8  # of each machine, of which all together hold the model some ten times
-MICROBATCHES = 8
+ROWS, MICROBATCHES = 16, 8
 LLAMA_405B = partial(
     LLAMA_70B, hidden_size=16384, intermediate_size=53248, num_attention_heads=128, vocab_size=128256
 )
 
 
-def row(layers: int, machines: int, rows: int, objective: Any) -> dict[str, Any]:
+def row(layers: int, machines: int, objective: Any) -> dict[str, Any]:
     """One plan, and what it took."""
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(LLAMA_405B(num_hidden_layers=layers)).bfloat16().eval()
-    ids = torch.zeros(rows, 512, dtype=torch.int64, device="meta")
+    ids = torch.zeros(ROWS, 512, dtype=torch.int64, device="meta")
     start = time.process_time()
     plan = graphplan.plan(
         model,
@@ -45,7 +45,7 @@ def row(layers: int, machines: int, rows: int, objective: Any) -> dict[str, Any]
         "objective": objective,
         "layers": layers,
         "machines": machines,
-        "rows": rows,
+        "rows": ROWS,
         "stages": len(plan.stages),
         "gap": plan.gap,
         "seconds": seconds,
@@ -53,13 +53,9 @@ def row(layers: int, machines: int, rows: int, objective: Any) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=126)
-    parser.add_argument("--machines", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=16)
-    asked = parser.parse_args()
-    row(1, 2, asked.rows, "throughput")  # imports and first-use caches
-    rows = [row(asked.layers, asked.machines, asked.rows, kind) for kind in ("throughput", "latency")]
+    parser_of(__doc__).parse_args()
+    row(1, 2, "throughput")  # imports and first-use caches
+    rows = [row(126, 64, kind) for kind in ("throughput", "latency")]
     print(table(list(rows[0]), [list(one.values()) for one in rows]))
     print(f"wrote {write('cluster_planning', {'devices': DEVICES, 'rows': rows})}")
 

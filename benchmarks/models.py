@@ -70,6 +70,18 @@ def llama_of(
     )
 
 
+def llama_8b(layers: int = 32, vocabulary: int = 128256, **more: Any) -> partial[hf.LlamaConfig]:
+    """Llama 3 8B, or one of other layers and vocabulary."""
+    return llama_of(4096, 14336, layers, 32, 8, vocabulary, **more)
+
+
+def llama_by_gpu(config: Callable[[], hf.LlamaConfig]) -> nn.Module:
+    """In bfloat16 on the CPU, random and the same each time; made on the GPU, where that takes a second."""
+    torch.manual_seed(0)
+    with torch.device("cuda:0"):
+        return hf.LlamaForCausalLM._from_config(config(), dtype=torch.bfloat16).cpu()
+
+
 LLAMA_70B = llama_of(8192, 28672, 80, 64, 8, 128256, rope_theta=500000.0)
 _T5 = partial(hf.T5Config, d_model=1024, d_kv=128, d_ff=65536, num_heads=128, num_layers=24)
 _WHISPER = partial(

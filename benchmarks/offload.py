@@ -1,13 +1,13 @@
 """A model that does not fit its GPU: seconds and peak bytes of calls, ours beside accelerate's hooks.
 
-python benchmarks/offload.py [--layers 16] [--shares 0.5] [--prompt 512] [--tokens 16] [--rounds 3]
+python benchmarks/offload.py
 
 A Llama of the shape of Llama-3-8B with random weights in bfloat16, on budgets of GPU 0 that are shares of its
-bytes; the rest lies on the CPU. Forward passes of one prompt, and ``generate()`` from that prompt at batch 1:
-eager where all is on the GPU, placed by us, and under accelerate's ``device_map`` with the same
-``max_memory``. Speeds are measured first. ``copies`` are the bytes that we stream in a pass, divided by the
-link's measured bandwidth: no pass that streams them can be quicker. Seconds are wall time, peaks what
-PyTorch's allocator counts, planning and warm-up included.
+bytes, and 2 GiB; the rest lies on the CPU. Forward passes of one prompt, and ``generate()`` from that prompt
+at batch 1: eager where all is on the GPU, placed by us, and under accelerate's ``device_map``, whose budget
+is without the 2 GiB, since it counts weights alone. Speeds are measured first. ``copies`` are the bytes that
+we stream in a pass, divided by the link's measured bandwidth: no pass that streams them can be quicker.
+Seconds are wall time, peaks what PyTorch's allocator counts, planning and warm-up included.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from models import llama_of
-from report import finished, in_turn, parser_of, table, write
+from models import llama_8b, llama_by_gpu
+from report import finished, in_turn, parser_of, write
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import graphplan
 
+LAYERS, PROMPT, TOKENS, ROUNDS = 16, 512, 8, 3
+SHARES = (0.5, 0.3)
 _ROOM = 2 << 30  # bytes of the budget beside the weights: activations, cache and workspaces
 
 
@@ -40,10 +41,11 @@ class Row:
         peak: measured over all calls.
         planned: ours.
         forward: the quickest forward pass.
-        generate: the quickest ``generate()``.
+        generate: the third ``generate()``.
         estimated: our plan's forward pass.
         copies: the least seconds of its copies.
         setup: placing the model, planning included.
+        apart: the most that a logit differs from eager's, as a share of the largest.
     """
 
     form: str
@@ -59,13 +61,8 @@ class Row:
     apart: float = 0.0
 
 
-def llama(layers: int) -> nn.Module:
-    """On the CPU; made on the GPU, where that takes a second."""
-    config = llama_of(4096, 14336, layers, 32, 8, 128256, eos_token_id=None, pad_token_id=0)()
-    config.dtype = torch.bfloat16
-    torch.manual_seed(0)
-    with torch.device("cuda:0"):
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval().cpu()
+def llama() -> nn.Module:
+    return llama_by_gpu(llama_8b(LAYERS, eos_token_id=None, pad_token_id=0)).eval()
 
 
 def quickest(call: Callable[[], Any], rounds: int) -> float:
@@ -76,20 +73,19 @@ def quickest(call: Callable[[], Any], rounds: int) -> float:
 class Bench:
     """The workload, and its forms."""
 
-    def __init__(self, asked: Any) -> None:
-        self.asked = asked
-        self.model = llama(asked.layers)
-        self.ids = torch.randint(0, 128256, (1, asked.prompt), device="cuda:0")
-        self.size = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 128256, (1, PROMPT), device="cuda:0")
+        self.size = sum(t.nbytes for model in [llama()] for t in (*model.parameters(), *model.buffers()))
         self.expected: torch.Tensor | None = None
 
-    def measured(self, form: str, share: float, make: Callable[[], Any]) -> Row:
+    def measured(self, form: str, share: float, make: Callable[[Any], Any]) -> Row:
         """One form, made and called."""
+        model = llama()
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(0)
         start = time.perf_counter()
-        model = make()
+        model = make(model)
         torch.cuda.synchronize(0)
         setup = time.perf_counter() - start
         ids = self.ids
@@ -97,8 +93,8 @@ class Bench:
         if self.expected is None:
             self.expected = logits
         apart = float((logits - self.expected).abs().max() / self.expected.abs().max())
-        forward = quickest(lambda: model(input_ids=ids, use_cache=False), self.asked.rounds)
-        words = {"max_new_tokens": self.asked.tokens, "do_sample": False}
+        forward = quickest(lambda: model(input_ids=ids, use_cache=False), ROUNDS)
+        words = {"max_new_tokens": TOKENS, "do_sample": False}
         generate = quickest(lambda: model.generate(ids, **words), 1)
         peak = torch.cuda.max_memory_allocated(0)
         plan = getattr(model, "plan", None)
@@ -118,55 +114,36 @@ class Bench:
         return int(share * self.size) + _ROOM
 
     def rows(self) -> Iterator[Row]:
-        yield self.measured("eager, all on the GPU", 1.0, lambda: self.model.to("cuda:0"))
-        self.model.to("cpu")
-        limit = self.asked.prompt + self.asked.tokens
+        yield self.measured("eager, all on the GPU", 1.0, lambda model: model.to("cuda:0"))
         measured = graphplan.measure_devices({0: self.budget(1.0), "cpu": "64GiB"}, dtype=torch.bfloat16)
         print(measured, flush=True)
-        for place, share in enumerate(self.asked.shares):
-            if place:
-                self.model = llama(self.asked.layers)  # accelerate has left meta tensors
-            budgets = {0: self.budget(share), "cpu": 2 * self.size}
-            inputs = {"input_ids": self.ids, "use_cache": False}
+        for share in SHARES:
+            yield self.measured("graphplan", share, partial(self.ours, share, measured))
+            yield self.measured("accelerate", share, partial(self.theirs, share))
 
-            def ours(budgets: Any = budgets, inputs: Any = inputs, **options: Any) -> Any:
-                return graphplan.partition(self.model, budgets, kwargs=inputs, max_length=limit, **options)
+    def ours(self, share: float, speeds: graphplan.Measurements, model: Any) -> Any:
+        budgets, inputs = (
+            {0: self.budget(share), "cpu": 2 * self.size},
+            {"input_ids": self.ids, "use_cache": False},
+        )
+        return graphplan.partition(model, budgets, kwargs=inputs, max_length=PROMPT + TOKENS, devices=speeds)
 
-            yield self.measured("graphplan", share, lambda ours=ours: ours(devices=measured))
-
-            def theirs(budgets: Any = budgets) -> Any:
-                room = {0: budgets[0] - _ROOM, "cpu": budgets["cpu"]}
-                places = infer_auto_device_map(
-                    self.model, room, no_split_module_classes=self.model._no_split_modules
-                )
-                return dispatch_model(self.model, places)
-
-            yield self.measured("accelerate", share, theirs)
+    def theirs(self, share: float, model: Any) -> Any:
+        room = {0: self.budget(share) - _ROOM, "cpu": 2 * self.size}
+        places = infer_auto_device_map(model, room, no_split_module_classes=model._no_split_modules)
+        return dispatch_model(model, places)
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    parser_of(__doc__).parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
+    workload = {"layers": LAYERS, "shares": SHARES, "prompt": PROMPT, "tokens": TOKENS, "rounds": ROUNDS}
     rows = []
-    for row in Bench(asked).rows():
+    for row in Bench().rows():
         rows.append(asdict(row))
-        write("offload", {"workload": dict(vars(asked)), "rows": rows})
-    names = [name for name in rows[0] if name not in ("budget", "peak", "planned")]
-    sizes = ("budget", "peak", "planned")
-    cells = [
-        [row[name] if isinstance(row[name], str) else f"{row[name] or 0:.4f}" for name in names]
-        + [f"{(row[name] or 0) / (1 << 30):.2f}" for name in sizes]
-        for row in rows
-    ]
-    print(table([*names, *(f"{name} GiB" for name in sizes)], cells))
+        write("offload", {"workload": workload, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a call costs beside its kernels: tiny models whose time is dispatch, one thread.
 
-python benchmarks/overhead.py [--rounds 200] [--generations 5] [--tokens 128] [--device cpu]
+python benchmarks/overhead.py [--device cpu]
 
 A forward pass of a chain of linear layers and of a toy Llama, and ``generate()`` of that Llama at batch 1:
 eager, placed by us, and under accelerate's hooks. Every form is called once in each round, in turn, and timed
@@ -33,6 +33,7 @@ from transformers import LlamaForCausalLM
 import graphplan
 
 EAGER, OURS = "eager", "graphplan"
+ROUNDS, GENERATIONS = 200, 5  # of forward passes, and of generate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +131,19 @@ def measure(workload: Workload, rounds: int, key: str | int = "cpu") -> list[dic
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="of forward passes")
-    parser.add_argument("--generations", type=int, default=5, help="rounds of generate()")
-    parser.add_argument("--tokens", type=int, default=128, help="that generate() adds")
     parser.add_argument("--device", default="cpu", help="cpu, or the index of a GPU")
     asked = parser.parse_args()
     key = asked.device if asked.device == "cpu" else int(asked.device)
     torch.manual_seed(0)
     rows = list[dict[str, Any]]()
-    for workload in (linears(), llama(), llama(tokens=asked.tokens)):
-        rows += measure(workload, asked.generations if workload.tokens else asked.rounds, key)
-        print(f"{workload.name}: {[round(row['best_ms'], 2) for row in rows[-4:]]} ms", flush=True)
+    for workload in (linears(), llama(), llama(tokens=128)):
+        rows += measure(workload, GENERATIONS if workload.tokens else ROUNDS, key)
     figures = ("best_ms", "median_ms", "ratio_of_best", "ratio_of_median")
     cells = [[row["workload"], row["form"], *(f"{row[key]:.2f}" for key in figures)] for row in rows]
     print(table(("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median"), cells))
     clock = "processor" if key == "cpu" else "wall"
     method = f"{clock} time of one process and one thread, forms in turn, garbage collection off"
-    rounds = {"rounds": asked.rounds, "generations": asked.generations}
+    rounds = {"rounds": ROUNDS, "generations": GENERATIONS}
     name = "overhead" if key == "cpu" else "gpu_overhead"
     print(f"wrote {write(name, {**rounds, 'clock': method, 'rows': rows})}")
 

@@ -1,7 +1,6 @@
 """How planning time grows: stage by stage with the depth of a model, and of the search with operations.
 
-python benchmarks/planning_time.py [--layers 2 32 80] [--models llama-3-8b ...]
-                                   [--operations 500 1000 2000 4000 8000] [--devices 2 4 8 16]
+python benchmarks/planning_time.py
 
 Llamas of the 70B's width on the meta device are planned over eight devices, and well-known models in their
 true sizes over two. Beside these is plain ``torch.export.export`` of the same call: of its sizes alone, and
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import transformers as hf
 from instances import Instance, random_chain, stack
-from models import LLAMA_70B, MODELS, Model, llama_of
+from models import LLAMA_70B, MODELS, Model, llama_8b
 from report import parser_of, table, write
 from torch.fx.experimental import _config as symbolic_config
 
@@ -35,7 +34,8 @@ from graphplan.devices.max_memory import read_max_memory
 from graphplan.passes.placement.driver import place
 
 T = TypeVar("T")
-MODEL_DEVICES = 8
+LAYERS, MODEL_DEVICES = (2, 32, 80), 8
+OPERATIONS, DEVICES = (500, 1000, 2000, 4000, 8000), (2, 4, 8, 16)
 LAYER = 15  # operations of a layer of ``stack``
 KINDS: dict[str, Callable[[int, int], Instance]] = {
     "stack": lambda operations, devices: stack(round(operations / LAYER), devices),
@@ -55,9 +55,8 @@ def llama_70b(layers: int) -> Model:
 _BERT = partial(
     hf.BertConfig, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
 )
-_LLAMA_8B = llama_of(4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0)
 FULL_SIZE = {
-    "llama-3-8b": Model(hf.LlamaForCausalLM, _LLAMA_8B, MODELS["llama-3-70b"].inputs),
+    "llama-3-8b": Model(hf.LlamaForCausalLM, llama_8b(rope_theta=500000.0), MODELS["llama-3-70b"].inputs),
     "bert-large": Model(hf.BertForMaskedLM, _BERT, MODELS["llama-3-70b"].inputs),
     **{name: MODELS[name] for name in ("whisper-large", "segformer-b5", "resnet-152")},
 }
@@ -182,21 +181,16 @@ def laws(rows: Sequence[Row]) -> list[Law]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 32, 80])
-    parser.add_argument("--models", nargs="+", default=list(FULL_SIZE), choices=list(FULL_SIZE))
-    parser.add_argument("--operations", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000])
-    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8, 16])
-    asked = parser.parse_args()
+    parser_of(__doc__).parse_args()
     stages(llama_70b(1), 2)  # imports and first-use caches
-    depths = [{"layers": layers, **stages(llama_70b(layers), MODEL_DEVICES)} for layers in asked.layers]
+    depths = [{"layers": layers, **stages(llama_70b(layers), MODEL_DEVICES)} for layers in LAYERS]
     print(stage_table(depths))
-    models = [model_row(name, FULL_SIZE[name]) for name in asked.models]
+    models = [model_row(name, known) for name, known in FULL_SIZE.items()]
     print("\n" + model_table(models))
     rows: list[Row] = []
     for kind in KINDS:
-        search(kind, asked.operations[0], asked.devices[0])  # first-use caches
-        rows += [search(kind, size, cards) for size in asked.operations for cards in asked.devices]
+        search(kind, OPERATIONS[0], DEVICES[0])  # first-use caches
+        rows += [search(kind, size, cards) for size in OPERATIONS for cards in DEVICES]
     lines = [[r.kind, r.operations, r.devices, f"{r.seconds:.2f}", f"{100 * r.gap:.1f} %"] for r in rows]
     print("\n" + table(["graph", "operations", "devices", "CPU s", "gap"], lines))
     for law in laws(rows):

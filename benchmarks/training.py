@@ -1,6 +1,6 @@
 """Training steps: how long one takes to plan, and what one costs beside eager.
 
-python benchmarks/training.py [--layers 32] [--length 2048] [--rounds 20] [--parts overhead blocks plans]
+python benchmarks/training.py
 
 A step of Llama-8B with AdamW is planned on the meta device, over four devices: with room for everything, and
 with three quarters and half of what the roomy plan takes. A step of eight such layers (32,000 words, four
@@ -28,7 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from models import llama_of
+from models import llama_8b, llama_of
 from report import in_turn, parser_of, write
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -39,23 +39,23 @@ from graphplan.compiler.capture_cache import Captures
 from graphplan.errors import InfeasibleError
 
 ADAMW = torch.optim.AdamW
-PARTS = ("overhead", "blocks", "plans")
+LAYERS, LENGTH, ROUNDS = 32, 2048, 20
 
 
 def step_of_llama(
-    layers: int, length: int, *, vocabulary: int = 128256, rows: int = 1
+    layers: int = LAYERS, *, vocabulary: int = 128256, rows: int = 1
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Llama-8B, or one of fewer layers, and a batch."""
-    config = llama_of(4096, 14336, layers, 32, 8, vocabulary, max_position_embeddings=8192)
+    config = llama_8b(layers, vocabulary, max_position_embeddings=8192)
     with torch.device("meta"):
         model = LlamaForCausalLM(config()).to(torch.bfloat16).train()
-        ids = torch.zeros(rows, length, dtype=torch.int64)
+        ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def plan_row(layers: int, length: int, budgets: Mapping[Any, int | str], share: float) -> dict[str, Any]:
+def plan_row(budgets: Mapping[Any, int | str], share: float) -> dict[str, Any]:
     """Seconds of planning, and what the plan is."""
-    model, inputs = step_of_llama(layers, length)
+    model, inputs = step_of_llama()
     tracing: list[float] = []
     annotated = Captures.annotated
 
@@ -75,7 +75,7 @@ def plan_row(layers: int, length: int, budgets: Mapping[Any, int | str], share: 
     total = time.process_time() - start
     operations = plan.graph.operations.values()
     return {
-        "layers": layers,
+        "layers": LAYERS,
         "share": share,
         "feasible": True,
         "operations": len(operations),
@@ -91,20 +91,20 @@ def plan_row(layers: int, length: int, budgets: Mapping[Any, int | str], share: 
     }
 
 
-def plan_rows(layers: int, length: int) -> list[dict[str, Any]]:
+def plan_rows() -> list[dict[str, Any]]:
     """With room for everything, and with less."""
-    roomy = plan_row(layers, length, {**dict.fromkeys(range(4), "80GiB"), "cpu": "2000GiB"}, 1.0)
+    roomy = plan_row({**dict.fromkeys(range(4), "80GiB"), "cpu": "2000GiB"}, 1.0)
     need = sum(nbytes for key, nbytes in roomy["peak_bytes"].items() if key != "cpu")
     rows = [roomy]
     for share in (0.75, 0.5):
         budgets: dict[Any, int | str] = {**dict.fromkeys(range(4), int(share * need / 4)), "cpu": "2000GiB"}
-        rows.append(plan_row(layers, length, budgets, share))
+        rows.append(plan_row(budgets, share))
     return rows
 
 
-def blocks_row(length: int) -> dict[str, Any]:
+def blocks_row() -> dict[str, Any]:
     """A step on one device of half of what it takes, beside every block computed again."""
-    model, inputs = step_of_llama(8, length, vocabulary=32000, rows=4)
+    model, inputs = step_of_llama(8, vocabulary=32000, rows=4)
     planned = partial(graphplan.plan, model, kwargs=inputs, train=True, optimizer=ADAMW)
     roomy = planned({0: "1000GiB"})
 
@@ -128,7 +128,7 @@ def blocks_row(length: int) -> dict[str, Any]:
     }
 
 
-def overhead_row(rounds: int) -> dict[str, Any]:
+def overhead_row() -> dict[str, Any]:
     """Least seconds of a step, ours and eager's, before the optimizer and with it."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_of(64, 128, 24, 4, 2, 256)()).train()
@@ -147,10 +147,10 @@ def overhead_row(rounds: int) -> dict[str, Any]:
         optimizer.zero_grad()
 
     seconds, whole = (
-        in_turn({name: partial(step, name, whole=one) for name in forms}, rounds) for one in (False, True)
+        in_turn({name: partial(step, name, whole=one) for name in forms}, ROUNDS) for one in (False, True)
     )
     return {
-        "rounds": rounds,
+        "rounds": ROUNDS,
         **{f"{name}_ms": 1e3 * min(found) for name, found in seconds.items()},
         **{f"{name}_median_ms": 1e3 * statistics.median(found) for name, found in seconds.items()},
         "ratio": min(seconds["graphplan"]) / min(seconds["eager"]),
@@ -159,21 +159,10 @@ def overhead_row(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and write what the README of the results names."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    asked = parser.parse_args()
-    makers = {
-        "overhead": lambda: overhead_row(asked.rounds),
-        "blocks": lambda: blocks_row(asked.length),
-        "plans": lambda: plan_rows(asked.layers, asked.length),
-    }
-    found = {part: makers[part]() for part in asked.parts}
+    parser_of(__doc__).parse_args()
+    found = {"overhead": overhead_row(), "blocks": blocks_row(), "plans": plan_rows()}
     print(json.dumps(found, indent=1))
-    write("training", found)
+    print(f"wrote {write('training', found)}")
 
 
 if __name__ == "__main__":
