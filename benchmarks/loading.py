@@ -8,8 +8,9 @@ copied into memory, since by itself it only maps the files; a meta model filled 
 same with all weights left in their files; and ``graphplan.load``, planning included, with a CPU budget of 1.2
 of the bytes, and of 0.6 and the rest left on disk. Reading headers is part of what is timed. In three rounds,
 the quickest counts, and the most that its process grows; for ``graphplan.load``, against what the plan puts
-into host memory. Pages of a mapped file that have been read count as memory here, though the system takes
-them back when it needs them.
+into host memory. Seconds are those of the processor, of all threads: what else a machine does is hardly in
+them. Pages of a mapped file that have been read count as memory here, though the system takes them back when
+it needs them.
 """
 
 from __future__ import annotations
@@ -107,10 +108,10 @@ def memory(field: str) -> int:
 
 
 def taken(work: Callable[[], T]) -> tuple[T, float, int]:
-    """What some work returns, its seconds, and the most by which the process grows."""
-    before, start = memory("VmRSS"), time.perf_counter()
+    """What some work returns, its seconds of the processor, and the most by which the process grows."""
+    before, start = memory("VmRSS"), time.process_time()
     result = work()
-    return result, time.perf_counter() - start, memory("VmHWM") - before
+    return result, time.process_time() - start, memory("VmHWM") - before
 
 
 def fill(way: str, folder: str) -> dict[str, float]:

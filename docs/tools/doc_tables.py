@@ -74,8 +74,8 @@ def _real_models(data: Data) -> str:
     header = ["devices", "median ratio", *counts, "median gap"]
     planning = [row["planning"] for row in data["rows"] if not row["error"]]
     return (
-        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} seconds after "
-        "the trace, on a shared machine. accelerate's maps take milliseconds."
+        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} seconds of the "
+        "processor after the trace. accelerate's maps take milliseconds."
     )
 
 
@@ -121,6 +121,29 @@ def _offload(data: Data) -> str:
     )
 
 
+def _training_gpu(data: Data) -> str:
+    rows = [
+        [
+            row["form"],
+            "-" if row["budget"] is None else f"{row['budget'] / 1e9:.1f} GB",
+            f"{row['peak'] / 1e9:.1f} GB",
+            f"{1e3 * row['seconds']:.0f} ms",
+            "-" if row["estimated"] is None else f"{1e3 * row['estimated']:.0f} ms",
+            "-" if row["recomputed"] is None else f"{1e3 * row['recomputed']:.0f} ms",
+            "-" if row["streamed"] is None else f"{row['streamed'] / 1e9:.1f} GB",
+        ]
+        for row in data["rows"]
+    ]
+    of = data["workload"]
+    header = ["", "budget", "peak", "step", "estimated", "computed again", "weights copied"]
+    return (
+        f"### A training step\n\n{of['layers']} layers of the shape of Llama 3 8B in bfloat16, "
+        f"fused AdamW, {of['rows']} x {of['length']} tokens, with `accumulate_gradients=False`. Weights that "
+        "are copied to the GPU in a step are in CPU memory, and the optimizer steps there.\n\n"
+        f"{markdown(header, rows)}"
+    )
+
+
 def _overhead(data: Data, title: str = "## Overhead of a forward pass", where: str = "CPU") -> str:
     said = []
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
@@ -138,9 +161,9 @@ def _loading(data: Data) -> str:
     times = [f"{row['way']} {row['seconds']:.2f} s" for row in data["rows"]]
     loads = [f"{load['seconds']:.1f} s" for load in data["loads"]]
     return (
-        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB: {', '.join(times)}. "
-        "With a CPU budget for all weights, and with one of 0.6 of them and the rest left on disk, "
-        f"`graphplan.load` takes, planning included: {', '.join(loads)}."
+        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB, loaded once by a process, in "
+        f"seconds of the processor: {', '.join(times)}. With a CPU budget for all weights, and with one of 0.6 "
+        f"of them and the rest left on disk, `graphplan.load` takes, planning included: {', '.join(loads)}."
     )
 
 
@@ -159,7 +182,8 @@ def _sweep(data: Data) -> str:
         f"## Architectures of transformers\n\nOf {data['architectures']} model types, {data['ran']} can be "
         f"built small and run eagerly here, {data['of']} of them with repeatable results. {data['passed']} "
         "of these, placed on simulated devices, give eager's results within 1e-5 of the largest value, stay "
-        f"within every budget, and copy the planned bytes. Run by: {', '.join(methods)}."
+        "within every budget, and, unless hooks run them, copy the planned bytes. Run by: "
+        f"{', '.join(methods)}."
     )
 
 
@@ -177,6 +201,7 @@ def _image_sweep(data: Data) -> str:
 _RENDERERS: dict[str, Callable[[Data], str]] = {
     "real_models": _real_models,
     "offload": _offload,
+    "training_gpu": _training_gpu,
     "overhead": _overhead,
     "gpu_overhead": partial(_overhead, title="### On a GPU", where="GPU"),
     "loading": _loading,
