@@ -74,8 +74,8 @@ def _real_models(data: Data) -> str:
     header = ["devices", "median ratio", *counts, "median gap"]
     planning = [row["planning"] for row in data["rows"] if not row["error"]]
     return (
-        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} seconds of the "
-        "processor after the trace. accelerate's maps take milliseconds."
+        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} seconds of "
+        "the processor after the trace. accelerate's maps take milliseconds."
     )
 
 
@@ -161,9 +161,10 @@ def _loading(data: Data) -> str:
     times = [f"{row['way']} {row['seconds']:.2f} s" for row in data["rows"]]
     loads = [f"{load['seconds']:.1f} s" for load in data["loads"]]
     return (
-        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB, loaded once by a process, in "
-        f"seconds of the processor: {', '.join(times)}. With a CPU budget for all weights, and with one of 0.6 "
-        f"of them and the rest left on disk, `graphplan.load` takes, planning included: {', '.join(loads)}."
+        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB, loaded once by a process, "
+        f"in seconds of the processor: {', '.join(times)}. With a CPU budget for all weights, and one of 0.6 "
+        "of them and the rest left on disk, `graphplan.load` takes, planning included: "
+        f"{', '.join(loads)}."
     )
 
 

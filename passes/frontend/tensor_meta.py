@@ -32,6 +32,7 @@ class TensorMeta:
 
     @property
     def copy_bytes(self) -> int:
+        """Bytes of a dense copy."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def copied(self) -> TensorMeta:
