@@ -378,8 +378,15 @@ def quantised(tmp_path: Path) -> Any:
 IDS = torch.arange(2, 20).reshape(2, 9)
 
 
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("nested", "called"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_four_bits(quantised: Any, nested: bool, called: bool) -> None:
     options = {"bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": torch.float32}
     model, reference = (quantised(4, **options) for _ in range(2))

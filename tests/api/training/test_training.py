@@ -653,16 +653,24 @@ def test_what_is_noted_on_parameters_stays() -> None:
         assert graphplan.unplace(placed).head.bias.no_decay
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8])
-def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(share: float) -> None:
-    own, inputs = stack(), batch()
-    options: dict[str, Any] = {"optimizer": ADAMW, "accumulate_gradients": False}
+ONE_BATCH: dict[str, Any] = {"optimizer": ADAMW, "accumulate_gradients": False}
+
+
+@pytest.fixture(scope="module")
+def size_of_one_batch() -> int:
     with short_search():
-        peak = needed(own, inputs, **options)
-        assert peak < needed(own, inputs, optimizer=ADAMW)
+        return needed(stack(), batch(), **ONE_BATCH)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
+    size: int, size_of_one_batch: int, share: float
+) -> None:
+    own, inputs, peak = stack(), batch(), size_of_one_batch
+    assert peak < size
     with graphplan.simulate({0: int(share * peak), **CPU}) as machine, short_search():
         placed = graphplan.partition(
-            copy.deepcopy(own), machine.max_memory, kwargs=inputs, train=True, **options
+            copy.deepcopy(own), machine.max_memory, kwargs=inputs, train=True, **ONE_BATCH
         )
         optimizers = [ADAMW(each.parameters()) for each in (placed, own)]
         for turn in range(3):
@@ -906,6 +914,8 @@ def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
     assert again
     assert all(op.backward for op in again)
     assert not any("bernoulli" in op.target for op in again)
+    assert 0 < plan.recompute_seconds < plan.makespan
+    assert f"recomputes {len(plan.recomputed)} operations" in plan.summary()
 
 
 def test_activations_wait_in_cpu_memory(wide: int) -> None:
@@ -914,18 +924,8 @@ def test_activations_wait_in_cpu_memory(wide: int) -> None:
     kept = [op.name for op in plan.graph.operations.values() if op.offloads]
     assert kept
     assert {plan.schedule.assignment.operations[name] for name in kept} == {"cpu"}
-
-
-def test_a_plan_says_what_it_computes_again_and_what_waits_in_cpu_memory(wide: int) -> None:
-    with graphplan.simulate({0: int(0.4 * wide), **CPU}) as machine, short_search():
-        options = {"kwargs": wide_batch(), "train": True}
-        planned = functools.partial(graphplan.plan, deep_stack(), machine.max_memory, **options)
-        again = planned(optimizer=ADAMW, offload_activations=False)
-        kept = planned(optimizer=ADAMW, recompute=False)
-    assert 0 < again.recompute_seconds < again.makespan
-    assert f"recomputes {len(again.recomputed)} operations" in again.summary()
-    assert sum(kept.offloaded_activations.values()) > 0.1 * wide
-    assert "to CPU memory until the backward pass" in kept.summary()
+    assert sum(plan.offloaded_activations.values()) > 0.1 * wide
+    assert "to CPU memory until the backward pass" in plan.summary()
 
 
 @pytest.mark.full_search

@@ -18,6 +18,7 @@ from builders import bytes_of, chain, largest_difference, moves_of, planned_move
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from shortcuts import short_search
 from test_properties import graphs
 from torch import nn
 
@@ -92,7 +93,7 @@ def test_what_has_no_room_to_stream_from_disk_is_computed_on_the_cpu(blocks: flo
 @contextmanager
 def mapped(path: Path, budgets: dict[Any, int], **options: Any) -> Iterator[Any]:
     machine_has = {key: 1 << 20 for key in budgets if isinstance(key, int)} or {0: 1 << 20}
-    with graphplan.simulate(machine_has) as machine:
+    with graphplan.simulate(machine_has) as machine, short_search():
         placed = graphplan.partition(meta(), budgets, (X,), checkpoint=str(path), **options)
         assert "disk" in placed.plan.placement.values()
         gc.collect()
