@@ -1,3 +1,9 @@
+"""What all tests share.
+
+Where they run in parallel, the process that hands them out reads this before it starts the others: what takes
+seconds to import is imported where it is used.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -7,9 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from shortcuts import short_search
 
 gc.disable()  # until all is imported
 SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "passes/frontend", "report", "runtime"}
@@ -41,6 +44,8 @@ def _collect() -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
+    import torch
+
     torch.manual_seed(0)
     yield
     _collect()  # simulated memory is freed with the last tensor
@@ -52,6 +57,8 @@ def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     folder = request.node.path.parent.relative_to(Path(__file__).parent)
     little = any(folder.is_relative_to(one) for one in SEARCH_LITTLE)
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
+    from shortcuts import short_search
+
     with nullcontext() if full or not little else short_search():
         yield
 
@@ -63,6 +70,8 @@ def group_of_one() -> Iterator[None]:
     A reducer of ``DistributedDataParallel`` that goes last waits for the group's threads while it holds the
     interpreter's lock, and one of these may wait for that: no signal ends it, and so no time limit.
     """
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     gc.collect()
