@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from builders import KIB, bytes_of, run_placed
 from safetensors.torch import save_file
+from shortcuts import short_search
 from torch import nn
 
 import graphplan
@@ -427,14 +428,50 @@ def test_changes_of_the_parameter_are_seen() -> None:
         )
 
 
-def test_another_tensor_at_the_same_address_is_seen() -> None:
-    memory, values = budgets(WHOLE), torch.empty(ROWS, WIDTH).numpy()
-    with graphplan.simulate(memory) as machine:
-        placed, model, x = sliced_head(machine, memory)
+@pytest.fixture(scope="class")
+def sliced() -> Iterator[tuple[Any, nn.Module, torch.Tensor]]:
+    """Placed once, with room for copies."""
+    with short_search(), graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
+        yield sliced_head(machine, budgets(WHOLE))
+
+
+class TestOneSlicedHead:
+    """What these change is a copy."""
+
+    def test_another_tensor_at_the_same_address_is_seen(self, sliced: Any) -> None:
+        (placed, model, x), values = copy.deepcopy(sliced), torch.empty(ROWS, WIDTH).numpy()
         for _ in range(2):
             values[:] = torch.randn(ROWS, WIDTH).numpy()
             placed.head.weight.data = model.head.weight.data = torch.from_numpy(values)
             assert relative(placed(x), model(x)) <= 1e-6
+
+    def test_a_converted_parameter_is_refused(self, sliced: Any) -> None:
+        placed, _, x = copy.deepcopy(sliced)
+        placed(x)
+        placed.head.weight.data = placed.head.weight.data.double()
+        with pytest.raises(graphplan.PlanError, match=r"'head.weight.*' is torch.float64"):
+            placed(x)
+
+    def test_copies_have_parts_of_their_own(self, sliced: Any) -> None:
+        placed, model, x = sliced
+        first, second = copy.deepcopy(placed), copy.deepcopy(placed)
+        with torch.no_grad():
+            first.head.weight.zero_()
+        for one in (placed, second):
+            assert relative(one(x), model(x)) <= 1e-6
+        assert second.plan.parts == placed.plan.parts
+
+    def test_pickling_keeps_the_slices(self, sliced: Any) -> None:
+        placed, model, x = sliced
+        again = pickle.loads(pickle.dumps(placed))
+        assert relative(again(x), model(x)) <= 1e-6
+        assert again.plan.parts == placed.plan.parts
+        assert torch.equal(again.head.weight, model.head.weight)
+
+    def test_the_original_stays_as_it_was(self, sliced: Any) -> None:
+        _, model, x = sliced
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        assert torch.equal(model(x), Head()(x))
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
@@ -447,36 +484,6 @@ def test_a_conjugate_in_the_same_memory_is_seen() -> None:
         for one in (placed, model):
             one.weight.data = one.weight.data.conj()
         torch.testing.assert_close(placed(x), model(x))
-
-
-def test_a_converted_parameter_is_refused() -> None:
-    memory = budgets(WHOLE)
-    with graphplan.simulate(memory) as machine:
-        placed, _, x = sliced_head(machine, memory)
-        placed.head.weight.data = placed.head.weight.data.double()
-        with pytest.raises(graphplan.PlanError, match=r"'head.weight.*' is torch.float64"):
-            placed(x)
-
-
-def test_copies_have_parts_of_their_own() -> None:
-    memory = budgets(WHOLE)
-    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
-        placed, model, x = sliced_head(machine, memory)
-        copied = copy.deepcopy(placed)
-        with torch.no_grad():
-            placed.head.weight.zero_()
-        assert relative(copied(x), model(x)) <= 1e-6
-        assert copied.plan.parts == placed.plan.parts
-
-
-def test_pickling_keeps_the_slices() -> None:
-    memory = budgets(WHOLE)
-    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
-        placed, model, x = sliced_head(machine, memory)
-        again = pickle.loads(pickle.dumps(placed))
-        assert relative(again(x), model(x)) <= 1e-6
-        assert again.plan.parts == placed.plan.parts
-        assert torch.equal(again.head.weight, model.head.weight)
 
 
 def test_a_further_structure_uses_the_same_parts() -> None:
@@ -531,14 +538,6 @@ def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
         assert relative(run_placed(machine, placed, (x,)), model(x)) <= 1e-6
         with torch.no_grad():
             assert relative(copy.deepcopy(placed.graph_module)(x)[0], model(x)) <= 1e-6
-
-
-def test_the_original_stays_as_it_was() -> None:
-    memory = budgets(WHOLE)
-    with graphplan.simulate(memory) as machine:
-        _, model, x = sliced_head(machine, memory)
-        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-        assert torch.equal(model(x), Head()(x))
 
 
 def test_what_fits_but_for_the_allocators_share_is_sliced() -> None:
