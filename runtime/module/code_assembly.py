@@ -9,12 +9,15 @@ from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
 from graphplan.capture.model.model_weights import named_tensors
+from graphplan.devices.topology import CPU
+from graphplan.ir.graph_elements import Weight
 from graphplan.ir.lowered_ops import GRADIENTS, constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
+from graphplan.runtime.weights.weight_changes import require_planned
 
 
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
@@ -89,6 +92,8 @@ def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code:
         prefetch_buffers, {**weights, **{part.name: weights[part.part_of] for part in parts}}
     )
     weights.update({part.name: rows_of(weights[part.part_of], part) for part in parts})
+    for name in {name for one in prefetch_buffers.values() for each in one.segments for name in each.weights}:
+        _require_planned(plan.graph.weights[name], weights[name])
     for index, (device, buffer) in enumerate(prefetch_buffers.items()):
         if buffer.segments:
             code.__dict__[stream_attribute(index)] = state.streams.bind(device, buffer, weights)
@@ -105,6 +110,14 @@ def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: f
             device = plan.devices[home[part.name]]
             place = part.name, device
             if place not in state.parts:
+                _require_planned(part, rows_of(weights[part.part_of], part))
                 with torch.inference_mode(False), torch.no_grad():
                     state.parts[place] = ResidentPart(part, weights[part.part_of], device)
             code.__dict__[part_attribute(index)] = state.parts[place]
+
+
+def _require_planned(planned: Weight, tensor: torch.Tensor) -> None:
+    """Raise PlanError where a weight in CPU memory was moved or converted before there was code to see it."""
+    if planned.dtype:  # it is known of what the plan was made for
+        dtype, shape = getattr(torch, planned.dtype), torch.Size(planned.shape)
+        require_planned(planned.name, tensor, torch.device(CPU), dtype, shape)

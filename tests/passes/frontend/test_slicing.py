@@ -445,9 +445,11 @@ class TestOneSlicedHead:
             placed.head.weight.data = model.head.weight.data = torch.from_numpy(values)
             assert relative(placed(x), model(x)) <= 1e-6
 
-    def test_a_converted_parameter_is_refused(self, sliced: Any) -> None:
+    @pytest.mark.parametrize("called", [True, False])
+    def test_a_converted_parameter_is_refused(self, sliced: Any, called: bool) -> None:
         placed, _, x = copy.deepcopy(sliced)
-        placed(x)
+        if called:
+            placed(x)
         placed.head.weight.data = placed.head.weight.data.double()
         with pytest.raises(graphplan.PlanError, match=r"'head.weight.*' is torch.float64"):
             placed(x)
