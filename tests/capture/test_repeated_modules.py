@@ -251,7 +251,9 @@ class Counts(Block):
         return self.linear(x) * (2 if Counts.calls % 3 else 1)
 
 
-_SEEN: dict[str, int] = {"calls": 0}
+_SEEN: dict[str, dict[str, int]] = {"hidden": {"calls": 0}}
+_TOLD: dict[str, int] = {"calls": 0}
+_LISTED = [0]
 _CALLS = 0
 
 
@@ -260,6 +262,18 @@ class CountsInFile(Block):
         global _CALLS
         _CALLS += 1
         return self.linear(x) * (2 if _CALLS % 3 else 1)
+
+
+class CountsInDict(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        _TOLD["calls"] += 1
+        return self.linear(x) * (2 if _TOLD["calls"] % 3 else 1)
+
+
+class CountsInList(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        _LISTED[0] += 1
+        return self.linear(x) * (2 if _LISTED[0] % 3 else 1)
 
 
 class Marks(Block):
@@ -278,16 +292,16 @@ class OneDiffers(Block):
 
 
 class LastDiffers(Block):
-    """Depends on what nobody looks at: the contents of a dict of the file."""
+    """Depends on what nobody looks at: a dict in a dict of the file."""
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        return self.linear(x) * (1 if _SEEN["calls"] % 8 else 2)
+        return self.linear(x) * (1 if _SEEN["hidden"]["calls"] % 8 else 2)
 
 
 class Tells(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
-            _SEEN["calls"] = index + 1
+            _SEEN["hidden"]["calls"] = index + 1
             x = block(x)
         return x
 
@@ -301,17 +315,19 @@ class Tells(Stack):
         (Keeps, 0),
         (Counts, 0),
         (CountsInFile, 0),
+        (CountsInDict, 0),
+        (CountsInList, 0),
         (Marks, 0),
         (OneDiffers, 4),
     ],
 )
 def test_what_a_block_reads_decides(block: type[Block], expected: int, copies: list[str]) -> None:
     """``expected`` copies; the graph is as ever."""
-    Counts.calls = 0
+    Counts.calls = _TOLD["calls"] = _LISTED[0] = 0
     model = Stack(block)
     found = captured(model, torch.randn(2, 4))
     assert len(copies) == expected
-    Counts.calls = 0
+    Counts.calls = _TOLD["calls"] = _LISTED[0] = 0
     whole = traced_whole(model, torch.randn(2, 4))
     if block is not CountsInFile:  # it goes on counting from one trace to the next
         assert lines(found.graph) == lines(whole.graph)

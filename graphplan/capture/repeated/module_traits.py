@@ -88,11 +88,16 @@ class ModuleTraits:
             if tensor is not None
         ]
 
-    def held(self) -> tuple[list[str], Identities]:
-        """What the other objects, the classes and the files of the code hold, as they are now."""
+    def held(self) -> tuple[list[Any], Identities]:
+        """What the other objects, the classes and the files of the code hold, as they are now.
+
+        What is in the lists and dicts among that is part of it: code may count its calls there.
+        """
         files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
         each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
         named = [item for names in each for item in names.items()]
+        inside = (_items(value) for _, value in named if isinstance(value, list | dict))
+        named += [item for items in inside for item in items]
         return [name for name, _ in named], Identities(value for _, value in named)
 
     def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
@@ -168,6 +173,11 @@ def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
         raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
     found.objects[id(value)] = value
     return "object", id(value)
+
+
+def _items(container: list[Any] | dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    # those of a class derived from them may be made, or imported, when they are asked for
+    return dict.items(container) if isinstance(container, dict) else enumerate(list.__iter__(container))
 
 
 def told(constant: Any) -> Hashable:
