@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from graphplan._compat import Replacement, private
-from graphplan._compat.torch import export_tracer
+from graphplan._compat.export import export_tracer
 
 
 def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[], None]) -> list[Replacement]:

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphplan._compat import Replacement, private
 from graphplan._compat.assertions import truth_that_passes
-from graphplan._compat.torch import export_tracer
+from graphplan._compat.export import export_tracer
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_, torch.ops.aten.squeeze_copy)

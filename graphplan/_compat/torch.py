@@ -12,12 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dispatch import python as dispatch
-from torch._export.passes import _node_metadata_hook as node_metadata_hook
-from torch.export import _trace as export_trace
-from torch.export import dynamic_shapes
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import _config as symbolic_config
-from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
 from torch.nn.modules import transformer
 from torch.utils import _python_dispatch as python_dispatch
@@ -30,24 +26,8 @@ from graphplan.errors import GraphplanError
 _ABSENT = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
-"""What ``torch.export`` writes for the module of a node that no module has called."""
-
-TRACED_NUMBERS = (
-    private(dynamic_shapes, "_IntWrapper", "torch"),
-    torch.SymInt,
-    torch.SymFloat,
-    torch.SymBool,
-)
-"""What a trace has in place of numbers."""
-
 SERVED_BY = "_compiled_call_impl"
 """The attribute of a module that runs in place of its call; a trace runs the module's own code."""
-
-
-def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
-    """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
-    return private(program, "_guards_code", "torch")
 
 
 def stages_go_backward() -> bool:
@@ -115,20 +95,6 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     vars(module)[SERVED_BY] = call
 
 
-def assignment_hook() -> tuple[Any, str]:
-    """What an export calls to be told of the buffers that the traced module itself assigns."""
-    name = "register_buffer_assignment_hook"
-    private(export_trace, name, "torch")
-    return export_trace, name
-
-
-def graph_maker() -> tuple[Any, str]:
-    """By what an export traces."""
-    name = "make_fx"
-    private(export_trace, name, "torch")
-    return export_trace, name
-
-
 def inference_switch() -> tuple[Any, str]:
     """What ``torch.inference_mode`` enters: code of torch and of models alike."""
     name = "_InferenceMode"
@@ -147,18 +113,6 @@ def global_hooks() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return [private(nn_module, f"_global_{kind}_hooks", "torch") for kind in kinds]
-
-
-def paths_of(tracer: Any, module: Any) -> Sequence[str]:
-    """The paths at which the model of a trace has a module, or what stands for one that is shared."""
-    own = private(tracer, "proxy_modules", "torch").get(module, module)
-    found: Sequence[str] = private(tracer, "module_id_cache", "torch").get(id(own), ())
-    return found
-
-
-def export_tracer() -> type:
-    """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
-    return private(proxy_tensor, "_ModuleStackTracer", "torch")
 
 
 def list_weights_anew(module: torch.nn.RNNBase) -> None:

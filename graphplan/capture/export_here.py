@@ -23,18 +23,10 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.assertions import passed_assertions
+from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
-from graphplan._compat.torch import (
-    assignment_hook,
-    backward_engine,
-    export_tracer,
-    graph_maker,
-    inference_switch,
-    mask_reader,
-    parsed_move,
-    paths_of,
-)
+from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import TRACED_NUMBERS, Registry
+from graphplan._compat.export import TRACED_NUMBERS
+from graphplan._compat.torch import Registry
 
 aten = torch.ops.aten
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphplan.analysis.plan import Plan
-from graphplan.cli.demo import DemoResult
-from graphplan.cli.plan_run import RunResult
 from graphplan.devices.topology import SIMULATED, Topology
-from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
 from graphplan.versioned_json import encode
+
+if TYPE_CHECKING:  # what makes them takes seconds to import, which a plan that is shown does not wait for
+    from graphplan.cli.demo import DemoResult
+    from graphplan.cli.plan_run import RunResult
+    from graphplan.integrations.accelerate.comparison import Baseline
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphplan._compat.torch import TRACED_NUMBERS
+from graphplan._compat.export import TRACED_NUMBERS
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import conditions_of
+from graphplan._compat.export import conditions_of
 from graphplan.capture.signature import Guard
 from graphplan.capture.structure import flatten_with_path, node_of_class
 

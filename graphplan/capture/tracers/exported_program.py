@@ -12,7 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import NO_MODULE, is_transformed, restore_users
+from graphplan._compat.export import NO_MODULE
+from graphplan._compat.torch import is_transformed, restore_users
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import (
     WRITTEN,
