@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, storage_of
 from graphplan.capture.changes.assigned_state import restored_buffers
+from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.attribute_data import plain_tensors
+from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.parameter_notes import noted_tensors
@@ -163,7 +165,8 @@ def _raised(
     run = module if method == "forward" else getattr(module, method)
     args, kwargs = unflatten(list(map(_own, leaf_names(call), leaves)), call.spec)
     try:
-        with quiet(), undrawn(module), mode, restored_buffers(module):
+        outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
+        with quiet(), undrawn(module), outside[0], outside[1], mode, restored_buffers(module):
             run(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error

@@ -33,6 +33,7 @@ from graphplan.capture.changes.assigned_state import AssignedState, KeptStateErr
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
+from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
@@ -49,6 +50,9 @@ LOSSES = "graphplan_losses"
 
 ASSIGNED = "graphplan_assigned"
 """Likewise: what its buffers are assigned, by their names."""
+
+KEPT_BY_HOOKS = "graphplan_kept_by_hooks"
+"""Likewise: what is to be said of hooks that store something outside of the model."""
 
 _MOST_SECONDS = 30.0
 """Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
@@ -140,8 +144,10 @@ def _export(
     """One trace: above autograd, or below it."""
     state = AssignedState()
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
-    with restored_buffers(module), _keeping_notes(module), caches.untouched(), around:
+    outside = caches.untouched(), untouched_by_hooks(module)
+    with restored_buffers(module), _keeping_notes(module), outside[0], outside[1] as kept, around:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    program.graph_module.meta[KEPT_BY_HOOKS] = kept
     return state, program
 
 

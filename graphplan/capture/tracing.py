@@ -20,8 +20,7 @@ from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, name_apart
 from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
-from graphplan.capture.export_here import ASSIGNED, LOSSES
-from graphplan.capture.model.function_references import untouched_by_hooks
+from graphplan.capture.export_here import ASSIGNED, KEPT_BY_HOOKS, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
@@ -102,15 +101,12 @@ def capture(
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
     as_in_eager = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
-    untouched, by_hooks = _untouched_attributes(module), untouched_by_hooks(module)
-    with suspended(), autocast, as_in_eager as left_out, untouched, by_hooks as kept:
+    with suspended(), autocast, as_in_eager as left_out, _untouched_attributes(module):
         shapes, sizes = (None, False) if step else (dynamic_shapes, sizes)
         found = _with_examples(model_copy, host, shapes, keep_grad, exporter=not step, sizes=sizes)
         found = _completed(found, model_copy, keep_grad)
         if not (step or any(tensor.device.type == "meta" for tensor in call.tensors)):
             found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
-    for text in kept:
-        model_copy.warn_once(text)
     by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)
     return _with_these_gradients(found, call) if left_out.beyond_inputs or by_inputs else found
 
@@ -144,6 +140,8 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
     if model_copy.method != "forward" and all(node.op != "call_function" for node in found.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")
     losses = found.module.meta.pop(LOSSES, ())
+    for text in found.module.meta.pop(KEPT_BY_HOOKS, ()):
+        model_copy.warn_once(text)
     _refuse_parted(found.module.meta.pop(ASSIGNED, {}), model_copy)
     if keep_grad:
         for name in losses:

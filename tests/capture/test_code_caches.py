@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan.capture.changes.code_caches import CodeCaches
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 TABLE: dict[Any, Any] = {"other": 1}
@@ -80,7 +84,18 @@ def in_a_class(length: int) -> torch.Tensor:
     return positions.of(length)
 
 
-WAYS = [limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class]
+@functools.cache
+def tables() -> dict[int, torch.Tensor]:
+    return {}
+
+
+def in_a_result(length: int) -> torch.Tensor:
+    return tables().setdefault(length, made(length))
+
+
+tables()
+
+WAYS = [limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class, in_a_result]
 
 
 class Elsewhere:
@@ -130,6 +145,86 @@ def test_the_callers_model_finds_no_tensors_of_a_trace(way: Callable[[int], torc
     del placed
     again = graphplan.partition(model, {"cpu": "1MiB"}, (X[:3],))  # what eager has kept since stays
     torch.testing.assert_close(again(X[:3]), expected[:3])
+
+
+class Branched(Added):
+    """Has no graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return -found if x.sum() > 0 else found
+
+
+def test_a_model_without_a_graph_finds_no_tensors_of_a_trial() -> None:
+    model = Branched(limited)
+    with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert type(limited(8)) is torch.Tensor
+    torch.testing.assert_close(placed(X + 1), model(X + 1))
+
+
+def test_caches_of_other_modules_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_package_of_models"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tables.py").write_text(
+        "import functools, torch\n\n@functools.lru_cache\ndef positions(n):\n"
+        "    return torch.arange(n).float()\n"
+    )
+    (package / "net.py").write_text(
+        "from torch import nn\nfrom . import tables\n\n\nclass Net(nn.Module):\n"
+        "    def forward(self, x):\n        return x + tables.positions(x.shape[-1])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    net = importlib.import_module("a_package_of_models.net")
+    graphplan.partition(net.Net(), {"cpu": "1MiB"}, (X,))
+    assert type(net.tables.positions(8)) is torch.Tensor
+
+
+class Linked:
+    def __init__(self) -> None:
+        self.others: list[Linked] = []
+
+
+class Linking(nn.Module):
+    """Adds to a table what is long, and linked in many ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chain, linked = list[Any](), [Linked() for _ in range(30)]
+        for _ in range(2000):
+            chain = [chain]
+        for one in linked:
+            one.others = list(linked)
+        TABLE.update(chain=chain, linked=linked)
+        return x + 1
+
+
+def test_objects_of_any_shape_are_looked_through() -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            graphplan.partition(Linking(), {"cpu": "1MiB"}, (X,))
+    finally:
+        TABLE.pop("chain", None)
+        TABLE.pop("linked", None)
+
+
+class Odd:
+    __module__ = property(lambda self: "of the object")  # type: ignore[assignment]
+
+
+DATA, ODD = [{"text": "of a set of data"}], Odd()
+
+
+class Reading(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if isinstance(ODD, Odd) else x
+
+
+def test_what_the_code_does_not_name_is_not_looked_through() -> None:
+    model = Reading()
+    assert id(DATA) not in CodeCaches(model)._tables
+    graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
 
 
 def test_what_a_trace_adds_without_tensors_stays() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +138,143 @@ def test_what_hooks_keep_for_others_is_said(hook: Callable[[Store], Callable[...
         assert [cell.cell_contents for cell in keep.__closure__] == [0]
     torch.testing.assert_close(placed(X), model(X))
     handle.remove()
+
+
+class Own(nn.Sequential):
+    """Of this file, where code of the model finds what is global."""
+
+
+class Calling:
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        _seen["inherited"] = output
+
+
+class Inherits(Calling):
+    pass
+
+
+class Extractor(nn.Module):
+    """Around a model, of which it is no part."""
+
+    last: Any = None
+
+    def keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.last = output
+
+
+def in_a_table(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    _seen["table"] = output
+
+
+def on_itself(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    on_itself.last = output  # type: ignore[attr-defined]
+
+
+def in_a_module(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    GLOBAL.last = output
+
+
+def in_a_class(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    Extractor.last = output
+
+
+def by_another(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    in_a_table(module, args, output)
+
+
+GLOBAL = Extractor()
+
+
+@pytest.mark.parametrize("kind", [Own, nn.Sequential])
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (in_a_table, True),
+        (Inherits(), True),
+        (on_itself, True),
+        (in_a_module, True),
+        (GLOBAL.keep, True),
+        (in_a_class, False),
+        (by_another, False),
+    ],
+)
+def test_hooks_leave_nothing_of_a_trace(kind: type[nn.Sequential], hook: Any, said: bool) -> None:
+    model = kind(nn.Linear(8, 8), nn.ReLU())
+    model[0].register_forward_hook(hook)
+    _seen.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert [str(one.message).startswith("The hook ") for one in told] == [True] * said
+    assert (_seen, GLOBAL.last, Extractor.last, vars(on_itself)) == ({}, None, None, {})
+    torch.testing.assert_close(placed(X), model(X))
+    _seen.clear()
+    GLOBAL.last, Extractor.last = None, None
+    vars(on_itself).clear()
+
+
+class Proxy:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is of no use here")
+
+
+def test_loggers_and_what_stands_for_others_are_no_stores() -> None:
+    model, proxy, logger = nn.Sequential(nn.Linear(8, 8)), Proxy(), logging.getLogger("of a hook")
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        logger.debug("%s", output if output is not None else proxy)
+
+    model[0].register_forward_hook(note)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+
+
+def require_weights_of_its_own(model: nn.Module, name: str) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, {0: "1MiB"}, (X,))
+        placed.get_submodule(name).bias.add_(1)
+        found = run_placed(machine, placed, (X,))
+        model.get_submodule(name).bias.add_(1)
+        torch.testing.assert_close(found, model(X))
+
+
+def test_containers_that_hooks_close_over_have_the_modules_of_the_copy() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    names = {part: name for name, part in model.named_modules()}
+    others = [("next", (model[1],))]
+
+    def add(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + int(names[module]) + others[0][1][0].bias
+
+    for part in model:
+        part.register_forward_hook(add)
+    require_weights_of_its_own(model, "1")
+    assert list(names) == list(model.modules())
+
+
+_parts: dict[str, Any] = {}
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.parts, self.shared = _parts, [threading.Lock(), lambda: self.layer.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["layer"](x)  # type: ignore[no-any-return]
+
+
+def test_containers_of_others_stay_as_they_are() -> None:
+    model = Looked()
+    _parts.update(layer=model.layer, bias=lambda: model.layer.bias)
+    model.layer.register_forward_hook(lambda module, args, output: output * len(_parts))
+    functions = _parts["bias"], model.shared[1]
+    with pytest.warns(graphplan.GraphplanWarning, match="'shared'"):
+        require_weights_of_its_own(model, "layer")
+    assert (_parts["bias"], model.shared[1]) == functions
+    _parts.clear()
 
 
 def test_a_hook_that_changes_a_result_only_is_in_the_graph_without_a_word() -> None:

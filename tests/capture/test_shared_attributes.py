@@ -129,17 +129,9 @@ def test_what_was_computed_with_gradients_is_copied_as_values() -> None:
         graphplan.partition(model, {"cpu": "1MiB"}, (X,), grad=True)
 
 
-model_of_all: Any = None
-
-
-def test_what_holds_tensors_and_cannot_be_copied_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_holds_tensors_and_cannot_be_copied_is_named() -> None:
     model = Model(Holder([threading.Lock(), torch.ones(2)]))
     with pytest.raises(graphplan.CaptureError, match=r"'held\.thing' of Model.*keep it outside the model"):
-        graphplan.partition(model, {"cpu": "1MiB"}, (X,))
-    model = Model(Holder([]))
-    monkeypatch.setitem(globals(), "model_of_all", model)
-    model.held.register_forward_hook(lambda *call: model_of_all.held.thing.append(call[-1]))
-    with pytest.raises(graphplan.CaptureError, match=r"'held\.thing' of Model.*remove that hook before"):
         graphplan.partition(model, {"cpu": "1MiB"}, (X,))
 
 

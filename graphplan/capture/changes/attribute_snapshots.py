@@ -9,7 +9,7 @@ A trace and a trial run ``forward``, which may count its calls or set flags, and
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +108,34 @@ def _keys_and_items(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _is_key(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def attributes_behind(value: Any) -> dict[str, Any] | None:
+    """Those of an object itself, which may stand for another that is not there to be asked."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found
+
+
+def contents_of(value: Any) -> list[Any]:
+    """What is in a container; not in one of a class derived from it, which may make that when it is asked."""
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return [*value, *value.values()]
+    return list(value) if type(value) in (list, tuple, set) else []
+
+
+def held_by(model: nn.Module) -> set[int]:
+    """Ids of a model's modules, of what is in their attributes but hooks, and in containers there."""
+    todo, found = list[Any](model.modules()), set[int]()
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found.add(id(value))
+            attributes = own_attributes(value) if isinstance(value, nn.Module) else {}
+            todo += [one for name, one in attributes.items() if "hooks" not in name] + contents_of(value)
+    return found
 
 
 Attributes = list[tuple[nn.Module | torch.Tensor, dict[str, Snapshot]]]

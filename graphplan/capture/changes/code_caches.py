@@ -14,50 +14,65 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.export import TRACED_NUMBERS
+from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, own_attributes
+from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
-_METHODS = (staticmethod, classmethod, property)
+_AROUND = {
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    property: "fget",
+    functools.partialmethod: "func",
+    functools.cached_property: "func",
+}
+_PLAIN = {bool, int, float, str, bytes, type(None)}
 _TRACED = (FakeTensor, *TRACED_NUMBERS)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, deque, tuple, set, frozenset)
 _ABSENT = object()
 
 
 class CodeCaches:
-    """What the functions and classes of a model reach, those of its own packages."""
+    """What the functions, classes and hooks of a model reach, those of their own packages."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tables: list[Any] = []  # dicts, lists, classes, and cells
+        self._tables: dict[int, Any] = {}  # by id: dicts, lists, classes, and cells
         self._cached: list[Any] = []
         parts = list(model.modules())
+        hooks = [hook for part in parts for hook in hooks_of(part)]
         functions = [value for part in parts for value in vars(part).values() if type(value) is FunctionType]
-        self._todo: list[Any] = [*functions, *(cls for kind in set(map(type, parts)) for cls in kind.__mro__)]
-        self._packages = {_package(value) for value in self._todo} - _LIBRARIES
-        seen = set[int]()
+        classes = [cls for kind in set(map(type, parts)) for cls in kind.__mro__]
+        code = [*map(function_of, hooks), *functions, *classes]
+        self._packages = set(map(_package, code)) - _LIBRARIES
+        self._todo: list[Any] = [*code, *hooks, *(type(one) for part in parts for one in vars(part).values())]
+        own, seen = held_by(model), set[int]()
         while self._todo:
             value = self._todo.pop()
-            if id(value) not in seen:
+            # attributes of the model are left to others
+            if type(value) not in _PLAIN and id(value) not in seen:
                 seen.add(id(value))
-                self._read(value)
+                if id(value) not in own or not issubclass(type(value), nn.Module | dict | list | deque):
+                    self._read(value)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """A block after which they hold nothing of a trace."""
-        before = [dict(_items(table)) for table in self._tables]
+        before = [(table, dict(_items(table))) for table in self._tables.values()]
         misses = [cached.cache_info().misses for cached in self._cached]
         try:
             yield
         finally:
-            for table, known in zip(self._tables, before, strict=True):
+            for table, known in before:
                 _put_back(table, known)
             for cached, count in zip(self._cached, misses, strict=True):
                 if cached.cache_info().misses != count and any(map(_is_traced, _results(cached))):
@@ -67,32 +82,51 @@ class CodeCaches:
         kind = type(value)  # what stands for an object elsewhere, as of a request, may not be asked
         if kind is _CACHED:
             self._cached.append(value)
-            self._todo.append(value.__wrapped__)
-        elif issubclass(kind, _METHODS):
-            self._todo.append(value.fget if issubclass(kind, property) else value.__func__)
+            self._todo += _results(value)
+        elif kind is MethodType:
+            self._todo += [value.__func__, value.__self__]
+        elif kind is functools.partial:
+            self._todo += [value.func, *value.args, *value.keywords.values()]
+        elif kind in _AROUND:
+            self._todo.append(getattr(value, _AROUND[kind]))
         elif kind is FunctionType:
             if _package(value) in self._packages:
-                self._todo += [value.__globals__, vars(value), *(value.__closure__ or ())]
+                self._todo += [vars(value), *self._named(value), *(value.__closure__ or ())]
         elif issubclass(kind, type):
             if _package(value) in self._packages:
-                self._tables.append(value)
-                self._todo += [*vars(value).values(), vars(sys.modules.get(value.__module__, object))]
-        elif issubclass(kind, dict | list | CellType):
-            self._tables.append(value)
-            self._todo += [inside for _, inside in _items(value) if not issubclass(type(inside), ModuleType)]
+                self._tables[id(value)] = value
+                self._todo += [*value.__mro__, *vars(value).values()]
+        elif issubclass(kind, dict | list | deque | CellType):
+            self._tables[id(value)] = value
+            self._todo += [inside for _, inside in _items(value)]
+        elif issubclass(kind, tuple):
+            self._todo += tuple.__iter__(value)
+        elif issubclass(kind, nn.Module):
+            self._tables[id(vars(value))] = vars(value)
+            self._todo += own_attributes(value).values()
         elif issubclass(kind, MutableMapping) or _package(kind) in self._packages:
-            self._todo.append(_attributes(value))
+            self._todo += [kind, attributes_behind(value)]
 
-
-def _attributes(value: Any) -> Any:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
+    def _named(self, function: FunctionType) -> list[Any]:
+        """What a function finds under the names in it, in its own module and in others of the packages."""
+        names, spaces, found = names_in(function), [function.__globals__], list[Any]()
+        for space in spaces:
+            self._tables[id(space)] = space
+            read = space.copy() if "globals" in names else names & space.keys()  # by names that it makes
+            for value in map(space.get, read):
+                if not issubclass(type(value), ModuleType):
+                    found.append(value)
+                elif _top(vars(value)["__name__"]) in self._packages:
+                    spaces += [vars(value)] if id(vars(value)) not in map(id, spaces) else []
+        return found
 
 
 def _package(code: Any) -> str:
-    return (code.__module__ or "").partition(".")[0]
+    return _top(getattr(code, "__module__", None))
+
+
+def _top(module: Any) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def _items(table: Any) -> list[tuple[Any, Any]]:
@@ -101,8 +135,8 @@ def _items(table: Any) -> list[tuple[Any, Any]]:
             return [("cell_contents", table.cell_contents)]
         except ValueError:  # it is empty yet
             return []
-    if isinstance(table, list):
-        return list(enumerate(list.__iter__(table)))
+    if isinstance(table, list | deque):
+        return list(enumerate(list.__iter__(table) if isinstance(table, list) else deque.__iter__(table)))
     # the items of a class derived from dict may be made, or imported, when they are asked for
     return list(vars(table).items() if isinstance(table, type) else dict.items(table))
 
@@ -111,8 +145,9 @@ def _put_back(table: Any, known: dict[Any, Any]) -> None:
     """Take what is of a trace from a table, and give it back what was there."""
     new = [(name, value) for name, value in _items(table) if known.get(name, _ABSENT) is not value]
     for name in [name for name, value in new if _is_traced(value)]:
-        if isinstance(table, list):
-            table[:] = known.values()
+        if isinstance(table, list | deque):
+            table.clear()
+            table.extend(known.values())
             return
         if not isinstance(table, dict):
             setattr(table, name, known[name]) if name in known else delattr(table, name)
@@ -129,13 +164,17 @@ def _results(cached: Any) -> list[Any]:
     return own + gc.get_referents(*entries)
 
 
-def _is_traced(value: Any, around: tuple[int, ...] = ()) -> bool:
+def _is_traced(value: Any) -> bool:
     """Whether something is of a trace, or holds that."""
-    kind = type(value)
-    if issubclass(kind, _TRACED):
-        return True
-    if id(value) in around or issubclass(kind, type | ModuleType | FunctionType):
-        return False
-    inside = value if issubclass(kind, _CONTAINERS) else _attributes(value)
-    parts = dict.values(inside) if isinstance(inside, dict) else inside or ()
-    return any(_is_traced(part, (*around, id(value))) for part in parts)
+    todo, seen = [value], set[int]()
+    while todo:
+        one = todo.pop()
+        kind = type(one)
+        if issubclass(kind, _TRACED):
+            return True
+        if id(one) in seen or issubclass(kind, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        inside = one if issubclass(kind, _CONTAINERS) else attributes_behind(one)
+        todo += dict.values(inside) if isinstance(inside, dict) else inside or ()
+    return False

@@ -11,20 +11,23 @@ hook once, would leave tensors without values where it stores them.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging import Logger
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import Snapshot, snapshot
+from graphplan.capture.changes.attribute_snapshots import attributes_behind, contents_of, held_by, snapshot
+from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
 
-_CALLED = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, set, deque)
-_NOT_LOOKED_INTO = (nn.Module, ModuleType, FunctionType, MethodType, type)
+_UNWATCHED = (ModuleType, MethodType, type, Logger)  # a logger keeps for itself which levels are on
+_EMPTY = object()
 
 _KEPT = (
     "{} stores something outside of the model. It runs in the trace alone, and in no call of the placed "
@@ -34,9 +37,16 @@ _KEPT = (
 
 
 def shared_with_hooks(model: nn.Module) -> dict[int, Any]:
-    """For ``copy.deepcopy``: the global containers that hooks know, which a copy has in common with them."""
-    globs = (value for _, hook in _hooks(model) for value in _globals(_function(hook)))
-    return {id(value): value for value in globs if isinstance(value, _CONTAINERS)}
+    """For ``copy.deepcopy``: the global containers that hooks know, which a copy has in common with them.
+
+    Not those with modules or weights of the model, which the copy has in it as its own.
+    """
+    own = _References({id(one): None for one in (*model.modules(), *model.parameters(), *model.buffers())})
+    known = (
+        one for part in model.modules() for hook in hooks_of(part) for one in _globals(function_of(hook))
+    )
+    containers = (one for one in known if issubclass(type(one), _CONTAINERS))
+    return {id(one): one for one in containers if not own.reached_from(one)}
 
 
 def refer_to_copies(made: nn.Module, copies: Mapping[int, Any]) -> None:
@@ -46,101 +56,88 @@ def refer_to_copies(made: nn.Module, copies: Mapping[int, Any]) -> None:
         made: the copy.
         copies: of what the model's functions close over, by the id of the original.
     """
-    known, seen = dict[int, Any](), set[int]()
-    for part in made.modules():
-        _refer_in(vars(part), copies, known, seen)
+    references = _References(copies)
+    own = {id(one) for known, one in copies.items() if id(one) != known}  # others are the caller's, too
+    todo: list[Any] = [vars(part) for part in made.modules()]
+    seen = set[int]()
+    while todo:
+        table = todo.pop()
+        for key, value in list(dict.items(table) if isinstance(table, dict) else enumerate(table)):
+            if issubclass(type(value), dict | list) and id(value) in own and id(value) not in seen:
+                seen.add(id(value))
+                todo.append(value)
+            elif type(value) in (FunctionType, functools.partial, tuple):
+                referring = references.referring(value)
+                if referring is not value:
+                    table[key] = referring
 
 
 @contextmanager
 def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
-    """A block after which what hooks refer to is as it was, with a list for what is to be said of it then."""
-    own = {id(value) for part in model.modules() for value in (part, *vars(part).values())}
-    known = [(said, *each) for said, hook in _hooks(model) for each in _referred(hook)]
+    """A block after which what hooks refer to is as it was, with a list for what is to be said of it then.
+
+    Attributes of the model are left to others.
+    """
+    hooks, cells, tables = list(_named_hooks(model)), list[Any](), dict[int, Any]()
+    own = held_by(model) if hooks else set[int]()
+    for said, hook in hooks:
+        closed = getattr(function_of(hook), "__closure__", None) or ()
+        cells += [(said, cell, _content(cell, _EMPTY)) for cell in closed]
+        for value in _referred(hook):
+            table = value if issubclass(type(value), _CONTAINERS) else attributes_behind(value)
+            is_attribute = id(value) in own and (table is value or isinstance(value, nn.Module))
+            if table is not None and not is_attribute and id(table) not in tables:
+                tables[id(table)] = "" if id(value) in own else said, snapshot(table)
     kept: list[str] = []
     try:
         yield kept
     finally:
-        for said, owner, before, cell in known:
-            now = before.value if cell is None else _content(cell)
-            if before.is_of(now):
-                continue
-            before.put_back()
-            if cell is not None:
-                cell.cell_contents = before.value
-            if now is not before.value or id(owner) not in own:
-                kept.append(_KEPT.format(said))
+        told = []
+        for said, cell, before in cells:
+            if _content(cell, _EMPTY) is not before:
+                told.append(said)
+                del cell.cell_contents
+                if before is not _EMPTY:
+                    cell.cell_contents = before
+        for said, known in tables.values():
+            if not known.is_of(known.value):
+                told.append(said)
+                known.put_back()
+        kept += [_KEPT.format(said) for said in dict.fromkeys(told) if said]
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _named_hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in model.named_modules():
-        for table in _CALLED:
-            for hook in vars(part)[table].values():
-                name = getattr(_function(hook), "__qualname__", type(hook).__name__)
-                yield f"The hook {name} of {path or 'the model'!r}", hook
-
-
-def _function(hook: Any) -> Any:
-    while isinstance(hook, functools.partial | MethodType):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
-    return hook if isinstance(hook, FunctionType) else vars(type(hook)).get("__call__")
+        for hook in hooks_of(part):
+            name = getattr(function_of(hook), "__qualname__", type(hook).__name__)
+            yield f"The hook {name} of {path or 'the model'!r}", hook
 
 
 def _globals(function: Any) -> list[Any]:
-    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    names = names_in(function) if isinstance(function, FunctionType) else ()
     return [function.__globals__[name] for name in names if name in function.__globals__]
 
 
-def _referred(hook: Any) -> Iterator[tuple[Any, Snapshot, CellType | None]]:
-    """What a hook could write to, as it is now, with the cell that holds it."""
-    function = _function(hook)
-    found = [*_globals(function), *(_defaults(function) if isinstance(function, FunctionType) else ())]
-    for cell in getattr(function, "__closure__", None) or ():
-        found.append(_content(cell))
-        yield found[-1], snapshot(found[-1]), cell
+def _referred(hook: Any) -> Iterator[Any]:
+    """What a hook could write to."""
+    function = function_of(hook)
+    found = [function, *_globals(function)]
+    if isinstance(function, FunctionType):
+        found += [*map(_content, function.__closure__ or ()), *_defaults(function)]
     while isinstance(hook, functools.partial):
         found += [*hook.args, *hook.keywords.values()]
         hook = hook.func
     found.append(hook.__self__ if isinstance(hook, MethodType) else hook)
     for value in found:
-        if isinstance(value, _CONTAINERS):
-            yield value, snapshot(value), None
-        elif hasattr(value, "__dict__") and not isinstance(value, _NOT_LOOKED_INTO):
-            yield value, snapshot(vars(value)), None
+        if not issubclass(type(value), _UNWATCHED):
+            yield value
 
 
-def _content(cell: CellType) -> Any:
+def _content(cell: CellType, empty: Any = None) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty yet
-        return None
-
-
-def _refer_in(
-    table: dict[Any, Any] | list[Any], copies: Mapping[int, Any], known: dict[int, Any], seen: set[int]
-) -> None:
-    """``known``: the functions that were made, by the ids of the original ones; ``seen``: containers."""
-    seen.add(id(table))
-    for key, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
-        if isinstance(value, dict | list):
-            if id(value) not in seen:
-                _refer_in(value, copies, known, seen)
-        elif isinstance(value, FunctionType | functools.partial) and _reaches(value, copies, set()):
-            table[key] = _referring(value, copies, known)
-
-
-def _reaches(value: Any, copies: Mapping[int, Any], seen: set[int]) -> bool:
-    """Whether something closes over what has a copy."""
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    if isinstance(value, functools.partial):
-        return _reaches(value.func, copies, seen)
-    if isinstance(value, MethodType):  # that of a placed model, for which its plain one stands, stays its own
-        return id(value.__self__) in copies
-    if not isinstance(value, FunctionType):
-        return copies.get(id(value), value) is not value
-    closed = [_content(cell) for cell in value.__closure__ or ()]
-    return any(_reaches(one, copies, seen) for one in (*closed, *_defaults(value)))
+        return empty
 
 
 def _defaults(function: FunctionType) -> Iterator[Any]:
@@ -148,24 +145,86 @@ def _defaults(function: FunctionType) -> Iterator[Any]:
     yield from (function.__kwdefaults__ or {}).values()
 
 
-def _referring(value: Any, copies: Mapping[int, Any], known: dict[int, Any]) -> Any:
-    if isinstance(value, functools.partial):
-        return functools.partial(_referring(value.func, copies, known), *value.args, **value.keywords)
-    if isinstance(value, MethodType):
-        owner = value.__self__
-        return MethodType(value.__func__, copies[id(owner)]) if id(owner) in copies else value
-    if not isinstance(value, FunctionType) or not _reaches(value, copies, set()):
-        return copies.get(id(value), value)
-    if id(value) not in known:
+class _References:
+    """What refers to something that has a copy, and the same referring to the copy.
+
+    Args:
+        copies: by the id of the original.
+    """
+
+    def __init__(self, copies: Mapping[int, Any]) -> None:
+        self._copies = copies
+        self._made: dict[int, Any] = {}  # by the id of what refers to an original
+        self._apart: set[int] = set()  # what refers to none
+
+    def reached_from(self, value: Any) -> bool:
+        """Whether something is, holds, or closes over what has a copy."""
+        todo, seen = [value], set[int]()
+        while todo:
+            one = todo.pop()
+            if self._copy(one) is not one:
+                return True
+            if id(one) not in seen and id(one) not in self._apart:
+                seen.add(id(one))
+                todo += _inside(one)
+        self._apart |= seen
+        return False
+
+    def referring(self, value: Any) -> Any:
+        """The copy of something, or what refers to copies in its place; else itself."""
+        copied = self._copy(value)
+        if copied is not value:
+            return copied
+        if id(value) not in self._made and self.reached_from(value):
+            self._make(value)
+        return self._made.get(id(value), value)
+
+    def _copy(self, value: Any) -> Any:
+        if type(value) is MethodType:  # that of a placed model, for which its plain one stands, stays its own
+            owner = value.__self__
+            known = id(owner) in self._copies
+            return MethodType(value.__func__, self._copies[id(owner)]) if known else value
+        return self._copies.get(id(value), value)
+
+    def _make(self, value: Any) -> None:
+        """What may refer to itself is known before what is in it is made."""
+        kind: Any = type(value)
+        if kind is FunctionType:
+            self._make_function(value)
+        elif kind is functools.partial:
+            named = {name: self.referring(one) for name, one in value.keywords.items()}
+            func, *args = map(self.referring, (value.func, *value.args))
+            self._made[id(value)] = functools.partial(func, *args, **named)
+        elif kind in (tuple, set):
+            self._made[id(value)] = kind(map(self.referring, value))
+        else:
+            made = self._made[id(value)] = copy.copy(value)
+            made.clear()
+            if kind is list:
+                made += map(self.referring, value)
+            else:
+                made.update({self.referring(key): self.referring(one) for key, one in value.items()})
+
+    def _make_function(self, value: FunctionType) -> None:
         closed = value.__closure__ or ()
         cells = tuple(CellType() for _ in closed)
         made = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
-        known[id(value)] = made  # it may refer to itself
-        made.__qualname__, made.__module__, made.__doc__ = value.__qualname__, value.__module__, value.__doc__
+        self._made[id(value)] = made
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(made, name, getattr(value, name))
         vars(made).update(vars(value))
-        made.__defaults__ = tuple(_referring(one, copies, known) for one in value.__defaults__ or ())
-        named = value.__kwdefaults__ or {}
-        made.__kwdefaults__ = {name: _referring(one, copies, known) for name, one in named.items()}
+        if value.__defaults__:
+            made.__defaults__ = tuple(map(self.referring, value.__defaults__))
+        if value.__kwdefaults__:
+            made.__kwdefaults__ = {name: self.referring(one) for name, one in value.__kwdefaults__.items()}
         for cell, own in zip(cells, closed, strict=True):
-            cell.cell_contents = _referring(_content(own), copies, known)
-    return known[id(value)]
+            if (inside := _content(own, _EMPTY)) is not _EMPTY:
+                cell.cell_contents = self.referring(inside)
+
+
+def _inside(value: Any) -> list[Any]:
+    if type(value) is FunctionType:
+        return [*map(_content, value.__closure__ or ()), *_defaults(value)]
+    if type(value) is functools.partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    return contents_of(value)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
@@ -28,11 +27,6 @@ PATCHED = "_graphplan_patched"
 """The attribute of a placed module with the ``forward`` of the model's own instance, if it had one."""
 
 _HOLDS = "Since it has tensors or modules in it, a placed model cannot share it: keep it outside the model"
-_TRACED = (
-    "It has tensors of a trace in it, which a hook that knows the model itself has put there: empty it, "
-    "remove that hook before you place the model, and register one with the placed model"
-)
-
 _placed: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
 
 
@@ -157,12 +151,9 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
             try:
                 _deepcopy(value, model, known)
             except Exception as error:  # as above
-                leaves = leaves_of(value)
-                if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves):
-                    traced = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+                if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value)):
                     raise CaptureError(
-                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. "
-                        + (_TRACED if traced else _HOLDS)
+                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. {_HOLDS}"
                     ) from error
                 found[where] = value
     return found
