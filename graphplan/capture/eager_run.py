@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _raised(
     try:
         outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
         with quiet(), undrawn(module), outside[0], outside[1], mode, restored_buffers(module):
-            run(*args, **kwargs)
+            copy_context().run(run, *args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error
     return None

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,8 @@ def _export(
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
     outside = caches.untouched(), untouched_by_hooks(module)
     with restored_buffers(module), _keeping_notes(module), outside[0], outside[1] as kept, around:
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
+        program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     program.graph_module.meta[KEPT_BY_HOOKS] = kept
     return state, program
 

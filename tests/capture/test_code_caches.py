@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from graphplan.capture.changes.code_caches import CodeCaches
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 TABLE: dict[Any, Any] = {"other": 1}
 LISTED: list[Any] = []
+LOCAL = threading.local()
+CONTEXT: ContextVar[Any] = ContextVar("CONTEXT", default=None)
 FIRST: Any = None
 
 
@@ -68,6 +72,24 @@ def of_itself(length: int) -> torch.Tensor:
     return of_itself.known[:length]  # type: ignore[attr-defined, no-any-return]
 
 
+def in_a_default(length: int, known: dict[int, torch.Tensor] = {}) -> torch.Tensor:  # noqa: B006
+    return known.setdefault(length, made(length))
+
+
+def in_a_named_default(length: int, *, known: dict[int, torch.Tensor] = {}) -> torch.Tensor:  # noqa: B006
+    return known.setdefault(length, made(length))
+
+
+def in_a_thread(length: int) -> torch.Tensor:
+    return LOCAL.__dict__.setdefault(length, made(length))  # type: ignore[no-any-return]
+
+
+def in_a_context(length: int) -> torch.Tensor:
+    if CONTEXT.get() is None:
+        CONTEXT.set(made(8))
+    return CONTEXT.get()[:length]  # type: ignore[no-any-return]
+
+
 class Positions:
     by_length: dict[int, torch.Tensor] = {}  # noqa: RUF012  # what is tested
     last: torch.Tensor | None = None
@@ -95,7 +117,10 @@ def in_a_result(length: int) -> torch.Tensor:
 
 tables()
 
-WAYS = [limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class, in_a_result]
+WAYS = [
+    *(limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class, in_a_result),
+    *(in_a_default, in_a_named_default, in_a_thread, in_a_context),
+]
 
 
 class Elsewhere:
@@ -238,3 +263,19 @@ def test_what_a_trace_adds_without_tensors_stays() -> None:
         assert TABLE["seen"] == "yes"
     finally:
         TABLE.pop("seen", None)
+
+
+class Branching(Added):
+    """Has no graph, so that it is tried on tensors without values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if float(y.detach().sum()) > 0 else -y
+
+
+@pytest.mark.parametrize("way", [limited, in_a_table, in_a_context])
+def test_neither_does_one_without_a_graph(way: Callable[[int], torch.Tensor]) -> None:
+    model = Branching(way)
+    with pytest.warns(graphplan.GraphplanWarning, match="could not be captured"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    torch.testing.assert_close(placed(X), model(X))

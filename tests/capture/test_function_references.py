@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import threading
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,3 +333,53 @@ def test_a_function_that_knows_itself_is_copied_once() -> None:
     model.forward = repeated  # type: ignore[method-assign]
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     torch.testing.assert_close(placed(X), model(X))
+
+
+class Shifted(nn.Module):
+    """Adds its bias as something in an attribute of it has it."""
+
+    def __init__(self, keep: Callable[[Shifted], Any], read: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read, self.scale = nn.Linear(8, 8), read, 1.0
+        object.__setattr__(self, "kept", keep(self))  # no submodule where it is a proxy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.read(self.kept) * self.scale
+
+
+def bound(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return lambda: run()
+
+
+def bias_of(layer: nn.Linear) -> torch.Tensor:
+    return layer.bias
+
+
+HOLDERS: dict[str, tuple[Callable[[Shifted], Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda model: (lambda: model.layer.bias,), lambda kept: kept[0]()),
+    "deque": (lambda model: deque([lambda: model.layer.bias]), lambda kept: kept[0]()),
+    "object": (lambda model: SimpleNamespace(of=lambda: model.layer.bias), lambda kept: kept.of()),
+    "method": (lambda model: MethodType(lambda _: model.layer.bias, model.layer), lambda kept: kept()),
+    "partial": (lambda model: bound(partial(bias_of, model.layer)), lambda kept: kept()),
+    "reference": (weakref.ref, lambda kept: kept().layer.bias),
+    "proxy": (weakref.proxy, lambda kept: kept.layer.bias),
+    "list of references": (lambda model: [weakref.ref(model.layer)], lambda kept: kept[0]().bias),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_holds_functions_and_weak_references_knows_the_placed_model(holder: str, lazy: bool) -> None:
+    model = Shifted(*HOLDERS[holder])
+    with torch.no_grad():
+        expected = model(X) + model.layer.bias + 3
+    with graphplan.simulate({0: "1MiB"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*has no example inputs|'scale' was")
+        placed = graphplan.partition(model, {0: "1MiB"}, () if lazy else (X,))
+        del model
+        gc.collect()
+        placed(X)
+        with torch.no_grad():
+            placed.layer.bias.add_(1)
+        placed.scale = 2.0  # it is traced again
+        torch.testing.assert_close(placed(X), expected)

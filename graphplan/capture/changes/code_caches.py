@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ class CodeCaches:
         elif kind is FunctionType:
             if _package(value) in self._packages:
                 self._todo += [vars(value), *self._named(value), *(value.__closure__ or ())]
+                self._todo += [*(value.__defaults__ or ()), value.__kwdefaults__]
         elif issubclass(kind, type):
             if _package(value) in self._packages:
                 self._tables[id(value)] = value
@@ -104,6 +106,8 @@ class CodeCaches:
         elif issubclass(kind, nn.Module):
             self._tables[id(vars(value))] = vars(value)
             self._todo += own_attributes(value).values()
+        elif issubclass(kind, threading.local):
+            self._todo.append(vars(value))  # those of this thread
         elif issubclass(kind, MutableMapping) or _package(kind) in self._packages:
             self._todo += [kind, attributes_behind(value)]
 

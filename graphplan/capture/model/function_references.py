@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import Logger
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -26,6 +27,8 @@ from graphplan.capture.changes.attribute_snapshots import attributes_behind, con
 from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
 
 _CONTAINERS = (dict, list, set, deque)
+_CODE = (FunctionType, MethodType, functools.partial)
+_REFERRING: tuple[Any, ...] = (tuple, weakref.ref, *weakref.ProxyTypes)
 _UNWATCHED = (ModuleType, MethodType, type, Logger)  # a logger keeps for itself which levels are on
 _EMPTY = object()
 
@@ -49,24 +52,36 @@ def shared_with_hooks(model: nn.Module) -> dict[int, Any]:
     return {id(one): one for one in containers if not own.reached_from(one)}
 
 
-def refer_to_copies(made: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Have the hooks of a copy, and the functions in its attributes, close over ``copies``.
+def proxies_of(parts: Iterable[nn.Module]) -> dict[int, Any]:
+    """For ``copy.deepcopy``, which would copy once more what they stand for: weak proxies of modules."""
+    found = (one for part in parts for one in weakref.getweakrefs(part))
+    return {id(one): one for one in found if issubclass(type(one), weakref.ProxyTypes)}
+
+
+def refer_to_copies(made: nn.Module, parts: Iterable[nn.Module], copies: dict[int, Any]) -> None:
+    """Have functions and weak references, in all that was copied, refer to ``copies``.
 
     Args:
         made: the copy.
-        copies: of what the model's functions close over, by the id of the original.
+        parts: the modules that were copied.
+        copies: of everything, by the id of the original: what ``copy.deepcopy`` has noted.
     """
+    # others are the caller's, too
+    copied = [one for known, one in copies.items() if known not in (id(one), id(copies))]
+    for part in parts:
+        mine = copies.get(id(part))
+        for one in weakref.getweakrefs(part) if mine is not None else ():  # it may make its parts anew
+            if type(one) is weakref.ref:
+                copies[id(one)] = weakref.ref(mine)
+            elif issubclass(type(one), weakref.ProxyTypes):
+                copies[id(one)] = weakref.proxy(mine)
     references = _References(copies)
-    own = {id(one) for known, one in copies.items() if id(one) != known}  # others are the caller's, too
-    todo: list[Any] = [vars(part) for part in made.modules()]
-    seen = set[int]()
-    while todo:
-        table = todo.pop()
-        for key, value in list(dict.items(table) if isinstance(table, dict) else enumerate(table)):
-            if issubclass(type(value), dict | list) and id(value) in own and id(value) not in seen:
-                seen.add(id(value))
-                todo.append(value)
-            elif type(value) in (FunctionType, functools.partial, tuple):
+    for one in (*copied, *made.modules()):
+        in_it = issubclass(type(one), dict | list | deque)
+        table: Any = one if in_it else None if type(one) in _CODE else attributes_behind(one)
+        pairs = dict.items(table) if isinstance(table, dict) else enumerate(table or ())
+        for key, value in list(pairs):
+            if type(value) in _CODE or issubclass(type(value), _REFERRING):
                 referring = references.referring(value)
                 if referring is not value:
                     table[key] = referring
@@ -162,7 +177,9 @@ class _References:
         todo, seen = [value], set[int]()
         while todo:
             one = todo.pop()
-            if self._copy(one) is not one:
+            if self._copies.get(id(one), one) is not one:
+                return True
+            if type(one) is MethodType and id(one.__self__) in self._copies:
                 return True
             if id(one) not in seen and id(one) not in self._apart:
                 seen.add(id(one))
@@ -172,19 +189,12 @@ class _References:
 
     def referring(self, value: Any) -> Any:
         """The copy of something, or what refers to copies in its place; else itself."""
-        copied = self._copy(value)
+        copied = self._copies.get(id(value), value)
         if copied is not value:
             return copied
         if id(value) not in self._made and self.reached_from(value):
             self._make(value)
         return self._made.get(id(value), value)
-
-    def _copy(self, value: Any) -> Any:
-        if type(value) is MethodType:  # that of a placed model, for which its plain one stands, stays its own
-            owner = value.__self__
-            known = id(owner) in self._copies
-            return MethodType(value.__func__, self._copies[id(owner)]) if known else value
-        return self._copies.get(id(value), value)
 
     def _make(self, value: Any) -> None:
         """What may refer to itself is known before what is in it is made."""
@@ -195,8 +205,12 @@ class _References:
             named = {name: self.referring(one) for name, one in value.keywords.items()}
             func, *args = map(self.referring, (value.func, *value.args))
             self._made[id(value)] = functools.partial(func, *args, **named)
-        elif kind in (tuple, set):
-            self._made[id(value)] = kind(map(self.referring, value))
+        elif kind is MethodType:  # that of a placed model, for which its plain one stands, stays its own
+            owner, known = value.__self__, id(value.__self__) in self._copies
+            owner = self._copies[id(owner)] if known else owner
+            self._made[id(value)] = MethodType(self.referring(value.__func__), owner)
+        elif issubclass(kind, tuple) or kind is set:
+            self._made[id(value)] = getattr(kind, "_make", kind)(map(self.referring, value))
         else:
             made = self._made[id(value)] = copy.copy(value)
             made.clear()
@@ -227,4 +241,6 @@ def _inside(value: Any) -> list[Any]:
         return [*map(_content, value.__closure__ or ()), *_defaults(value)]
     if type(value) is functools.partial:
         return [value.func, *value.args, *value.keywords.values()]
-    return contents_of(value)
+    if type(value) is MethodType:
+        return [value.__func__]
+    return list(tuple.__iter__(value)) if issubclass(type(value), tuple) else contents_of(value)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
-from graphplan.capture.model.function_references import refer_to_copies, shared_with_hooks
+from graphplan.capture.model.function_references import proxies_of, refer_to_copies, shared_with_hooks
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError
@@ -83,14 +83,16 @@ def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn
 
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
     """A copy of a model, or of what is in it."""
-    known = _Memo(model, memo)
+    placed = _placed[model]() if model in _placed else None
+    parts = [*model.modules(), *([] if placed is None else [placed])]
+    known = _Memo({**memo, **proxies_of(parts)}, {} if placed is None else {id(placed): id(model)})
     with _WithoutHistory():
         made = copy.deepcopy(value, known)
         if value is model:
             keep_unpacked(made)
             _make_alike(model, made, memo)
             _copy_notes(model, memo, known)
-            refer_to_copies(made, known)
+            refer_to_copies(made, parts, known)
     return made
 
 
@@ -118,10 +120,9 @@ def _copy_notes(model: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None
 class _Memo(dict[Any, Any]):
     """That of a copy, by which a model is found also where its placed one is asked for."""
 
-    def __init__(self, model: nn.Module, known: Mapping[int, Any]) -> None:
+    def __init__(self, known: Mapping[int, Any], own: Mapping[int, int]) -> None:
         super().__init__(known)
-        placed = _placed[model]() if model in _placed else None
-        self._own = {} if placed is None else {id(placed): id(model)}
+        self._own = own
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict."""
