@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 
 from graphplan._compat.torch import is_view, list_weights_anew
 from graphplan.capture.changes.assigned_state import restored
-from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
+from graphplan.capture.changes.attribute_snapshots import attributes_of, is_iterator, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of
@@ -273,6 +273,7 @@ def undone(tree: nn.Module) -> Iterator[None]:
     """A trial, after which weights, attributes, and the state of what is drawn at random, are as before."""
     attributes = attributes_of(tree)
     parts = list(tree.modules())
+    iterators = list(_iterators(tree))
     tables: list[Any] = [table for p in parts for table in (p._parameters, p._buffers, p._modules)]
     values = [(t, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     plain = {id(tensor) for tensor, _ in values if not tensor.requires_grad}
@@ -281,8 +282,19 @@ def undone(tree: nn.Module) -> Iterator[None]:
             yield
         finally:
             put_back(attributes)
+            for table, name, copied in iterators:
+                table[name] = copied
             with torch.no_grad():
                 for tensor, before in values:
                     if id(tensor) in plain and tensor.requires_grad and not is_view(tensor):
                         tensor.detach_()  # written to in place, with gradients
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version
+
+
+def _iterators(tree: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Iterators in attributes: where they are, and copies, since a trial moves them on."""
+    known = {id(one): one for one in (*tree.modules(), *tree.parameters(), *tree.buffers())}
+    for table in map(vars, tree.modules()):
+        for name in [name for name, value in table.items() if is_iterator(value)]:
+            with suppress(TypeError):  # it is a generator, or goes over one, which is said
+                yield table, name, copy.deepcopy(table[name], known)

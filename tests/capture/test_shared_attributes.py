@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -73,6 +75,32 @@ def test_it_is_shared_with_the_original(kind: str) -> None:
         assert largest_difference(plain(X), model(X)) < 1e-6
     if kind == "TextIOWrapper":
         thing.close()
+
+
+class Turning(nn.Module):
+    """Takes the next layer, and the next number, in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.turns, self.numbers = itertools.cycle(self.layers), iter(range(1, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.turns)(x) * next(self.numbers)  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="itertools takes no copies of its iterators")
+@pytest.mark.parametrize("args", [(), (X,)])
+def test_iterators_go_on_with_each_call(args: tuple[torch.Tensor, ...]) -> None:
+    torch.manual_seed(0)
+    model = Turning()
+    with graphplan.simulate({0: "1MiB"}), torch.no_grad():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            placed = graphplan.partition(model, {0: "1MiB"}, args)
+            found = [placed(X) for _ in range(5)]
+        assert "forward uses 'turns' (cycle), which goes on" in " ".join(str(one.message) for one in told)
+        torch.testing.assert_close(found, [model(X) for _ in range(5)])
 
 
 def test_what_forward_uses_is_used_in_each_call() -> None:

@@ -154,6 +154,11 @@ def own_attributes(owner: nn.Module | torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in TORCHS}
 
 
+def is_iterator(value: Any) -> bool:
+    """Whether it is one of Python's, such as ``itertools.cycle(...)``, of which a call may take the next."""
+    return isinstance(value, Iterator) and not hasattr(value, "__dict__")
+
+
 def put_back(before: Attributes) -> list[str]:
     """Undo changes of attributes; their names."""
     changed = []

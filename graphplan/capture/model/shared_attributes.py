@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
+from graphplan.capture.changes.attribute_snapshots import is_iterator
 from graphplan.capture.model.function_references import proxies_of, refer_to_copies, shared_with_hooks
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import leaves_of
@@ -64,8 +65,14 @@ def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
 
 def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A deep copy without what cannot be copied, and that by name; otherwise as :func:`copy_to_run`."""
-    return _copied(model, memo, _NotCopied)
+    """A deep copy without what cannot be copied, and that by name; otherwise as :func:`copy_to_run`.
+
+    It is without iterators too, of which each call is to take the next.
+    """
+    made, shared = _copied(model, memo, _NotCopied)
+    for table in map(vars, made.modules()):
+        table.update({name: _NotCopied(name, value) for name, value in table.items() if is_iterator(value)})
+    return made, shared
 
 
 def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -164,10 +171,9 @@ class _NotCopied:
     """Stands for an attribute in the copy that is traced; whatever is done with it is an error."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._said = (
-            f"forward uses {name!r} ({type(value).__name__}), which cannot be copied: a graph would not do "
-            "it in each call"
-        )
+        why = "goes on" if is_iterator(value) else "cannot be copied"
+        kind = type(value).__name__
+        self._said = f"forward uses {name!r} ({kind}), which {why}: a graph would not do it in each call"
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NoGraphError(self._said)
