@@ -26,6 +26,7 @@ COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, to
 """Layouts that are not taken: such tensors have neither strides nor one storage."""
 
 _LARGEST = torch.finfo(torch.float32).max
+_BY_NAME = {"accelerate", "diffusers", "peft", "torch", "transformers"}  # whose wrappers take names alike
 _FEW = 3  # tensors that a message names
 
 
@@ -89,6 +90,23 @@ def leaf_on_cpu(leaf: Any) -> Any:
     return leaf.cpu()
 
 
+class _ByPosition(inspect.Signature):
+    """Of a function in a wrapper that takes ``*args``: what is given by position stays so."""
+
+    __slots__ = ()
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """That of a method of a model; wrappers of its own may read their arguments by position."""
+    found, one = inspect.signature(function), function
+    while (inside := getattr(one, "__wrapped__", None)) is not None:
+        code, module = getattr(one, "__code__", None), getattr(one, "__globals__", {}).get("__name__", "")
+        if code and code.co_flags & inspect.CO_VARARGS and module.partition(".")[0] not in _BY_NAME:
+            return _ByPosition(list(found.parameters.values()))
+        one = inside
+    return found
+
+
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
     """Bind arguments to the parameters of ``forward``.
 
@@ -109,6 +127,7 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         raise InputError(f"the inputs do not fit forward{signature}: {error}{also}") from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
+    by_position = isinstance(signature, _ByPosition)
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -116,7 +135,8 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         elif parameter.kind is parameter.VAR_KEYWORD:
             named.update(value)  # in the caller's order, which a model may depend on
         elif parameter.kind is parameter.POSITIONAL_ONLY or (
-            parameter.kind is parameter.POSITIONAL_OR_KEYWORD and _feeds_varargs(signature, bound)
+            parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and (_feeds_varargs(signature, bound) or (by_position and name not in kwargs))
         ):
             positional.append(value)
         elif not _is_default(value, parameter.default):

@@ -29,6 +29,7 @@ from torch import nn
 
 from graphplan._compat.torch import call_of, call_without_compiled, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
+from graphplan.capture.signature import signature_of
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
@@ -72,7 +73,7 @@ class _Link:
         if whole is None:
             return call_without_compiled(part, *args, **kwargs)
         if self._signature is None:
-            self._signature = inspect.signature(part.forward)
+            self._signature = signature_of(part.forward)
         return whole._graphplan_enter(self._path, self._signature, args, kwargs)
 
     def whole(self) -> nn.Module | None:
@@ -262,7 +263,7 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
         if given:
             if method not in known:
                 known.clear()
-                known[method] = inspect.signature(method.__get__(self))
+                known[method] = signature_of(method.__get__(self))
             entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
             mine = entry, torch.is_grad_enabled()  # with gradients, loops are traced
             if mine not in own:

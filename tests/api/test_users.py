@@ -137,6 +137,39 @@ def test_many_structures_are_warned_of_once() -> None:
 # -- forward, hooks, modes ------------------------------------------------------------------------------
 
 
+def doubled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that reads its arguments by position."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return method(args[0], 2 * args[1], *args[2:], **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_wrapper_has_its_arguments_by_position(branches: bool) -> None:
+    class Wrapped(Two):
+        @doubled
+        def forward(self, x: torch.Tensor, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+            y = self.scaled(x, scale) + shift
+            return -y if branches and x.sum() > 0 else y
+
+        @doubled
+        def scaled(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    model = Wrapped()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Wrapped could not be captured")
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+        for args, kwargs in ((X,), {}), ((X[:2], 3.0), {}), ((X, 1.0), {"shift": 2.0}):
+            torch.testing.assert_close(placed(*args, **kwargs), model(*args, **kwargs))
+        torch.testing.assert_close(placed.scaled(X, 3.0), model.scaled(X, 3.0))
+    with pytest.raises(IndexError):  # as in eager
+        placed(x=X)
+
+
 def test_a_patched_forward_is_the_models() -> None:
     model = Two()
     original = model.forward

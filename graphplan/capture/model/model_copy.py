@@ -9,7 +9,6 @@ as it was.
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import mmap
 import re
@@ -24,7 +23,7 @@ from graphplan._compat.bitsandbytes import settle
 from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, is_wrapper, named_tensors
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
-from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
@@ -67,7 +66,7 @@ class ModelCopy:
         _require_own_tensors(model)
         settle(model)
         self.weights = ModelWeights(model)
-        self.signature = inspect.signature(model.forward)
+        self.signature = signature_of(model.forward)
         stand_ins, named = _stand_ins(model), self.weights.identities
         for tensor in self.weights.tensors.values():
             if id(tensor) in stand_ins:
@@ -87,7 +86,7 @@ class ModelCopy:
         found = copy.copy(self)
         found.entry = entry
         found.module = self.module.get_submodule(entry.partition(":")[0])
-        found.signature = inspect.signature(getattr(found.module, found.method))
+        found.signature = signature_of(getattr(found.module, found.method))
         return found
 
     @property

@@ -9,7 +9,6 @@ another, on the example inputs, until one runs.
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.signature import leaf_on_cpu
+from graphplan.capture.signature import leaf_on_cpu, signature_of
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import EntryCall
@@ -162,7 +161,7 @@ class _ByModules:
         layout = Layout(self.devices)
         made, _ = place_model(model, ModelWeights(model), layout, placed_class, source)
         join_memory(model, made)
-        signature = inspect.signature(model.forward)
+        signature = signature_of(model.forward)
         own = self.keep_grad, self.return_outputs
         attach(made, ModuleState([], None, signature, self, *own, untraced=self.untraced))
         return made
