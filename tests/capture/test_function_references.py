@@ -115,6 +115,11 @@ def in_a_list(store: Store) -> Callable[..., None]:
     return lambda module, args, output: kept.append(output)
 
 
+def by_a_method(store: Store) -> Callable[..., None]:
+    append = store.all.append
+    return lambda module, args, output: append(output)
+
+
 def in_a_variable(store: Store) -> Callable[..., None]:
     calls = 0
 
@@ -129,7 +134,7 @@ def of_its_own(store: Store) -> Callable[..., None]:
     return store.keep
 
 
-@pytest.mark.parametrize("hook", [in_an_attribute, in_a_list, in_a_variable, of_its_own])
+@pytest.mark.parametrize("hook", [in_an_attribute, in_a_list, by_a_method, in_a_variable, of_its_own])
 def test_what_hooks_keep_for_others_is_said(hook: Callable[[Store], Callable[..., None]]) -> None:
     store, model = Store(), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     keep = hook(store)

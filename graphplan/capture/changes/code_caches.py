@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -86,6 +86,8 @@ class CodeCaches:
             self._todo += _results(value)
         elif kind is MethodType:
             self._todo += [value.__func__, value.__self__]
+        elif kind is BuiltinMethodType:
+            self._todo.append(value.__self__)
         elif kind is functools.partial:
             self._todo += [value.func, *value.args, *value.keywords.values()]
         elif kind in _AROUND:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import Logger
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,7 @@ from graphplan.capture.changes.model_functions import function_of, hooks_of, nam
 _CONTAINERS = (dict, list, set, deque)
 _CODE = (FunctionType, MethodType, functools.partial)
 _REFERRING: tuple[Any, ...] = (tuple, weakref.ref, *weakref.ProxyTypes)
-_UNWATCHED = (ModuleType, MethodType, type, Logger)  # a logger keeps for itself which levels are on
+_UNWATCHED = (ModuleType, type, Logger)  # a logger keeps for itself which levels are on
 _EMPTY = object()
 
 _KEPT = (
@@ -142,10 +142,10 @@ def _referred(hook: Any) -> Iterator[Any]:
     while isinstance(hook, functools.partial):
         found += [*hook.args, *hook.keywords.values()]
         hook = hook.func
-    found.append(hook.__self__ if isinstance(hook, MethodType) else hook)
-    for value in found:
-        if not issubclass(type(value), _UNWATCHED):
-            yield value
+    for value in (*found, hook):
+        owner = value.__self__ if type(value) in (MethodType, BuiltinMethodType) else value
+        if not issubclass(type(owner), _UNWATCHED):
+            yield owner
 
 
 def _content(cell: CellType, empty: Any = None) -> Any:
