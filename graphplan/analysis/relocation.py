@@ -260,19 +260,9 @@ def _outcome(plan: PlanData, found: Sequence[Evaluation]) -> _Outcome:
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
-    """These operations, those that must stay with them, and the readers of weights that are written."""
-    found = set(names)
-    while True:
-        before = len(found)
-        for group in graph.together:
-            if group & found:
-                found |= group
-        inputs = {name for op in found for name in graph.operations[op].inputs}
-        for name in inputs:
-            if name in graph.weights and not graph.weights[name].streamable:
-                found |= set(graph.readers[name])
-        if len(found) == before:
-            return [name for name in graph.operations if name in found]
+    """These operations, and those that must stay with them: readers of a weight that is written, too."""
+    found = set(names).union(*(group for group in graph.together if not group.isdisjoint(names)))
+    return [name for name in graph.operations if name in found]
 
 
 def _short(outcome: _Outcome) -> str:

@@ -155,6 +155,7 @@ def test_its_compute_is_that_of_where_it_then_runs() -> None:
     assert weight.compute_seconds < 0.01
     assert weight.to("cpu").compute_seconds == weight.compute_seconds
     assert weight.to(0).compute_seconds == weight.compute_seconds
+    assert "the CPU computes nothing" in plan.explain("layer2").to("cpu").obstacle
     resident = replace(plan.schedule.assignment, weights={**plan.schedule.assignment.weights, "w1": 0})
     beside = replace(plan, schedule=evaluate(plain_problem(plan), resident).schedule)
     assert beside.explain("w1").to(0).obstacle == "it is there"
@@ -180,6 +181,12 @@ def test_what_a_call_writes_stays_with_its_readers() -> None:
             if other.possible and not other.here:
                 assert other.makespan is not None
                 assert other.makespan > plan.makespan
+    with_readers, with_weights = (
+        plan.explain(name).to(1).makespan for name in ("1.running_mean", "batch_norm")
+    )
+    assert with_readers is not None
+    assert with_weights is not None
+    assert with_readers > with_weights
 
 
 def test_the_disk_computes_nothing() -> None:

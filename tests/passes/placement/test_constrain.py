@@ -76,6 +76,7 @@ def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
     assert found == {"embed.weight": 0, "blocks.0.0.weight": 1, "blocks.1.0.bias": 0}
     assert plan.placement["blocks.1.0.weight"] == "cpu"
     assert "pin={'': 0}" not in str(plan.explain("blocks.2"))
+    assert plan.explain("blocks.1.0.weight").to(1).obstacle.startswith("pin={'blocks.1.0.weight': 'cpu'}")
 
 
 class _Skips(nn.Module):
