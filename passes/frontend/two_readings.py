@@ -20,7 +20,7 @@ def upper_bound_graph(a: Graph, b: Graph) -> Graph:
         kinds = {*operation.workspace, *other.workspace}
         workspace = {k: max(operation.workspace_on(k), other.workspace_on(k)) for k in sorted(kinds)}
         operations.append(replace(operation, workspace=workspace))
-    return a.changed(operations=operations, values=values, together={*a.together, *b.together})
+    return a.changed(operations=operations, values=values).tied(b.together)
 
 
 def with_least_costs(a: Graph, b: Graph) -> Graph:

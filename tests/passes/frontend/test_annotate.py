@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import graphplan
-from graphplan import Graph, simulate
+from graphplan import Graph, Operation, Value, simulate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
@@ -343,6 +343,23 @@ def test_a_moved_slice_arrives_dense() -> None:
     assert stays.operations["reshape"].bytes_accessed == moved.operations["reshape"].bytes_accessed == 0
     together = build_schedule(stays, topology, Assignment(dict.fromkeys(devices, 0), {}), 0)
     assert annotator.graph(together).operations["reshape"].bytes_accessed == 256
+
+
+def test_of_two_readings_every_value_has_its_larger_bytes() -> None:
+    def reading(nbytes: int, view_bytes: int, *together: set[str]) -> Graph:
+        values = [
+            Value("x", 8),
+            Value("a", nbytes),
+            Value("b", 0, alias_of="a", copy_bytes=view_bytes),
+            Value("c", 8),
+        ]
+        operations = [Operation(name, "f", ("x",), (name,)) for name in "abc"]
+        return Graph(operations, values, inputs=("x",), outputs=("c",), together=map(frozenset, together))
+
+    both = upper_bound_graph(reading(8, 4, {"a", "b"}), reading(16, 2, {"b", "c"}))
+    assert both.values["a"].nbytes == 16
+    assert both.values["b"].copy_bytes == 4
+    assert both.together == ({"a", "b", "c"},)  # no operation is in two groups
 
 
 def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
