@@ -127,9 +127,10 @@ def test_a_dict_of_models() -> None:
         assert models["vae"] is pipe.vae
 
 
-def test_the_run_changes_nothing_in_a_dict() -> None:
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_the_run_changes_nothing_in_a_dict(kind: Any) -> None:
     pipe = Pipe()
-    models = {"text": pipe.text, "seen": []}
+    models = kind({"text": pipe.text, "seen": []})
 
     def run(parts: Any) -> None:
         parts["seen"].append(parts["text"].encode(X))

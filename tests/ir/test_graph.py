@@ -20,6 +20,17 @@ def test_text_form() -> None:
     )
 
 
+def test_text_form_of_views_and_writes() -> None:
+    values = [Value("x", 64), Value("v", 0, alias_of="x"), Value("w", 0, alias_of="v")]
+    operations = [
+        Operation("v", "view", ("x",), ("v",)),
+        Operation("w", "add_", ("v",), ("w",), mutates=("v",)),
+    ]
+    lines = str(Graph(operations, values, inputs=("x",), outputs=("w",))).splitlines()
+    assert "  v = view(x) : 0 bytes, v is x" in lines
+    assert "  w = add_(v) : 0 bytes, writes v, w is v" in lines
+
+
 def test_edges_carry_values() -> None:
     graph = chain(3)
     assert list(graph.digraph.edges(data="values")) == [("v0", "v1", ("v0",)), ("v1", "v2", ("v1",))]

@@ -102,6 +102,11 @@ def test_values_of_other_types_are_found(plan: Plan, changes: dict[str, Any], me
         Plan.from_json(damage(plan, **changes))
 
 
+def test_groups_are_names_or_lists_of_them(plan: Plan) -> None:
+    text = damage(plan, constraints__together=["a", ["b", "c"]])
+    assert Plan.from_json(text).constraints.together == ("a", ("b", "c"))
+
+
 def test_views_of_each_other_are_found(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     name = data["graph"]["values"][1]["name"]

@@ -31,6 +31,7 @@ def test_values_devices_and_bytes() -> None:
         assert machine.live_bytes(0) == 512  # views take nothing
         z = y.to("sim:3")
         assert machine.live_bytes(3) == 512
+        assert y.to("meta").is_meta  # nothing is copied
         assert moves_of(machine) == [("cpu", 0, 400), (0, "cpu", 400), (0, 3, 400)]
         del y, z
         assert machine.live_bytes(0) == machine.live_bytes(3) == 0

@@ -518,6 +518,7 @@ def test_a_further_structure_that_needs_the_whole() -> None:
         assert relative(placed(x, twice=True), model(x, twice=True)) <= 1e-6
         plan = placed.plans[1]
         assert plan.graph.parts == ()
+        assert placed.plan.parts.keys() <= plan.graph.weights.keys()  # they take their bytes all the same
         assert machine.peak_bytes(0) <= plan.peak_bytes[0] <= memory[0]
         assert (
             plan.peaks[0].weights

@@ -430,6 +430,16 @@ def test_recurrent_layers_have_their_weights_together() -> None:
         assert largest_difference(made(x, STOP), expected_of(model, x, STOP)) < 1e-6
 
 
+def test_a_recurrent_layer_lists_its_own_weights_again() -> None:
+    layer = nn.LSTM(8, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        run = HookedRun(Way("where its weights are"), torch.device("cpu"), torch.device("sim:0"))
+        run_hooked(layer, "", run, (X[None, :, :8],), {})
+        gc.collect()
+        assert machine.live_bytes(0) == 0  # the list would hold the copies
+        assert machine.peak_bytes(0) > 0
+
+
 def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
     class Packing(nn.Module):
         def __init__(self) -> None:
