@@ -7,6 +7,7 @@ import gc
 import itertools
 import pickle
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,32 @@ def test_the_heavier_call_gets_the_accelerator(counts: list[float], kept: set[st
     homes = solutions[0].evaluation.schedule.assignment.weights
     assert {name for name, key in homes.items() if key == 0} == kept
     assert homes == solutions[1].evaluation.schedule.assignment.weights
+
+
+@pytest.mark.parametrize(("seed", "most"), [(12, 126e-6), (30, 114e-6)])
+def test_a_layer_moves_though_its_operations_stay_with_what_they_write(seed: int, most: float) -> None:
+    draw = random.Random(seed)
+    weights = {f"w{i}": draw.randint(1, 6) * 4096 for i in range(5)}
+    statistics = [Weight(f"s{i}", 512, (f"s{i}",), "buffer", mutated=True) for i in (0, 2)]
+    graphs, written = [], {"w0": ("s0",), "w2": ("s2",)}
+    for _ in range(2):
+        reads = draw.sample(sorted(weights), draw.randint(2, 5))
+        graph = readers(weights, reads, flops=draw.randint(1, 50) * 10**6)
+        operations = [
+            replace(one, inputs=(*one.inputs, *more), mutates=more)
+            for one in graph.operations.values()
+            for more in [written.get(one.inputs[1], ())]
+        ]
+        graphs.append(graph.changed(operations=operations, weights=[*graph.weights.values(), *statistics]))
+    counts = [1.0, draw.choice([0.1, 1.0, 7.0, 100.0])]
+    total_bytes = sum(weights.values())
+    budgets = {0: total_bytes // 2 + 8192, 1: total_bytes // 3 + 8192, "cpu": 1 << 30}
+    solutions = joint(graphs, counts, budgets)
+    assert total(solutions, counts) <= most
+    for graph, solution in zip(graphs, solutions, strict=True):
+        found = solution.evaluation.assignment
+        for one in graph.operations.values():
+            assert all(found.weights[name] == found.operations[one.name] for name in one.mutates)
 
 
 def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> None:

@@ -62,9 +62,7 @@ class _ExchangeSearch:
         self.layers = _layers(problems[0].graph, fixed)
         followers = [_followers(problem.graph, self.layers) for problem in problems]
         self.followers = {layer: [each[layer] for each in followers] for layer in self.layers}
-        for layer, names in self.followers.items():
-            if any(_writes(p.graph, each) for p, each in zip(problems, names, strict=True)):
-                del self.layers[layer]
+        self.bound = [_bound(problem.graph) for problem in problems]
         self.seconds = weighted_seconds(self.weights, self.best)
 
     def sweep(self) -> bool:
@@ -118,21 +116,19 @@ class _ExchangeSearch:
         together = evaluate_together(self.problems, [one.assignment for one in found])
         return together if all(one.feasible for one in together) else None
 
-    def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> Iterator[dict[str, DeviceKey]]:
+    def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> list[dict[str, DeviceKey]]:
         """Where a call may run its operations then: with the weights, where they are, off the CPU."""
         stay = dict(self.best[index].assignment.operations)
         follow = dict(stay)
         for layer, key in moved.items():
             follow.update(dict.fromkeys(self.followers[layer][index], key))
-        yield follow
-        if follow != stay:
-            yield stay
+        found = [follow, stay] if follow != stay else [stay]
         freed = next((key for key in map(self._home, moved) if key in self.accelerators), None)
-        graph = self.problems[index].graph
         for devices in (follow, stay):
             busy = [name for name, key in devices.items() if key not in self.accelerators]
-            if freed is not None and busy and not _writes(graph, busy):
-                yield {**devices, **dict.fromkeys(busy, freed)}
+            if freed is not None and busy:
+                found.append({**devices, **dict.fromkeys(busy, freed)})
+        return [devices for devices in found if all(devices[op] == stay[op] for op in self.bound[index])]
 
 
 def _layers(graph: Graph, fixed: set[str]) -> dict[str, list[str]]:
@@ -144,10 +140,10 @@ def _layers(graph: Graph, fixed: set[str]) -> dict[str, list[str]]:
     return found
 
 
-def _writes(graph: Graph, operations: Sequence[str]) -> bool:
-    """Whether any of these reads a weight that must be where it is read."""
-    inputs = {name for operation in operations for name in graph.operations[operation].inputs}
-    return any(name in graph.weights and not graph.weights[name].streamable for name in inputs)
+def _bound(graph: Graph) -> list[str]:
+    """The operations that read a weight that must be where it is read."""
+    weights = {weight.name for weight in graph.weights.values() if not weight.streamable}
+    return [operation.name for operation in graph.operations.values() if weights & {*operation.inputs}]
 
 
 def _layer_of(name: str) -> str:
