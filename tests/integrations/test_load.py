@@ -55,6 +55,10 @@ def on_the_cpu(folder: Path, **options: Any) -> nn.Module:
     return place_model(model, source.weights, layout, source=source)[0]
 
 
+def configs_of(model: Any) -> list[Any]:
+    return [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+
+
 def assert_same_tensors(ours: nn.Module, theirs: nn.Module) -> None:
     mine, want = named_tensors(ours), named_tensors(theirs)
     assert mine.keys() == want.keys()
@@ -83,8 +87,11 @@ def test_every_weight_and_buffer_is_what_from_pretrained_has(
     model, _ = architecture.build()
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     for dtype in (torch.float32, torch.float16):
-        theirs = type(model).from_pretrained(tmp_path, dtype=dtype)
-        assert_same_tensors(on_the_cpu(tmp_path, dtype=dtype), theirs)
+        theirs: Any = type(model).from_pretrained(tmp_path, dtype=dtype)
+        ours: Any = on_the_cpu(tmp_path, dtype=dtype)
+        assert_same_tensors(ours, theirs)
+        mine, want = ([getattr(one, "dtype", None) for one in configs_of(model)] for model in (ours, theirs))
+        assert mine == want
 
 
 @pytest.mark.parametrize(
