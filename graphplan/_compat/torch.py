@@ -198,8 +198,6 @@ def in_forward_mode(tensors: Iterable[torch.Tensor]) -> bool:
 
 def in_grad_transform() -> bool:
     """Whether one of them is ``torch.func.grad``, ``vjp`` or ``jacrev``."""
-    if not in_transform():
-        return False
     functorch = torch._C._functorch
     levels = private(functorch, "get_interpreter_stack", "torch")() or ()
     return any(level.key() == functorch.TransformType.Grad for level in levels)
