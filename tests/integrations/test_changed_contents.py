@@ -250,6 +250,21 @@ def test_contents_have_gradients_and_are_differentiated_in_a_training_step() -> 
             assert len(state) == 1
 
 
+def test_a_step_begins_at_the_loss_beside_contents() -> None:
+    class WithLoss(Changes):
+        def forward(self, x: torch.Tensor, state: Any) -> Any:
+            y = super().forward(x, state)
+            return {"loss": y.sum(), "logits": y}
+
+    with graphplan.simulate(ROOM) as machine:
+        placed = graphplan.partition(WithLoss(append), machine.max_memory, (X, []), train=True)
+        state: list[Any] = []
+        placed(X, state)["loss"].backward()
+        assert len(state) == 1
+        with pytest.raises(RuntimeError, match=r"result 'logits', and the step .* from 'loss'"):
+            placed(X, state)["logits"].sum().backward()
+
+
 @pytest.mark.parametrize("place", ["unnamed", "attribute"])
 def test_what_no_graph_changes_runs_module_by_module(place: str) -> None:
     class Unnamed(Changes):

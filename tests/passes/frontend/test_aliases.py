@@ -12,6 +12,8 @@ from torch import nn
 from transformers import DynamicCache
 
 import graphplan
+from graphplan import Graph, Operation, Value
+from graphplan.passes.frontend.aliases import find_together
 
 
 class InPlaceChain(nn.Module):
@@ -106,6 +108,15 @@ def test_a_read_by_an_older_name_ties_the_storage_together(model: nn.Module) -> 
     assert any("mul_" in name or "fill_" in name or "copy_" in name for name in group)
     assert "add" in group  # which reads the older name
     assert "linear_1" not in group  # which reads it before the write
+
+
+def test_a_window_is_tied_to_what_makes_the_strides_of_its_view() -> None:
+    made, view = Operation("made", "f", ("x",), ("made",)), Operation("view", "t", ("made",), ("view",))
+    values = [Value("x", 64), Value("made", 64), Value("view", 0, alias_of="made"), Value("window", 64)]
+    for source, groups in (("view", [{"made", "window"}]), ("made", [])):  # a copy of all has its strides
+        window = Operation("window", "as_strided", (source,), ("window",))
+        graph = Graph([made, view, window], values, inputs=("x",), outputs=("window",))
+        assert find_together(graph, ()) == groups
 
 
 def test_a_cache_ties_its_own_layer_only() -> None:
