@@ -14,6 +14,7 @@ from versions import needs
 
 import graphplan
 from graphplan.capture import export_here
+from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, text_roles
 
 Args = tuple[Any, ...]
 LARGE = {0: "8MiB", "cpu": "64MiB"}
@@ -401,3 +402,22 @@ def test_a_float_that_a_tensor_cannot_hold_is_captured_anew() -> None:
     for by in (2.0, 1e300, float("inf"), 0.5):
         assert torch.equal(placed(torch.ones(2), by), torch.ones(2) / torch.tensor(by))
     assert len(placed.plans) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "roles"),
+    [
+        ("input_ids", (2, 5), {0: BATCH, 1: LENGTH}),
+        ("attention_mask", (2, 1, 5, 5), {0: BATCH, 2: LENGTH, 3: LENGTH}),
+        ("inputs_embeds", (2, 5, 8), {0: BATCH, 1: LENGTH}),
+        ("encoder_outputs", (2, 5, 8), {0: BATCH, 1: LENGTH}),
+        ("labels", (2,), {0: BATCH}),
+        ("pixel_values", (2, 3, 8, 8), {0: BATCH}),
+        ("cache_position", (5,), {0: LENGTH}),
+        ("cache_position", (1,), {}),
+    ],
+)
+def test_which_axes_of_an_argument_of_a_text_model_vary(
+    name: str, shape: tuple[int, ...], roles: dict[int, str]
+) -> None:
+    assert text_roles(name, torch.zeros(shape), 2) == roles
