@@ -122,7 +122,7 @@ class CodeCaches:
             for value in map(space.get, read):
                 if not issubclass(type(value), ModuleType):
                     found.append(value)
-                elif _top(vars(value)["__name__"]) in self._packages:
+                elif _top(vars(value).get("__name__")) in self._packages:
                     spaces += [vars(value)] if id(vars(value)) not in map(id, spaces) else []
         return found
 
