@@ -388,3 +388,21 @@ def test_what_holds_functions_and_weak_references_knows_the_placed_model(holder:
             placed.layer.bias.add_(1)
         placed.scale = 2.0  # it is traced again
         torch.testing.assert_close(placed(X), expected)
+
+
+class Pair(tuple[Any, ...]):
+    """Is made of two, and not of what goes over them."""
+
+    def __new__(cls, one: Any, other: Any) -> Pair:
+        return super().__new__(cls, (one, other))
+
+    def __deepcopy__(self, memo: Any) -> Pair:
+        return self
+
+
+def test_tuples_of_other_classes_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.pair = Pair(lambda: model[0].bias, 2)  # type: ignore[assignment]
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert placed.pair is model.pair
+    torch.testing.assert_close(placed(X), model(X))

@@ -126,6 +126,17 @@ def contents_of(value: Any) -> list[Any]:
     return list(value) if type(value) in (list, tuple, set) else []
 
 
+def items_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[tuple[Any, Any]]:
+    """What is in a container under its keys or numbers; not what a class derived from dict makes of it.
+
+    Those of transformers import what they name when they are asked for it.
+    """
+    if isinstance(container, dict):
+        return list(dict.items(container))
+    inside = list.__iter__(container) if isinstance(container, list) else deque.__iter__(container)
+    return list(enumerate(inside))
+
+
 def held_by(model: nn.Module) -> set[int]:
     """Ids of a model's modules, of what is in their attributes but hooks, and in containers there."""
     todo, found = list[Any](model.modules()), set[int]()

@@ -25,7 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.export import TRACED_NUMBERS
-from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, own_attributes
+from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
 from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
@@ -141,10 +141,7 @@ def _items(table: Any) -> list[tuple[Any, Any]]:
             return [("cell_contents", table.cell_contents)]
         except ValueError:  # it is empty yet
             return []
-    if isinstance(table, list | deque):
-        return list(enumerate(list.__iter__(table) if isinstance(table, list) else deque.__iter__(table)))
-    # the items of a class derived from dict may be made, or imported, when they are asked for
-    return list(vars(table).items() if isinstance(table, type) else dict.items(table))
+    return list(vars(table).items()) if isinstance(table, type) else items_of(table)
 
 
 def _put_back(table: Any, known: dict[Any, Any]) -> None:

@@ -23,7 +23,13 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import attributes_behind, contents_of, held_by, snapshot
+from graphplan.capture.changes.attribute_snapshots import (
+    attributes_behind,
+    contents_of,
+    held_by,
+    items_of,
+    snapshot,
+)
 from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
 
 _CONTAINERS = (dict, list, set, deque)
@@ -79,8 +85,7 @@ def refer_to_copies(made: nn.Module, parts: Iterable[nn.Module], copies: dict[in
     for one in (*copied, *made.modules()):
         in_it = issubclass(type(one), dict | list | deque)
         table: Any = one if in_it else None if type(one) in _CODE else attributes_behind(one)
-        pairs = dict.items(table) if isinstance(table, dict) else enumerate(table or ())
-        for key, value in list(pairs):
+        for key, value in [] if table is None else items_of(table):
             if type(value) in _CODE or issubclass(type(value), _REFERRING):
                 referring = references.referring(value)
                 if referring is not value:
@@ -209,8 +214,10 @@ class _References:
             owner, known = value.__self__, id(value.__self__) in self._copies
             owner = self._copies[id(owner)] if known else owner
             self._made[id(value)] = MethodType(self.referring(value.__func__), owner)
-        elif issubclass(kind, tuple) or kind is set:
-            self._made[id(value)] = getattr(kind, "_make", kind)(map(self.referring, value))
+        elif kind in (tuple, set):
+            self._made[id(value)] = kind(map(self.referring, value))
+        elif issubclass(kind, tuple):
+            self._made[id(value)] = kind._make(map(self.referring, value))
         else:
             made = self._made[id(value)] = copy.copy(value)
             made.clear()
@@ -243,4 +250,6 @@ def _inside(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if type(value) is MethodType:
         return [value.__func__]
-    return list(tuple.__iter__(value)) if issubclass(type(value), tuple) else contents_of(value)
+    # of tuples of other classes, nobody knows how they are made
+    named = issubclass(type(value), tuple) and hasattr(type(value), "_make")
+    return list(tuple.__iter__(value)) if named else contents_of(value)

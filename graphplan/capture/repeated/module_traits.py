@@ -13,12 +13,14 @@ import operator
 import types
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
+from graphplan.capture.changes.attribute_snapshots import items_of
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import CONSTANTS
 
@@ -96,8 +98,8 @@ class ModuleTraits:
         files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
         each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
         named = [item for names in each for item in names.items()]
-        inside = (_items(value) for _, value in named if isinstance(value, list | dict))
-        named += [item for items in inside for item in items]
+        inside = [items_of(value) for _, value in named if isinstance(value, list | dict)]
+        named += chain.from_iterable(inside)
         return [name for name, _ in named], Identities(value for _, value in named)
 
     def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
@@ -173,11 +175,6 @@ def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
         raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
     found.objects[id(value)] = value
     return "object", id(value)
-
-
-def _items(container: list[Any] | dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    # those of a class derived from them may be made, or imported, when they are asked for
-    return dict.items(container) if isinstance(container, dict) else enumerate(list.__iter__(container))
 
 
 def told(constant: Any) -> Hashable:
