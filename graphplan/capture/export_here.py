@@ -30,9 +30,10 @@ from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
-from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored_buffers
+from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
 from graphplan.capture.changes.assigned_writes import place_writes
-from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back, snapshot
+from graphplan.capture.changes.attribute_data import attributes_of
+from graphplan.capture.changes.attribute_snapshots import put_back, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model_methods import with_forward
@@ -143,10 +144,12 @@ def _export(
     below: bool,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     """One trace: above autograd, or below it."""
-    state = AssignedState()
+    state = AssignedState(module)
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
     outside = caches.untouched(), untouched_by_hooks(module)
-    with restored_buffers(module), _keeping_notes(module), outside[0], outside[1] as kept, around:
+    tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
+    # torch gives modules copies of containers in the end, so that two no longer share one
+    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around:
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
         program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     program.graph_module.meta[KEPT_BY_HOOKS] = kept

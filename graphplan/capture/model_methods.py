@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import attributes_of, put_back
+from graphplan.capture.changes.attribute_data import attributes_of
+from graphplan.capture.changes.attribute_snapshots import put_back
 from graphplan.errors import InputError, NoGraphError
 
 _FEW = 3  # rounds with what has most parameters: over towers that share weights, say; more are a loop

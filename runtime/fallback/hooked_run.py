@@ -21,7 +21,8 @@ from torch import nn
 
 from graphplan._compat.torch import is_view, list_weights_anew
 from graphplan.capture.changes.assigned_state import restored
-from graphplan.capture.changes.attribute_snapshots import attributes_of, is_iterator, put_back
+from graphplan.capture.changes.attribute_data import attributes_of
+from graphplan.capture.changes.attribute_snapshots import is_iterator, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of

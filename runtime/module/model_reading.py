@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
-from graphplan.capture.model.attribute_data import data_in, is_container
+from graphplan.capture.changes.attribute_data import data_in, is_container, is_plain
 from graphplan.capture.model.model_weights import identity, is_dense
-from graphplan.capture.model.modes import is_plain
 from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.capture.thread_patches import unpatched

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import global_hooks
-from graphplan.capture.model.attribute_data import is_container
+from graphplan.capture.changes.attribute_data import is_container, is_plain
 from graphplan.capture.model.model_weights import identity
-from graphplan.capture.model.modes import is_plain
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading
 
 _LONGEST = 60  # characters of a value in a message

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
-from graphplan.capture.model.attribute_data import plain_data, plain_tensors
+from graphplan.capture.changes.attribute_data import plain_data, plain_tensors
 from graphplan.capture.model.model_weights import ModelWeights, identity, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.parameter_notes import noted_tensors, notes_of

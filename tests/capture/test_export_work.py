@@ -131,7 +131,7 @@ def test_an_export_leaves_no_hook_behind() -> None:
     """torch 2.11 leaves one that every module calls for each buffer that it is given."""
     hooks = module._global_buffer_registration_hooks
     before = dict(hooks)
-    with export_here.exporting(keep_grad=False, state=AssignedState()):
+    with export_here.exporting(keep_grad=False, state=AssignedState(nn.Linear(2, 2))):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before
 

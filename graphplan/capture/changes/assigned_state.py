@@ -26,7 +26,8 @@ from torch import fx, nn
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
-from graphplan.capture.changes.attribute_snapshots import TORCHS, Snapshot, snapshot
+from graphplan.capture.changes.attribute_data import data_in, objects_in
+from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
 from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
 from graphplan.errors import NoGraphError
 
@@ -73,9 +74,11 @@ class _Change:
 
 
 class AssignedState:
-    """What modules assign in one trace: see the module's text."""
+    """What modules, and the objects in their attributes, assign in one trace: see the module's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = set(map(id, model.modules()))
+        self._objects = {id(one): one for one in objects_in(model)}
         self._buffers: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Snapshot]] = {}
         self._written: dict[tuple[int, str], torch.Tensor] = {}
@@ -94,15 +97,17 @@ class AssignedState:
         """The result of a module's call; buffers are written at the end of the first, that of the model."""
         if self._buffers:
             return forward(*args, **kwargs)
-        for _, own in _modules(module):
-            buffers = self._buffers[id(own["_buffers"])] = dict(own["_buffers"])
+        for part in _modules(module):
+            buffers = self._buffers[id(part._buffers)] = dict(part._buffers)
             self._requiring |= {id(x) for x in buffers.values() if x is not None and x.requires_grad}
-            known = {name: snapshot(value) for name, value in own.items() if name not in TORCHS}
-            self._attributes[id(own)] = known
+        for owner in (*_modules(module), *self._objects.values()):
+            known = {name: snapshot(value) for name, value in own_attributes(owner).items()}
+            self._attributes[id(vars(owner))] = known
         result = forward(*args, **kwargs)
-        for label, own in _modules(module):
-            self._write_buffers(tracer.graph, label, own["_buffers"])
-            self._note_attributes(label, own)
+        for part in _modules(module):
+            self._write_buffers(tracer.graph, type(part).__name__, part._buffers)
+        for owner in (*_modules(module), *self._objects.values()):
+            self._note_attributes(owner)
         return result
 
     def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
@@ -139,18 +144,32 @@ class AssignedState:
             if (id(part._buffers), name) in self._written
         }
 
-    def _note_attributes(self, label: str, own: dict[str, Any]) -> None:
+    def _note_attributes(self, owner: Any) -> None:
+        own, label = vars(owner), type(owner).__name__
         known = self._attributes.get(id(own), {})
-        for name in [name for name in {**known, **own} if name not in TORCHS]:
+        for name in {**known, **own_attributes(owner)}:
             before, after = known.get(name, Snapshot(_ABSENT)), own.get(name, _ABSENT)
             if not before.is_of(after):
-                is_plain = before.plain() != snapshot(after).plain()
-                self._changes.append(
-                    _Change(own, label, name, before.value, _tensors(before), after, is_plain)
-                )
-                by_hook = own["_forward_pre_hooks"] and isinstance(before.value, torch.Tensor)  # weight_norm
-                if not by_hook and any(one.grad_fn for one in _tensors(snapshot(after))):
+                was, now = self._opened(before), self._opened(snapshot(after))
+                is_plain = was.plain() != now.plain()
+                self._changes.append(_Change(own, label, name, before.value, _tensors(was), after, is_plain))
+                by_hook = own.get("_forward_pre_hooks") and isinstance(
+                    before.value, torch.Tensor
+                )  # weight_norm
+                if not by_hook and any(one.grad_fn for one in _tensors(now)):
                     self.losses.append(f"{label}.{name}")
+
+    def _opened(self, kept: Snapshot) -> Snapshot:
+        """With what is in the objects there, also in those that the call has made."""
+        return kept.opened(self._objects | self._made_in(kept.value))
+
+    def _made_in(self, value: Any) -> dict[int, Any]:
+        """The objects in what the call has left that were not there before, by their ids."""
+        found = data_in("", value, set(self._objects), self._modules).objects
+        return {id(one): one for one in found if id(vars(one)) not in self._attributes}
+
+    def _tensors_in(self, value: Any) -> list[torch.Tensor]:
+        return _tensors(self._opened(snapshot(value)))
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
         """Attributes that have other tensors after the traced call than those that it read."""
@@ -161,12 +180,14 @@ class AssignedState:
         """A block in which modules have what the traced call has left; whether the next call may go by it."""
         self._program, self._read = program, _read(program)
         carried = self._carried(self._read)
-        grown = [one for one in self._changes if len(one.tensors) != len(_tensors(snapshot(one.after)))]
+        grown = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
         self.makes_tensors = bool(carried or grown or self._made)
         plain = any(one.is_plain for one in self._changes)
         new = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
         with restored(one.owner for one in new):
             for one in new:
+                for made in self._made_in(one.after).values():
+                    vars(made).update({name: _without_trace(value) for name, value in vars(made).items()})
                 if one.after is _ABSENT:
                     one.owner.pop(one.name, None)
                 else:
@@ -185,14 +206,14 @@ class AssignedState:
         read, changed = _read(program), {(id(one.owner), one.name) for one in again._changes}
         for one in again._carried(read) + self._carried(self._read):
             kept = (id(one.owner), one.name) not in changed and _any_of(
-                _tensors(snapshot(one.owner[one.name])), read
+                self._tensors_in(one.owner[one.name]), read
             )
             if not kept:  # as it is where a tensor is converted once
                 label = f"{one.label}.{one.name}"
                 raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
         written = [program.constants[name] for name in written_constants(program)]
         for one in self._changes:
-            if _any_of(_tensors(snapshot(one.owner.get(one.name))), written):
+            if _any_of(self._tensors_in(one.owner.get(one.name)), written):
                 raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
         if plain and not self._is_repeated(program):
@@ -210,8 +231,8 @@ class AssignedState:
 def nothing_from_before(label: str, name: str, what: str) -> str:
     """Why no graph has an attribute with a name that a call changes in some way."""
     return (
-        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it one, by "
-        f"register_buffer({name!r}, ...)"
+        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it one of a "
+        f"module, by register_buffer({name!r}, ...)"
     )
 
 
@@ -311,8 +332,8 @@ def _said(value: torch.Tensor | None) -> str:
     return "None" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The class and the attributes of each module of a tree, once; a tracer puts others in their places."""
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Each module of a tree, once; a tracer puts others, with the same attributes, in their places."""
     pending, seen = [module], set[int]()
     while pending:
         part = pending.pop()
@@ -320,7 +341,7 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         if id(own) not in seen:
             seen.add(id(own))
             pending += [child for child in own["_modules"].values() if child is not None]
-            yield type(part).__name__, own
+            yield part
 
 
 def _tensors(kept: Snapshot) -> list[torch.Tensor]:

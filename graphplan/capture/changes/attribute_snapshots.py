@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ class Snapshot:
 
     Attributes:
         value: the object itself.
-        keys: of a dict.
-        parts: of a list, tuple, set or dict; of an array the elements, None of anything else.
+        keys: of a dict, or the names of attributes.
+        parts: of a list, tuple, set, dict or opened object; of an array the elements, None of anything else.
     """
 
     value: Any
@@ -69,6 +69,15 @@ class Snapshot:
                 self.value.clear()
                 self.value.update(items) if isinstance(self.value, set) else self.value.extend(items)
         return self.value
+
+    def opened(self, objects: dict[int, Any]) -> Snapshot:
+        """With the attributes that objects have now; each is opened once and taken out of ``objects``."""
+        if self.parts is None and id(self.value) in objects:
+            own = own_attributes(objects.pop(id(self.value)))
+            return Snapshot(self.value, tuple(own), tuple(map(snapshot, own.values()))).opened(objects)
+        if not isinstance(self.parts, tuple):
+            return self
+        return replace(self, parts=tuple(part.opened(objects) for part in self.parts))
 
     def leaves(self) -> Iterator[Any]:
         """What is in it that holds nothing else."""
@@ -149,20 +158,15 @@ def held_by(model: nn.Module) -> set[int]:
     return found
 
 
-Attributes = list[tuple[nn.Module | torch.Tensor, dict[str, Snapshot]]]
+Attributes = list[tuple[Any, dict[str, Snapshot]]]
 
 
-def attributes_of(module: nn.Module) -> Attributes:
-    """For each module and parameter of a tree, the attributes that are not torch's."""
-    owners: list[nn.Module | torch.Tensor] = [*module.modules(), *module.parameters()]
-    return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
-
-
-def own_attributes(owner: nn.Module | torch.Tensor) -> dict[str, Any]:
-    """Those of a module, or a parameter, that are not torch's."""
+def own_attributes(owner: Any) -> dict[str, Any]:
+    """Those of a module, a parameter or another object that are not torch's."""
     if isinstance(owner, torch.Tensor):
         return notes_of(owner)
-    return {name: value for name, value in vars(owner).items() if name not in TORCHS}
+    torchs = TORCHS if isinstance(owner, nn.Module) else ()
+    return {name: value for name, value in vars(owner).items() if name not in torchs}
 
 
 def is_iterator(value: Any) -> bool:
@@ -174,7 +178,7 @@ def put_back(before: Attributes) -> list[str]:
     """Undo changes of attributes; their names."""
     changed = []
     for part, known in before:
-        table = vars(part)
+        table: dict[str, Any] = part.__dict__
         for name in own_attributes(part).keys() - known.keys():
             changed.append(name)
             del table[name]

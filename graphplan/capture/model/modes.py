@@ -10,7 +10,6 @@ A graph is of the modes in which it was traced. All of these change a result, an
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
@@ -20,11 +19,11 @@ import torch
 from torch import nn
 
 from graphplan._compat.peft import adapters_of, is_adapted, set_adapters
+from graphplan.capture.changes.attribute_data import is_plain
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, tuple)
 _training = attrgetter("training")
 
@@ -189,12 +188,3 @@ def _configs(parts: Iterable[nn.Module]) -> list[Any]:
     """The configurations that modules hold, each once."""
     held = (vars(part).get("config") for part in parts)
     return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())
-
-
-def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
-    if not isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return isinstance(value, _PLAIN)
-    items = value.values() if isinstance(value, dict) else value
-    around = (*around, id(value))
-    return all(id(item) not in around and is_plain(item, around) for item in items)

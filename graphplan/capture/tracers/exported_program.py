@@ -21,7 +21,7 @@ from graphplan.capture.changes.assigned_state import (
     nothing_from_before,
     written_constants,
 )
-from graphplan.capture.model.attribute_data import plain_tensors
+from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import own_attributes
-from graphplan.capture.model.modes import is_plain
+from graphplan.capture.changes.attribute_snapshots import Attributes, own_attributes, snapshot
 
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
@@ -42,12 +42,14 @@ class Data:
         entries: dictionaries and sequences, and a key there.
         containers: plain ones, which are compared whole.
         tensors: of which writes are counted.
-        seen: ids of all objects.
+        objects: what else has attributes.
+        seen: ids of all that was looked into.
     """
 
     entries: list[tuple[str, Any, Any]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
 
@@ -82,6 +84,26 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[Any, str, str, torch.Tenso
         yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
 
 
+def objects_in(model: nn.Module) -> list[Any]:
+    """The objects in attributes, and in what lies there, that are data and have attributes themselves."""
+    return [one for _, _, found in plain_data(model) for one in found.objects]
+
+
+def attributes_of(model: nn.Module) -> Attributes:
+    """For each module, parameter and object of a tree, the attributes that are not torch's."""
+    owners = [*model.modules(), *model.parameters(), *objects_in(model)]
+    return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
+
+
+def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
+    """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
+    if not isinstance(value, _CONTAINERS):
+        return isinstance(value, _PLAIN)
+    items = value.values() if isinstance(value, dict) else value
+    around = (*around, id(value))
+    return all(id(item) not in around and is_plain(item, around) for item in items)
+
+
 def is_container(value: Any) -> bool:
     """Whether it can be compared whole, and something in it may be changed in place."""
     return isinstance(value, _OF_BYTES) or (isinstance(value, _CONTAINERS) and is_plain(value))
@@ -94,12 +116,14 @@ def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *
     if id(value) in known or id(value) in found.seen or isinstance(value, _ONE_THING):
         return True
     found.seen.add(id(value))
+    if _has_attributes(value):
+        found.objects.append(value)
     if is_container(value):
         found.containers.append((name, value))
     elif isinstance(value, torch.Tensor):
         if not value.is_inference():  # which do not count
             found.tensors.append((name, value))
-    elif not is_plain(value) and not hasattr(value, "to_dict"):  # a configuration of modes, or of other code
+    elif not is_plain(value) and not _is_configuration(value):
         if ismethod(value):
             return _add(name, value.__self__, found, known, model, owned=False)
         partial = isinstance(value, functools.partial)  # for Python 3.14 a routine too
@@ -118,6 +142,18 @@ def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *
             if not _add(inner, table[key], found, known, model, owned=is_object):
                 return False
     return True
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether it has what are modes of the model, or of other code."""
+    return hasattr(type(value), "to_dict")
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a call may assign to it."""
+    if isinstance(value, _CONTAINERS):
+        return bool(getattr(value, "__dict__", None))
+    return _is_object(value) and not isinstance(value, torch.Tensor) and not _is_configuration(value)
 
 
 def _is_object(value: Any) -> bool:
