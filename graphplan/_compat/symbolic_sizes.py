@@ -14,8 +14,10 @@ import sympy  # type: ignore[import-untyped]  # has no types
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions, numbers
+from torch.utils._sympy.printers import PythonPrinter
 
 from graphplan._compat import private
+from graphplan.errors import NoGraphError
 
 _INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
@@ -78,6 +80,19 @@ def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
         None if value is None else plain_expression(value),
         None if bounds is None else [plain_expression(bounds.lower), plain_expression(bounds.upper)],
     ]
+
+
+def conditions_since(env: ShapeEnv, known: int, places: Mapping[Any, str]) -> list[str]:
+    """What a trace has taken for granted of sizes after the first ``known`` conditions, as Python.
+
+    ``places`` are what is written for symbols; ``NoGraphError`` where one has none.
+    """
+    written = {symbol: sympy.Symbol(text, integer=True) for symbol, text in places.items()}
+    found = [guard.expr for guard in env.guards[known:]]
+    for symbol in set[Any]().union(*(one.free_symbols for one in found)):
+        if symbol not in written:
+            raise NoGraphError(f"the backward pass depends on {symbol}, which is no size of an input")
+    return [PythonPrinter().doprint(one.xreplace(written)) for one in dict.fromkeys(found)]
 
 
 class SizeMaker:

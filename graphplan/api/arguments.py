@@ -63,6 +63,8 @@ def read_request(
     others: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
     if topology is not None:
         others |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
+    else:
+        others |= {"max_batch": asked.max_batch, "max_length": asked.max_length}
     training = read_training(asked, model_copy, others)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation

@@ -25,10 +25,9 @@ def read_training(
     """
     if not asked.train:
         return None
-    unsupported = {**unsupported, "max_batch": asked.max_batch, "max_length": asked.max_length}
     for name, value in unsupported.items():
         if value:
-            raise InputError(f"train=True plans one step of the example's sizes: it does not take {name}")
+            raise InputError(f"train=True does not take {name}")
     outputs = _outputs(asked.train_outputs)
     _require_one_optimizer(asked)
     weights = model_copy.weights

@@ -32,7 +32,10 @@ from graphplan.capture.attention import AttentionWhole, on_any_device
 from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
-from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
+from graphplan.capture.sizes.dynamic_axes import Roles
+from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
+from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
 from graphplan.capture.structure import Returned, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError
@@ -48,21 +51,26 @@ def differentiate(
     weights: ModelWeights,
     call: BoundCall,
     how: Differentiation,
+    *,
+    fixed: bool,
 ) -> Capture:
-    """The training step of a captured call, for the sizes of this call.
+    """The training step of a captured call.
 
     Args:
         capture: of the call, with gradients enabled; it is not needed afterwards.
         weights: of the model.
         call: the example.
         how: which parameters are trained, and from which results.
+        fixed: whether it is for the sizes of this call alone, not for all that the capture is for.
 
     Raises:
         InputError: no result has a gradient, or ``train_outputs`` names none.
         NoGraphError: autograd cannot differentiate what was traced.
     """
+    if capture.signature.prepared is not None and not fixed:
+        raise NoGraphError("sizes are what the exporter computes of the arguments")
     nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
-    tracing = _Tracing(capture, weights, call, how)
+    tracing = _Tracing(capture, weights, call, how, None if fixed else open_sizes(capture))
     try:
         own_casts = torch.autocast("cpu", enabled=False)  # those of the caller's autocast are in the graph
         with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad(), own_casts:
@@ -88,25 +96,34 @@ class _Tracing:
     """
 
     def __init__(
-        self, capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation
+        self,
+        capture: Capture,
+        weights: ModelWeights,
+        call: BoundCall,
+        how: Differentiation,
+        sizes: OpenSizes | None,
     ) -> None:
-        self.capture, self.weights, self.call, self.how = capture, weights, call, how
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.capture, self.weights, self.call, self.how, self.sizes = capture, weights, call, how, sizes
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
         self.trained: list[tuple[int, str]] = []
         self.fed: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
         self.others: dict[int, str] = {}
+        self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # of each leaf
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
         """A fake tensor for a placeholder, or the number that it stands for."""
         name = self.capture.weights.get(node.name)
         if name is None:
-            leaf = self.call.leaves[self._leaf(node.name)]
+            index = self._leaf(node.name)
+            leaf = self.call.leaves[index]
+            traced = node.meta["val"] if self.sizes else leaf
             if not isinstance(leaf, torch.Tensor):
-                return leaf
+                return traced
             if leaf.requires_grad:
-                self.fed.append((position, self._leaf(node.name)))
-            return _fake(leaf, requires_grad=leaf.requires_grad)
+                self.fed.append((position, index))
+            made = self.given[index] = self._fake(traced, requires_grad=leaf.requires_grad)
+            return made
         tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
         assert tensor is not None
         if is_wrapper(tensor):
@@ -117,7 +134,14 @@ class _Tracing:
             )
         if name in self.how.trained:
             self.trained.append((position, name))
-        return _fake(tensor, requires_grad=name in self.how.trained)
+        return self._fake(tensor, requires_grad=name in self.how.trained)
+
+    def _fake(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        if self.sizes:
+            shape, stride = list(map(self.sizes.settled, shape)), list(map(self.sizes.settled, stride))
+        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_() if requires_grad else made
 
     def _leaf(self, name: str) -> int:
         found = self.capture.order[self.capture.inputs.index(name)]
@@ -199,24 +223,54 @@ class _Tracing:
             {n.name: leaf for n, (_, leaf) in zip(of_inputs, self.fed, strict=True) if n is not None},
             self.others,
         )
+        inputs, signature = tuple(renamed[name] for name in self.capture.inputs), self._signature()
+        given, asked = (
+            [each[index] for index in self.capture.order if index is not None]
+            for each in (self.call.leaves, signature.leaves)
+        )
         return replace(
             self.capture,
             module=traced,
             weights={renamed[name]: weight for name, weight in self.capture.weights.items()},
-            inputs=tuple(renamed[name] for name in self.capture.inputs),
+            inputs=inputs,
             states={renamed[name]: leaf for name, leaf in self.capture.states.items()},
-            signature=replace(
-                self.capture.signature, leaves=_sized(self.capture.signature.leaves, self.call), guards=()
-            ),
-            sizes={},
-            roles=(),
+            signature=signature,
+            sizes=sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, asked),
+            roles=self._roles() if self.sizes else (),
             step=step,
         )
 
+    def _signature(self) -> InputSignature:
+        """Which calls the step serves: of the sizes that are no symbols, and of these gradients."""
+        own = self.capture.signature
+        leaves = tuple(
+            self._asked(*each) for each in zip(own.leaves, self.call.leaves, self.given, strict=True)
+        )
+        return replace(own, leaves=leaves, guards=(*own.guards, *self.sizes.guards()) if self.sizes else ())
 
-def _fake(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_() if requires_grad else made
+    def _asked(self, leaf: Any, given: Any, traced: torch.Tensor | None) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return leaf if self.sizes else given
+        if not isinstance(leaf, TensorLeaf) or traced is None:
+            return leaf
+        open_ = [isinstance(size, torch.SymInt) for size in traced.shape]
+        return replace(
+            leaf,
+            shape=tuple(None if one else size for one, size in zip(open_, given.shape, strict=True)),
+            ranges=tuple(leaf.ranges[axis] if one else None for axis, one in enumerate(open_)),
+            gradient=leaf.gradient if given.requires_grad else False,
+        )
+
+    def _roles(self) -> tuple[Roles, ...]:
+        found = zip(self.capture.roles, self.given, strict=True) if self.capture.roles else ()
+        return tuple(
+            {
+                axis: role
+                for axis, role in roles.items()
+                if one is None or isinstance(one.shape[axis], torch.SymInt)
+            }
+            for roles, one in found
+        )
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:
@@ -299,20 +353,3 @@ def _last_writes(graph: fx.Graph) -> dict[int, fx.Node]:
             if isinstance(argument, fx.Node):
                 found[storage_of(argument.meta["val"])] = node
     return found
-
-
-def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:
-    """What a signature asks of each leaf, with the sizes of the call, and which have a gradient."""
-    return tuple(
-        replace(
-            leaf,
-            shape=tuple(given.shape),
-            ranges=(),
-            gradient=leaf.gradient if given.requires_grad else False,
-        )
-        if isinstance(leaf, TensorLeaf) and isinstance(given, torch.Tensor)
-        else given
-        if not isinstance(given, torch.Tensor)
-        else leaf
-        for leaf, given in zip(leaves, call.leaves, strict=True)
-    )

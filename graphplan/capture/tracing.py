@@ -70,6 +70,7 @@ def capture(
     *,
     keep_grad: bool = False,
     step: bool = False,
+    vary: bool = True,
     sizes: bool = False,
 ) -> Capture:
     """Trace one call.
@@ -79,8 +80,9 @@ def capture(
         call: the example inputs.
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
-        step: trace what a training step is made of, for the sizes of this call alone.
-        sizes: whether all sizes may vary, not only those of batches and lengths.
+        step: trace what a training step is made of.
+        vary: whether batches, lengths and numbers may vary.
+        sizes: whether all other sizes may, too.
 
     Raises:
         CaptureError: no way of capturing took it; the message has the reason of each. Or it would have other
@@ -102,8 +104,8 @@ def capture(
     module = model_copy.module
     as_in_eager = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
     with suspended(), autocast, as_in_eager as left_out, _untouched_attributes(module):
-        shapes, sizes = (None, False) if step else (dynamic_shapes, sizes)
-        found = _with_examples(model_copy, host, shapes, keep_grad, exporter=not step, sizes=sizes)
+        shapes = dynamic_shapes if vary else None
+        found = _with_examples(model_copy, host, shapes, keep_grad, vary=vary, sizes=sizes)
         found = _completed(found, model_copy, keep_grad)
         if not (step or any(tensor.device.type == "meta" for tensor in call.tensors)):
             found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
@@ -204,13 +206,13 @@ def _with_examples(
     dynamic_shapes: Any,
     keep_grad: bool,
     *,
-    exporter: bool,
+    vary: bool,
     sizes: bool,
 ) -> Capture:
-    """``exporter``: whether that of transformers may trace it, which takes no labels."""
+    """As :func:`capture`; the exporter of transformers has sizes vary."""
     failures: dict[str, Exception] = {}
     sizes = sizes and model_copy.entry not in model_copy.unsized
-    if exporter and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
+    if vary and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
             return _told(
                 model_copy, sizes, *export_transformers(model_copy, host, keep_grad=keep_grad, sizes=sizes)
@@ -219,7 +221,7 @@ def _with_examples(
             raise
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
-    vary = exporter and not failures and model_copy.entry not in model_copy.fixed
+    vary = vary and not failures and model_copy.entry not in model_copy.fixed
     try:
         traced = export_plain(model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
     except GraphplanError:

@@ -19,6 +19,7 @@ from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of
+from graphplan.errors import NoGraphError
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.simplify import simplify
@@ -30,11 +31,15 @@ logger = logging.getLogger("graphplan")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was traced, for all sizes, in some modes of the modules; and annotated, for some sizes."""
+    """What was traced, in some modes of the modules; and annotated, for some sizes.
+
+    ``varies`` says whether sizes were to be symbols: not in a first training step, which takes less so.
+    """
 
     modes: Modes
     capture: Capture
     annotators: list[Annotator]
+    varies: bool = True
 
 
 class Captures:
@@ -43,6 +48,7 @@ class Captures:
     def __init__(self, model_copy: ModelCopy, options: Options, bench: KernelBench) -> None:
         self.model_copy, self.options, self.bench = model_copy, options, bench
         self.known: list[Captured] = []
+        self._of_one_size = set[str]()  # entries of which the sizes of a step cannot vary
 
     def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
@@ -74,7 +80,9 @@ class Captures:
 
     def traced(self, call: BoundCall, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
-        modes, reason, same = self.model_copy.modes, None, False
+        modes, reason = self.model_copy.modes, None
+        step, sizes = self.model_copy.step is not None, False
+        varies = not step or self.options.size_limits.given
         for known in self.known:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
@@ -82,7 +90,9 @@ class Captures:
                     return known
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
-                same = same or (alike and _more_differs(known.capture.signature, call))
+                differing = _differing(known.capture.signature, call) if alike else set[int]()
+                varies |= bool(differing)
+                sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         if self.known:
             what = entry or type(self.model_copy.module).__name__
             logger.info(
@@ -92,44 +102,66 @@ class Captures:
                 reason or modes.difference(self.known[-1].modes) or "it was not captured before",
             )
         enter_stage("trace")
-        self.known.append(Captured(modes, self._trace(call, entry, sizes=same), []))
+        traced = self._trace(call, entry, varies=varies, sizes=sizes)
+        self.known.append(Captured(modes, traced, [], varies))
         self.model_copy.enter(modes)  # forward may set what it finds missing in the configuration
         return self.known[-1]
 
-    def _trace(self, call: BoundCall, entry: str, *, sizes: bool) -> Capture:
+    def _trace(self, call: BoundCall, entry: str, *, varies: bool, sizes: bool) -> Capture:
+        """A call, traced; a training step in which sizes cannot vary, for those of the call alone."""
+        part, step = self.model_copy.part(entry), self.model_copy.step is not None
+        if not step or (varies and entry not in self._of_one_size):
+            try:
+                return self._made(part, call, entry, varies=varies, sizes=sizes)
+            except NoGraphError as error:
+                if not step:
+                    raise
+                logger.info("a training step is for the sizes of its call alone: %s", error)
+            self._of_one_size.add(entry)
+        return self._made(part, call, entry, varies=False, sizes=False)
+
+    def _made(self, part: ModelCopy, call: BoundCall, entry: str, *, varies: bool, sizes: bool) -> Capture:
         """A call, from the folder of captures; or traced, simplified and differentiated, and saved there."""
-        part, how, saved = self.model_copy.part(entry), self.model_copy.step, self.options.saved_captures
+        how, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
-        keep_grad, step = self.options.grad or how is not None, how is not None
+        keep_grad, fixed = self.options.grad or how is not None, part.entry in part.fixed
+        options = {"keep_grad": keep_grad, "step": how is not None, "vary": varies, "sizes": sizes}
         origin = None
         if saved is not None:
-            origin = origin_of(part, call, shapes, keep_grad, how, sizes, part.entry in part.fixed)
+            origin = origin_of(part, call, shapes, *options.values(), how, fixed)
         found = saved.read(origin, call, part) if saved and origin else None
         if found is None:
             with overheard() as warnings:
-                traced = capture(part, call, shapes, keep_grad=keep_grad, step=step, sizes=sizes)
-                known = origin is not None and is_known(traced, origin)
-                simplify(traced, keep_grad=keep_grad)
-                found = traced if how is None else with_backward(traced, part.weights, call, how)
+                found = capture(part, call, shapes, **options)
+                known = origin is not None and is_known(found, origin)
+                simplify(found, keep_grad=keep_grad)
+                if how is not None:
+                    found = with_backward(found, part.weights, call, how, fixed=not varies)
             if saved and origin and known:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
         return found
 
 
-def _more_differs(signature: InputSignature, call: BoundCall) -> bool:
-    """Whether a size differs that was no symbol of the trace, as that of an image."""
-    return any(
-        fixed not in (None, size)
+def _differing(signature: InputSignature, call: BoundCall) -> set[int]:
+    """Sizes that were no symbols of the trace, as those of an image, and that the call has others for.
+
+    In a training step, those of 0 and 1 never are.
+    """
+    return {
+        fixed
         for leaf, tensor in zip(signature.leaves, call.leaves, strict=True)
         if isinstance(leaf, TensorLeaf) and isinstance(tensor, torch.Tensor)
         for fixed, size in zip(leaf.shape, tensor.shape, strict=False)
-    )
+        if fixed is not None and fixed != size
+    }
 
 
-def with_backward(capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation) -> Capture:
-    """A training step of which this is the forward pass, simplified."""
-    found = differentiate(capture, weights, call, how)
+def with_backward(
+    capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation, *, fixed: bool
+) -> Capture:
+    """A training step of which this is the forward pass, simplified; ``fixed`` as in ``differentiate``."""
+    found = differentiate(capture, weights, call, how, fixed=fixed)
     simplify(found)
     read_weights_anew(found)
     return found

@@ -59,7 +59,7 @@ _PLACED = (
     "partition {}"
 )
 _SIZED = "max_batch and max_length that cover them, or such a call in calls="
-_TRAINED = "them, or larger ones, as its example"  # the one call that it takes
+_TRAINED = "max_batch and max_length that cover them, or them as its example"  # training takes no calls=
 
 
 @dataclass(frozen=True, slots=True)

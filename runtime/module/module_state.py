@@ -95,7 +95,7 @@ class Code:
     bound: BoundCode | Recorder
     rebuild: Rebuild
     backward: BoundCode | Recorder | None = None
-    reduced: dict[tuple[frozenset[str], bool], BoundCode] = field(default_factory=dict)
+    reduced: dict[tuple[Any, ...], BoundCode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

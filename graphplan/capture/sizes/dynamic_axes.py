@@ -96,8 +96,6 @@ def written_guard(text: str, code: str) -> Guard:
 def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, Any]) -> tuple[Guard, ...]:
     """The trace's conditions as one function of the leaves of all arguments, by their names in the trace."""
     texts = list(dict.fromkeys(conditions_of(program)))
-    if not texts:
-        return ()
     leaves = enumerate(flatten_with_path(arguments))
     paths = {f"L{pytree.keystr(path)}": f"v[{index}]" for index, (path, _) in leaves}
     longest_first = sorted(paths, key=len, reverse=True)
@@ -106,5 +104,10 @@ def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, An
         for path in longest_first:
             text = text.replace(path, paths[path])
         written.append(text)
-    code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
-    return (written_guard("sizes do not fulfil " + " and ".join(texts), code),)
+    return all_of(texts, written)
+
+
+def all_of(texts: Sequence[str], codes: Sequence[str]) -> tuple[Guard, ...]:
+    """One guard for all conditions, as people and as Python write them; none where there are none."""
+    code = " and ".join(f"({one})" for one in codes)  # from the tracer: of sizes and numbers
+    return (written_guard("sizes do not fulfil " + " and ".join(texts), code),) if codes else ()

@@ -45,7 +45,7 @@ def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
             "parameter may be without"
         )
     call = source.example(values=values)
-    step = with_backward(source.cut.capture, source.model_copy.weights, call, how)
+    step = with_backward(source.cut.capture, source.model_copy.weights, call, how, fixed=True)
     return replace(source, how=how, step=source.annotator.of(step, source.model_copy.weights))
 
 

@@ -76,6 +76,7 @@ class _StepCall:
     tensors: list[Any]
     back: list[tuple[torch.Tensor, torch.Tensor]]
     homes: Sequence[torch.device]  # of the inputs that have gradients
+    shapes: Sequence[Any] = ()  # of the inputs, and numbers
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
@@ -85,6 +86,7 @@ class _StepCall:
     def forward(self) -> Sequence[Any]:
         """The flat results."""
         tensors, self.tensors = self.tensors, []
+        self.shapes = [getattr(one, "shape", one) for one in tensors]
         with without_autocast(self.program):
             try:
                 self.results, saved = self.code.bound(tensors)
@@ -127,7 +129,9 @@ class _StepCall:
         _, *names = (node.name for node in self.program.backward.graph.find_nodes(op="placeholder"))
         absent = frozenset(n for n, tangent in zip(names, tangents, strict=True) if tangent is None)
         if absent or not accumulate:
-            run = reduced_backward(self.module, self.program, self.code, absent, accumulate=accumulate)
+            run = reduced_backward(
+                self.module, self.program, self.code, absent, self.shapes, accumulate=accumulate
+            )
         given = [t if t is None or t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = run([saved, *given])

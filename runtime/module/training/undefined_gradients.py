@@ -12,12 +12,13 @@ and without a gradient by ``b``::
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from graphplan.capture.sizes.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.ir.lowered_ops import add_gradient, gradient_added, gradient_to
 from graphplan.runtime.module.code_assembly import backward_code
 from graphplan.runtime.module.module_state import Code
@@ -28,16 +29,25 @@ _SUMS = (torch.add, torch.ops.aten.add.Tensor)
 
 
 def reduced_backward(
-    module: nn.Module, program: Program, code: Code, absent: frozenset[str], *, accumulate: bool
+    module: nn.Module,
+    program: Program,
+    code: Code,
+    absent: frozenset[str],
+    shapes: Sequence[Any],
+    *,
+    accumulate: bool,
 ) -> BoundCode:
     """The code of a step's backward pass where no gradient comes to these of its placeholders.
 
-    Without ``accumulate`` it leaves the parameters' gradients as they are.
+    It is for inputs of these shapes. Without ``accumulate`` it leaves the parameters' gradients as they are.
     """
-    key = absent, accumulate
+    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    given = [torch.empty(one, device="meta") if isinstance(one, torch.Size) else one for one in shapes]
+    sizes = sizes_of_call(program.graph, names, given) if absent else {}
+    key = absent, accumulate, tuple(sizes.values())
     if key not in code.reduced:
         assert program.backward is not None
-        graph = without_gradients(program.backward.graph, absent)
+        graph = without_gradients(program.backward.graph, absent, sizes)
         if not accumulate:
             for target in (gradient_added, add_gradient, gradient_to):  # each for the one before alone
                 for node in graph.find_nodes(op="call_function", target=target):
@@ -46,10 +56,11 @@ def reduced_backward(
     return code.reduced[key]
 
 
-def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
+def without_gradients(graph: fx.Graph, absent: Collection[str], sizes: Mapping[Any, int]) -> fx.Graph:
     """A copy of a backward pass for placeholders of these names that will be None.
 
-    ``graph`` is as :func:`graphplan.passes.lowering.split_step.split_step` makes it.
+    ``sizes`` are those of symbols. ``graph`` is as
+    :func:`graphplan.passes.lowering.split_step.split_step` makes it.
     """
     made, env = fx.Graph(), dict[fx.Node, fx.Node]()
     _saved, *tangents = graph.find_nodes(op="placeholder")
@@ -71,7 +82,7 @@ def without_gradients(graph: fx.Graph, absent: Collection[str]) -> fx.Graph:
         else:
             for source in lacking:  # zeros in its place, on the device of another
                 value: Any = _operation_of(source).meta["val"]
-                shape, dtype = tuple(value.shape), {"dtype": value.dtype}
+                shape, dtype = tuple(exact_size(n, sizes) for n in value.shape), {"dtype": value.dtype}
                 env[source] = made.call_method("new_zeros", (beside, shape), dtype)
             env[node] = made.node_copy(node, env.__getitem__)
     return made

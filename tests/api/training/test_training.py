@@ -1053,7 +1053,8 @@ def test_the_optimizers_state_is_counted(size: int) -> None:
         ({"train": True, "train_outputs": "scores"}, "'scores'"),
         ({"train": True, "train_outputs": []}, "train_outputs"),
         ({"train": True, "train_outputs": 0}, "train_outputs must be names"),
-        ({"train": True, "max_batch": 4}, "max_batch"),
+        ({"train": True, "max_batch": 0}, "max_batch"),
+        ({"train": True, "calls": [((), {})]}, "calls"),
     ],
 )
 def test_bad_arguments_name_what_to_do(options: dict[str, Any], said: str) -> None:

@@ -106,7 +106,7 @@ def test_the_printed_graph() -> None:
     joined = graph.call_function(torch.cat, ([added, made[1]],))
     graph.output((joined, made[1]))
     names = [
-        f"{node.name}({', '.join(map(str, node.args))})" for node in without_gradients(graph, {"b"}).nodes
+        f"{node.name}({', '.join(map(str, node.args))})" for node in without_gradients(graph, {"b"}, {}).nodes
     ]
     assert names == [
         "saved()",

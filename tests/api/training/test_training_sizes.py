@@ -1,0 +1,177 @@
+"""Steps of other sizes than the first: one more trace serves them, with eager's gradients, in the budgets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training_steps import gap, gradients_of, needed, step_of
+
+import graphplan
+from graphplan.capture import differentiate
+
+
+class Block(nn.Module):
+    """Causal attention and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + self.drop(self.out(found.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+class Text(nn.Module):
+    """Two blocks over tokens, with their own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Embedding(40, 16),
+            nn.Sequential(Block(), Block()),
+            nn.Linear(16, 40),
+        )
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.head(self.layers(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten())}
+
+
+class Image(nn.Module):
+    """Convolutions and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for width in (3, 8)
+        )
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def text_of(batch: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(batch * length).reshape(batch, length) % 40
+    return {"input_ids": tokens, "labels": tokens.flip(1).clone()}
+
+
+def image_of(batch: int, side: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.linspace(-1, 1, batch * 3 * side * side).reshape(batch, 3, side, side)}
+
+
+def same_steps(placed: nn.Module, eager: nn.Module, calls: list[dict[str, torch.Tensor]]) -> None:
+    for turn, inputs in enumerate(calls):
+        for model in (placed, eager):
+            model.zero_grad()
+        loss, expected = step_of(placed, inputs, turn), step_of(eager, inputs, turn)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-4
+    buffers = dict(placed.named_buffers())
+    for name, value in eager.named_buffers():
+        torch.testing.assert_close(buffers[name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [1.5, 0.5])
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_a_second_trace_serves_all_other_sizes(kind: str, share: float) -> None:
+    made, of = (Text(), text_of) if kind == "text" else (Image(), image_of)
+    eager, first = copy.deepcopy(made), of(4, 8)
+    budgets: Mapping[Any, int] = {0: int(share * needed(made, first)), "cpu": 1 << 30}
+    with graphplan.simulate(budgets) as machine:
+        options: dict[str, Any] = {"kwargs": first, "train": True, "time_limit": 0.5, "strict": True}
+        placed = graphplan.partition(made, budgets, **options)
+        calls = [of(4, 8), of(3, 8), of(2, 8), of(4, 8), of(3, 8)]
+        calls += [text_of(2, 5), text_of(3, 7)] if kind == "text" else []
+        same_steps(placed, eager, calls)
+        assert machine.peak_bytes(0) <= budgets[0]
+        captures = {id(program.signature) for program in placed._graphplan.programs}
+        assert len(captures) == 2
+
+
+def test_other_sizes_than_batches_and_lengths_vary_from_when_they_do() -> None:
+    made = Image()
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs=image_of(4, 8), train=True, time_limit=0.5)
+        same_steps(placed, eager, [image_of(*sizes) for sizes in ((3, 8), (3, 6), (3, 10), (2, 7), (3, 6))])
+
+
+@pytest.mark.parametrize("first", [(4, 8), (1, 8)])
+def test_a_size_of_one_is_another_structure(first: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    made = Text()
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    caplog.set_level("INFO", "graphplan")
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs=text_of(*first), train=True, time_limit=0.5)
+        same_steps(placed, eager, [text_of(*sizes) for sizes in ((3, 6), (1, 6), (1, 5), (3, 1), (2, 4))])
+    assert "for the sizes of its call alone" not in caplog.text
+
+
+class Halves(nn.Module):
+    """Two results, which are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.linear(x).exp().split(4, dim=-1)
+        return first, second.log()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_loss_of_one_of_two_results_has_zeros_of_the_size_of_the_call(used: int) -> None:
+    made = Halves()
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, (torch.ones(4, 8),), train=True)
+        for rows in (3, 2, 4, 3):
+            for model in (placed, eager):
+                model.zero_grad()
+                model(torch.linspace(0, 1, rows * 8).reshape(rows, 8))[used].sum().backward()
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
+def test_what_autograd_does_not_take_with_symbols_is_of_one_size_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[bool] = []
+    own = differentiate._Tracing.step
+
+    def step(self: Any, *values: Any) -> Any:
+        tries.append(bool(self.sizes))
+        if self.sizes:
+            raise RuntimeError("no symbols here")
+        return own(self, *values)
+
+    monkeypatch.setattr(differentiate._Tracing, "step", step)
+    made = Text()
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs=text_of(4, 8), train=True, time_limit=0.5)
+        same_steps(placed, eager, [text_of(*sizes) for sizes in ((4, 8), (3, 8), (2, 7), (3, 8))])
+    assert tries == [False, True, False, False]
+
+
+def test_limits_plan_for_the_largest_sizes_at_once() -> None:
+    made = Text()
+    eager, budget = copy.deepcopy(made), needed(made, text_of(6, 12))
+    with graphplan.simulate({0: budget}) as machine:
+        options: dict[str, Any] = {"kwargs": text_of(2, 4), "train": True, "max_batch": 6, "max_length": 12}
+        placed = graphplan.partition(made, {0: budget}, strict=True, **options)
+        same_steps(placed, eager, [text_of(*sizes) for sizes in ((2, 4), (6, 12), (3, 7), (4, 4))])
+        assert len(placed._graphplan.programs) == 1
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= budget
+        with pytest.raises(graphplan.LimitError, match="max_length=12"):
+            placed(**text_of(2, 13))
