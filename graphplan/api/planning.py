@@ -128,7 +128,8 @@ def plan(
         network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
         train: plan a training step instead of a forward pass: forward, backward and the optimizer's step,
             with gradients, saved activations and the optimizer's state within the budgets. It is planned in
-            the modes that the model is in (``model.train()``), for the sizes of the example.
+            the modes that the model is in (``model.train()``), for the sizes of the example, or those up to
+            ``max_batch`` and ``max_length``.
         optimizer: class of the optimizer, or a function from parameters to one, such as
             ``functools.partial(torch.optim.SGD, momentum=0.9)``: a dry step shows what it keeps. None counts
             no state.
