@@ -66,6 +66,16 @@ def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str, str]]:
     return masking_utils, names
 
 
+def functions_of_mapped_masks() -> tuple[ModuleType, tuple[str, str]]:
+    """The module of two names, and these: what makes masks by ``vmap``, and the mode that it needs."""
+    from transformers import masking_utils
+
+    names = "_vmap_expansion_sdpa", "TransformGetItemToIndex"
+    for name in names:
+        private(masking_utils, name, "transformers")
+    return masking_utils, names
+
+
 def vision_stand_in() -> tuple[ModuleType, str]:
     """What the exporter traces for the attention of vision encoders: its module and name."""
     from transformers.exporters import exporter_dynamo

@@ -29,6 +29,7 @@ from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import node_of
 from graphplan._compat.transformers import functions_of_masks, local_entries
 from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.transformers.mapped_masks import broadcast_masks
 
 aten = torch.ops.aten
 
@@ -134,6 +135,7 @@ def masks_as_in_eager() -> Iterator[None]:
         Patch.of(module, joined, _joining),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
         _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
+        *broadcast_masks(),
     ):
         yield
 
