@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from graphplan._compat.bitsandbytes import keep_unpacked
@@ -97,14 +97,18 @@ def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
         made = copy.deepcopy(value, known)
         if value is model:
             keep_unpacked(made)
-            _make_alike(model, made, memo)
+            _make_alike(model, made, memo, known)
             _copy_notes(model, memo, known)
             refer_to_copies(made, parts, known)
     return made
 
 
-def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Give modules that make themselves anew when they are copied their mode, and the tensors of ``memo``."""
+def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:
+    """Give modules that make themselves anew when they are copied what they lack then.
+
+    Their mode, and the tensors of ``memo``; a ``GraphModule`` also its hooks, and attributes that its graph
+    does not read.
+    """
     copies = dict(made.named_modules())
     for path, part in model.named_modules():
         if (mine := copies.get(path)) is None:
@@ -114,6 +118,10 @@ def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> N
             for name, tensor in own.items():
                 if id(tensor) in memo and name in table and table[name] is not memo[id(tensor)]:
                     table[name] = memo[id(tensor)]
+        if isinstance(part, fx.GraphModule):
+            own = vars(part).items()
+            lost = {name: value for name, value in own if "_hooks" in name or name not in vars(mine)}
+            mine.__dict__.update(copy.deepcopy(lost, known))
 
 
 def _copy_notes(model: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:

@@ -13,7 +13,7 @@ Where that fails, the sizes and numbers are those of the example.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import Any
@@ -158,9 +158,29 @@ def _export(
         quiet(),
         torch.set_grad_enabled(keep_grad),
         masks,
+        _called(module),
         with_forward(module, forward),
     ):
         return export(keep_grad, module, call.args, dict(call.kwargs), shapes, sizes=sizes)
+
+
+@contextmanager
+def _called(module: nn.Module) -> Iterator[None]:
+    """A block in which ``torch.export`` calls a ``GraphModule`` as it does any other module.
+
+    Else it interprets the graph: without the names of arguments, and without hooks.
+    """
+    own = type(module)
+    if issubclass(own, fx.GraphModule):
+        written = own.__mro__[: own.__mro__.index(fx.GraphModule)]
+        body = {name: value for base in reversed(written) for name, value in vars(base).items()}
+        for name in ("__call__", "__dict__", "__weakref__"):  # the first is a GraphModule's
+            body.pop(name, None)
+        module.__class__ = type(own.__name__, (nn.Module,), body)
+    try:
+        yield
+    finally:
+        module.__class__ = own
 
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
