@@ -188,6 +188,6 @@ def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
     memo |= {id(t): like(t, t.detach(), {}) for t in model.parameters()}
     shell = copy_to_run(model, memo)
     trace_patched(shell)
-    shell = of_class(shell, placed_class(type(model)))
+    shell = of_class(shell, placed_class(type(shell)))
     attach(shell, ModuleState([], start=placer))
     return shell

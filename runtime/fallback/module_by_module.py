@@ -39,7 +39,7 @@ from graphplan.message_text import first_line
 from graphplan.runtime.fallback.added_hooks import Hook, Hooks, added_hooks, hooks_beside
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
-from graphplan.runtime.fallback.short_names import original_class, unplaced
+from graphplan.runtime.fallback.short_names import unplaced, written_class
 
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
@@ -373,7 +373,7 @@ def _share_tensors(of: nn.Module, to: nn.Module) -> None:
 
 def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:
     """The path of a module that a tree has no more, or has anew, or that is another now."""
-    kinds = [{path: original_class(part) for path, part in of.named_modules()} for of in (tree, whole)]
+    kinds = [{path: written_class(part) for path, part in of.named_modules()} for of in (tree, whole)]
     return min((path for path, _ in kinds[0].items() ^ kinds[1].items()), default=None)
 
 

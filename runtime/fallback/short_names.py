@@ -75,6 +75,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
+def written_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module's copies have in common with it: each ``GraphModule`` has one of its own."""
+    own = original_class(module)
+    return next(cls for cls in own.__mro__ if not cls.__qualname__.endswith(".GraphModuleImpl"))
+
+
 def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
     """The module as its own class, with the attributes and weights that it has now.
 

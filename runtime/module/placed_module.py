@@ -39,6 +39,7 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import Served, ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_state import Code, ModuleState
+from graphplan.runtime.module.placed_graph_module import graph_methods
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
@@ -309,13 +310,15 @@ def _as_original(module: PlacedModule) -> nn.Module:
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    cls = placed_class(original)
-    return cls.__new__(cls)
+    return object.__new__(placed_class(original))
 
 
-def placed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of the placed copies of a model, under the model's own name."""
-    return made_class(original, PlacedModule, lambda: answers(PlacedModule, original))
+def placed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of the placed copies of a model of class ``cls``, under the model's own name."""
+    original = getattr(cls, "_graphplan_original", cls)
+    return made_class(
+        original, PlacedModule, lambda: answers(PlacedModule, original) | graph_methods(original)
+    )
 
 
 def _stages_text(plan: PlanData) -> str:

@@ -70,7 +70,7 @@ def place_model(
         model: left as it is.
         weights: of ``model``.
         layout: where they go.
-        placed_class: from the class of the model to that of the copy.
+        placed_class: from the class of what ``become`` makes to that of what is returned.
         source: where the data is read from instead of the model (a checkpoint).
         owned: whether ``model`` gives its weights away, so that what is in place is not copied.
         become: from the model and its placed tensors, by the identity of each, to what is returned: a copy,
@@ -99,7 +99,7 @@ def place_model(
     made = become(model, with_attributes(model, memo))
     trace_patched(made)
     files = () if source is None else source.files
-    return of_class(made, placed_class(type(model))), [*placing.pages, *files]
+    return of_class(made, placed_class(type(made))), [*placing.pages, *files]
 
 
 def bring_back(

@@ -122,6 +122,7 @@ def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any], know
             own = vars(part).items()
             lost = {name: value for name, value in own if "_hooks" in name or name not in vars(mine)}
             mine.__dict__.update(copy.deepcopy(lost, known))
+            mine.graph = copy.deepcopy(part.graph, known)
 
 
 def _copy_notes(model: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:
