@@ -82,12 +82,18 @@ class BoundCall:
 
 
 def leaf_on_cpu(leaf: Any) -> Any:
-    """A tensor on the CPU, one of the meta device as zeros; anything else as it is."""
+    """A tensor on the CPU, with its strides, one of the meta device as zeros; anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.device.type == "meta":
-        return torch.zeros_like(leaf, device="cpu", requires_grad=leaf.requires_grad)
-    return leaf.cpu()
+        found = torch.zeros_like(leaf, device="cpu", requires_grad=leaf.requires_grad)
+    else:
+        found = leaf.cpu()
+    if leaf.layout is not torch.strided or found.stride() == leaf.stride() or not leaf.numel():
+        return found
+    # torch has moved what is expanded, or a slice, as a tensor without gaps
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf_on_cpu(leaf.as_strided((extent,), (1,))).as_strided(leaf.shape, leaf.stride())
 
 
 class _ByPosition(inspect.Signature):

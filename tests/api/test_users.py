@@ -24,6 +24,7 @@ from torch._higher_order_ops.scan import scan
 from versions import needs
 
 import graphplan
+from graphplan.compiler import capture_cache
 
 X = torch.randn(4, 64)
 
@@ -105,6 +106,37 @@ def test_strided_inputs_are_another_structure() -> None:
     before = strided.clone()
     assert largest_difference(placed(strided), model(before.t().clone().t())) < 1e-5
     assert torch.equal(strided, before)  # eager works on a copy here, and so does this
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:1].expand(8, -1), lambda x: x[:, ::2], lambda x: x.t(), lambda x: x[:, :0]],
+    ids=["expanded", "slice", "transposed", "empty"],
+)
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
+def test_strided_inputs_are_traced_once(
+    view: Callable[[torch.Tensor], torch.Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # seen on BLIP-2, which expands its queries: traced twice at each call
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(1) * self.w[: x.shape[0]]
+
+    traced: list[object] = []
+    own = capture_cache.capture
+    monkeypatch.setattr(capture_cache, "capture", lambda *a, **k: traced.append(a) or own(*a, **k))
+    model = Sums()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        x = torch.randn(8, 8)
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        traced.clear()
+        for _ in range(3):
+            assert largest_difference(placed(view(x.to(device))).cpu(), model(view(x))) < 1e-5
+    assert len(traced) <= 1
 
 
 def test_inputs_on_an_accelerator_are_planned_from_there() -> None:
