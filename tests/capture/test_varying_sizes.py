@@ -192,6 +192,17 @@ def test_numbers_that_decide_are_of_the_structure(traces: list[int], function: A
     assert len(traces) == graphs
 
 
+def test_numbers_that_are_looked_up_are_of_the_structure_and_batches_vary(traces: list[int]) -> None:
+    # seen on CLIP in LLaVA, which is told of the layer whose result is wanted: each batch was another trace
+    def looked_up(y: torch.Tensor, number: int) -> torch.Tensor:
+        return {2: y, 3: -y}[number] * (number in {2, 4})
+
+    calls = [(torch.randn(batch, 8), number) for batch in (4, 5, 9) for number in (2, 3)]
+    traces.clear()
+    check(Function(looked_up), calls)
+    assert len(traces) == 4  # two for each number: one with the number as a symbol fails
+
+
 def test_ints_of_which_sizes_are_made_are_planned_for(traces: list[int]) -> None:
     calls = [(torch.randn(4, 8), number) for number in (3, 5, 2, 200, 1)]
     placed = check(Function(lambda x, number: torch.ones(number, 8) @ x.T), calls)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, Signature
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,10 +81,15 @@ def export_plain(
         return from_program(program, call, model_copy), None
     failed: Exception | None = None
     any_one = any(1 in tensor.shape for tensor in call.tensors)
-    tries = [(all_sizes, ones) for all_sizes in {sizes: 0, False: 0} for ones in (True, False)[: 1 + any_one]]
-    for all_sizes, ones in tries:
+    any_number = any(type(leaf) in (int, float) for leaf in call.leaves)
+    kinds = [(True, True), *[(False, True)] * any_one, *[(not any_one, False)] * any_number]
+    for all_sizes, (ones, numbers) in product({sizes: 0, False: 0}, kinds):
+        if not numbers and not isinstance(failed, TypeError):  # as of a symbol that is looked up in a dict
+            continue
         try:
-            found = _varying(model_copy, call, sizes=all_sizes, ones=ones, keep_grad=keep_grad)
+            found = _varying(
+                model_copy, call, sizes=all_sizes, ones=ones, numbers=numbers, keep_grad=keep_grad
+            )
             return found, failed if all_sizes != sizes else None
         except (RunAsItIs, InputError):
             raise
@@ -93,16 +99,19 @@ def export_plain(
     return from_program(program, call, model_copy), failed
 
 
-def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, keep_grad: bool) -> Capture:
-    """The capture in which all sizes and numbers are symbols that the model does not fix."""
+def _varying(
+    model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, numbers: bool, keep_grad: bool
+) -> Capture:
+    """The capture in which all sizes, and ``numbers``, are symbols that the model does not fix."""
     given = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     roles = with_tokens(plain_roles(call.leaves, sizes=sizes, ones=ones), call, ones=ones)
     each = iter(roles)
     shapes = {name: shapes_for(value, each) for name, value in given.items()}
+    replaced = [*(symbolic_numbers() if numbers else ()), *plain_comparisons()]
     with (
         restored(map(vars, call.tensors)),  # a trace that fails leaves its marks on them
         unbacked_like_backed(),
-        patched(*(Patch.of(*one) for one in [*symbolic_numbers(), *plain_comparisons()]), *lengths_vary()),
+        patched(*(Patch.of(*one) for one in replaced), *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
     guards = conditions(program, given)
