@@ -153,18 +153,16 @@ class GraphReader:
         )
 
     def _count_least(self, interpreter: Interpreter, node: fx.Node, kind: str) -> None:
-        """Let an operation that copies slices cost what it costs where these were moved, and are dense.
+        """Let an operation that copies slices or expanded values cost what it costs where these were moved.
 
-        Expanded values are as they are: to move what they repeat costs less, the copy that it saves included.
+        They are dense there, and what was a copy may be a view.
         """
         operation = self.operations[-1]
         values = ((n, interpreter.env.get(n)) for n in node.all_input_nodes)
         slices = {
             n
             for n, value in values
-            if isinstance(value, TensorMeta)
-            and 0 not in value.stride
-            and value.copied().stride != value.stride
+            if isinstance(value, TensorMeta) and value.copied().stride != value.stride
         }
         if slices and operation.bytes_accessed:
             dense = interpreter.run(node, slices.__contains__, kind)

@@ -320,11 +320,13 @@ def test_a_parameter_that_requires_grad_costs_what_it_costs() -> None:
     assert learned.workspace_on("cpu") >= frozen.workspace_on("cpu") + 2 * 16 * 9 * 4
 
 
-def test_a_moved_slice_arrives_dense() -> None:
+@pytest.mark.parametrize(
+    "part", [lambda x: x[:, :4], lambda x: x[:1].expand(4, 8)], ids=["slice", "expanded"]
+)
+def test_what_is_moved_arrives_dense(part: Any) -> None:
     class Sliced(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            part = (x * 2)[:, :4]
-            return part.reshape(-1) + 1
+            return part(x * 2).reshape(-1) + 1
 
     model_copy = ModelCopy(Sliced())
     call = model_copy.bind((torch.randn(8, 8),), {})
