@@ -945,3 +945,18 @@ def test_a_forward_that_reads_the_random_state_is_no_graph(name: str) -> None:
         found = placed(X)
         torch.manual_seed(seed)
         assert torch.allclose(found, model(X), rtol=1e-5)
+
+
+def test_saving_a_model_changes_no_mode_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 60}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, dtype=torch.float32)).eval()
+    inputs = {"input_ids": torch.arange(6)[None]}
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
+    placed.save_pretrained(tmp_path)
+    assert placed.config.architectures == ["LlamaForCausalLM"]
+    caplog.set_level("INFO", "graphplan")
+    placed(**inputs)
+    assert "capturing another graph" not in caplog.text

@@ -124,7 +124,7 @@ class ModeReader:
         values, (known, plain) = tuple(table.values()), self._known[index]
         same = len(values) == len(known) and all(map(is_, values, known))
         if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in _CONTAINERS):
-            plain = {name: copy.deepcopy(value) for name, value in table.items() if is_plain(value)}
+            plain = {name: _as_read(name, value) for name, value in table.items() if _is_mode(name, value)}
             self._known[index] = values, plain
         return plain
 
@@ -182,6 +182,18 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
         raise PlanError(
             f"adapter {name!r} was put into the model after it was placed: partition the model with it"
         )
+
+
+def _is_mode(name: str, value: Any) -> bool:
+    """Whether code may go by it; saving a model writes its class's name."""
+    return is_plain(value) and name != "architectures"
+
+
+def _as_read(name: str, value: Any) -> Any:
+    """A value of a configuration; saving a model writes its type of numbers as text."""
+    return (
+        getattr(torch, value, value) if name == "dtype" and isinstance(value, str) else copy.deepcopy(value)
+    )
 
 
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:
