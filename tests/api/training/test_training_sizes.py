@@ -175,3 +175,19 @@ def test_limits_plan_for_the_largest_sizes_at_once() -> None:
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= budget
         with pytest.raises(graphplan.LimitError, match="max_length=12"):
             placed(**text_of(2, 13))
+
+
+def test_images_of_transformers_vary_in_the_second_trace(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    made = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4))
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    calls = [
+        {"pixel_values": image_of(count, 8)["x"], "labels": torch.arange(count) % 2} for count in (4, 3, 2, 3)
+    ]
+    caplog.set_level("INFO", "graphplan")
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs=calls[0], train=True, time_limit=0.5)
+        same_steps(placed, eager, calls)
+    assert caplog.text.count("capturing another graph") == 1
