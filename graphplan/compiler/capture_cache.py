@@ -133,8 +133,6 @@ class Captures:
         if found is None:
             with overheard() as warnings:
                 found = capture(part, call, shapes, **options)
-                if how is not None and varies and not any(found.roles):  # an image has no batch or length
-                    found = capture(part, call, shapes, **{**options, "sizes": True})
                 known = origin is not None and is_known(found, origin)
                 simplify(found, keep_grad=keep_grad)
                 if how is not None:

@@ -432,3 +432,18 @@ def test_which_axes_of_an_argument_of_a_text_model_vary(
     name: str, shape: tuple[int, ...], roles: dict[int, str]
 ) -> None:
     assert text_roles(name, torch.zeros(shape), 2) == roles
+
+
+def test_batches_of_images_share_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
+    images = torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs={"pixel_values": images})
+    caplog.set_level("INFO", "graphplan")
+    with torch.no_grad():
+        for count in (3, 1, 4):
+            found, expected = placed(pixel_values=images[:count]), model(pixel_values=images[:count])
+            torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+    assert "capturing another graph" not in caplog.text

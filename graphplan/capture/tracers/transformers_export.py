@@ -209,11 +209,14 @@ def _dense(value: Any, *, always: bool) -> Any:
 
 
 def _batch(inputs: Mapping[str, Any]) -> int | None:
-    """The batch of a call: the first size of its first tensor that is no cache's."""
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and name != "pixel_values":
-            return value.shape[0]
-    return None
+    """The batch of a call: the first size of its first tensor that is no cache's.
+
+    Beside a text, images may be in another order; alone, they have a batch too.
+    """
+    tensors = [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+    found = [value.shape[0] for name, value in tensors if value.dim() >= 2 and name != "pixel_values"]
+    images = [value.shape[0] for name, value in tensors if value.dim() >= 4]
+    return next(iter([*found, *images]), None)
 
 
 def _roles(name: str, value: Any, batch: int | None, sizes: bool) -> list[Roles]:
