@@ -147,8 +147,8 @@ def _export(
     state = AssignedState(module)
     around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
     outside = caches.untouched(), untouched_by_hooks(module)
-    tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
     # torch gives modules copies of containers in the end, so that two no longer share one
+    tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
     with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around:
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
         program = copy_context().run(export, module, args, kwargs)  # it may set context variables

@@ -128,7 +128,7 @@ class Captures:
         options = {"keep_grad": keep_grad, "step": how is not None, "vary": varies, "sizes": sizes}
         origin = None
         if saved is not None:
-            origin = origin_of(part, call, shapes, *options.values(), how, fixed)
+            origin = origin_of(part, call, shapes, options, how, fixed)
         found = saved.read(origin, call, part) if saved and origin else None
         if found is None:
             with overheard() as warnings:

@@ -114,9 +114,9 @@ def _require_room(found: Evaluation, state: CompileState) -> None:
 def _refuse(planned: Graph, here: Graph) -> NoReturn:
     difference = graph_difference(here, planned, ("the model", "the plan")) or next(_details(planned, here))
     raise PlanError(
-        f"the plan is of another graph: {difference}. Give partition the model, the example inputs, the "
-        "optimizer of a training step (train=), and the versions of torch and transformers with which it was "
-        "planned, or plan again"
+        f"the plan is of another graph: {difference}. Give partition the model, the example inputs, "
+        "max_batch= and max_length=, the optimizer of a training step (train=), and the versions of torch "
+        "and transformers with which it was planned, or plan again"
     )
 
 

@@ -94,7 +94,7 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if is_whole(func) and all(issubclass(t, SimulatedTensor) for t in types):  # others take it so
+        if all(issubclass(t, SimulatedTensor) for t in types) and is_whole(func):  # others take it so
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:

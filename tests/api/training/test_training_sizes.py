@@ -61,6 +61,17 @@ class Image(nn.Module):
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
+class Larger(nn.Module):
+    """Twice as long, by a kernel that asks for each size by itself where sizes are symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(self.linear(x).transpose(1, 2), scale_factor=2)
+
+
 def text_of(batch: int, length: int) -> dict[str, torch.Tensor]:
     tokens = torch.arange(batch * length).reshape(batch, length) % 40
     return {"input_ids": tokens, "labels": tokens.flip(1).clone()}
@@ -115,6 +126,18 @@ def test_a_size_of_one_is_another_structure(first: tuple[int, int], caplog: pyte
     with graphplan.simulate(budgets):
         placed = graphplan.partition(made, budgets, kwargs=text_of(*first), train=True, time_limit=0.5)
         same_steps(placed, eager, [text_of(*sizes) for sizes in ((3, 6), (1, 6), (1, 5), (3, 1), (2, 4))])
+    assert "for the sizes of its call alone" not in caplog.text
+
+
+def test_a_kernel_that_asks_for_symbolic_sizes_is_traced_in_a_simulation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Larger()
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    caplog.set_level("INFO", "graphplan")
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs={"x": torch.ones(4, 6, 8)}, train=True)
+        same_steps(placed, eager, [{"x": torch.full((*s, 8), 0.1)} for s in ((4, 6), (3, 6), (2, 5))])
     assert "for the sizes of its call alone" not in caplog.text
 
 
@@ -175,6 +198,9 @@ def test_limits_plan_for_the_largest_sizes_at_once() -> None:
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= budget
         with pytest.raises(graphplan.LimitError, match="max_length=12"):
             placed(**text_of(2, 13))
+        del options["max_batch"], options["max_length"]
+        with pytest.raises(graphplan.PlanError, match="max_batch= and max_length="):
+            graphplan.partition(Text(), {0: budget}, plan=placed.plan, **options)
 
 
 def test_images_of_transformers_vary_in_the_second_trace(caplog: pytest.LogCaptureFixture) -> None:
