@@ -91,7 +91,7 @@ class Captures:
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
                 differing = _differing(known.capture.signature, call) if alike else set[int]()
-                varies |= bool(differing)
+                varies |= bool(differing) or (alike and _other_number(known.capture.signature, call))
                 sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         if self.known:
             what = entry or type(self.model_copy.module).__name__
@@ -155,6 +155,14 @@ def _differing(signature: InputSignature, call: BoundCall) -> set[int]:
         for fixed, size in zip(leaf.shape, tensor.shape, strict=False)
         if fixed is not None and fixed != size
     }
+
+
+def _other_number(signature: InputSignature, call: BoundCall) -> bool:
+    """Whether an int or a float that was no symbol of the trace is another."""
+    pairs = zip(signature.leaves, call.leaves, strict=True)
+    return any(
+        type(asked) in (int, float) and type(here) is type(asked) and asked != here for asked, here in pairs
+    )
 
 
 def with_backward(

@@ -217,3 +217,25 @@ def test_images_of_transformers_vary_in_the_second_trace(caplog: pytest.LogCaptu
         placed = graphplan.partition(made, budgets, kwargs=calls[0], train=True, time_limit=0.5)
         same_steps(placed, eager, calls)
     assert caplog.text.count("capturing another graph") == 1
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, count: int, scale: float) -> torch.Tensor:
+        return self.linear(x).square().sum() / count * scale
+
+
+def test_numbers_vary_from_when_they_do(caplog: pytest.LogCaptureFixture) -> None:
+    made, x = Divided(), torch.linspace(0, 1, 32).reshape(4, 8)
+    eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
+    calls = [
+        {"x": x, "count": count, "scale": scale} for count, scale in ((3, 0.5), (5, 0.5), (7, 2.0), (2, 0.1))
+    ]
+    caplog.set_level("INFO", "graphplan")
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(made, budgets, kwargs=calls[0], train=True)
+        same_steps(placed, eager, calls)
+    assert caplog.text.count("capturing another graph") == 1
