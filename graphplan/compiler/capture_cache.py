@@ -82,7 +82,7 @@ class Captures:
         """A call, traced unless one of its structure was traced before."""
         modes, reason = self.model_copy.modes, None
         step, sizes = self.model_copy.step is not None, False
-        varies = not step or self.options.size_limits.given
+        vary = not step or self.options.size_limits.given
         for known in self.known:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
@@ -91,7 +91,7 @@ class Captures:
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
                 differing = _differing(known.capture.signature, call) if alike else set[int]()
-                varies |= bool(differing) or (alike and _other_number(known.capture.signature, call))
+                vary |= bool(differing) or (alike and _other_number(known.capture.signature, call))
                 sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         if self.known:
             what = entry or type(self.model_copy.module).__name__
@@ -102,30 +102,30 @@ class Captures:
                 reason or modes.difference(self.known[-1].modes) or "it was not captured before",
             )
         enter_stage("trace")
-        traced = self._trace(call, entry, varies=varies, sizes=sizes)
-        self.known.append(Captured(modes, traced, [], varies))
+        traced = self._trace(call, entry, vary=vary, sizes=sizes)
+        self.known.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # forward may set what it finds missing in the configuration
         return self.known[-1]
 
-    def _trace(self, call: BoundCall, entry: str, *, varies: bool, sizes: bool) -> Capture:
+    def _trace(self, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """A call, traced; a training step in which sizes cannot vary, for those of the call alone."""
         part, step = self.model_copy.part(entry), self.model_copy.step is not None
-        if not step or (varies and entry not in self._of_one_size):
+        if not step or (vary and entry not in self._of_one_size):
             try:
-                return self._made(part, call, entry, varies=varies, sizes=sizes)
+                return self._made(part, call, entry, vary=vary, sizes=sizes)
             except NoGraphError as error:
                 if not step:
                     raise
                 logger.info("a training step is for the sizes of its call alone: %s", error)
             self._of_one_size.add(entry)
-        return self._made(part, call, entry, varies=False, sizes=False)
+        return self._made(part, call, entry, vary=False, sizes=False)
 
-    def _made(self, part: ModelCopy, call: BoundCall, entry: str, *, varies: bool, sizes: bool) -> Capture:
+    def _made(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """A call, from the folder of captures; or traced, simplified and differentiated, and saved there."""
         how, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
         keep_grad, fixed = self.options.grad or how is not None, part.entry in part.fixed
-        options = {"keep_grad": keep_grad, "step": how is not None, "vary": varies, "sizes": sizes}
+        options = {"keep_grad": keep_grad, "step": how is not None, "vary": vary, "sizes": sizes}
         origin = None
         if saved is not None:
             origin = origin_of(part, call, shapes, options, how, fixed)
@@ -136,7 +136,7 @@ class Captures:
                 known = origin is not None and is_known(found, origin)
                 simplify(found, keep_grad=keep_grad)
                 if how is not None:
-                    found = with_backward(found, part.weights, call, how, fixed=not varies)
+                    found = with_backward(found, part.weights, call, how, fixed=not vary)
             if saved and origin and known:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])

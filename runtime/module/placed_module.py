@@ -30,6 +30,7 @@ from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.added_hooks import set_aside
+from graphplan.runtime.fallback.graph_modules import graph_methods
 from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
 from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
 from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
@@ -39,7 +40,6 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import Served, ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_state import Code, ModuleState
-from graphplan.runtime.module.placed_graph_module import graph_methods
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program

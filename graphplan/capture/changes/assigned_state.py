@@ -153,9 +153,8 @@ class AssignedState:
                 was, now = self._opened(before), self._opened(snapshot(after))
                 is_plain = was.plain() != now.plain()
                 self._changes.append(_Change(own, label, name, before.value, _tensors(was), after, is_plain))
-                by_hook = own.get("_forward_pre_hooks") and isinstance(
-                    before.value, torch.Tensor
-                )  # weight_norm
+                # as weight_norm sets the weight that is then read
+                by_hook = own.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
                 if not by_hook and any(one.grad_fn for one in _tensors(now)):
                     self.losses.append(f"{label}.{name}")
 

@@ -191,9 +191,9 @@ def _is_mode(name: str, value: Any) -> bool:
 
 def _as_read(name: str, value: Any) -> Any:
     """A value of a configuration; saving a model writes its type of numbers as text."""
-    return (
-        getattr(torch, value, value) if name == "dtype" and isinstance(value, str) else copy.deepcopy(value)
-    )
+    if name == "dtype" and isinstance(value, str):
+        return getattr(torch, value, value)  # what is no type of torch's stays text
+    return copy.deepcopy(value)
 
 
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:

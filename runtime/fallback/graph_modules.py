@@ -16,9 +16,9 @@ from graphplan.runtime.fallback.short_names import original_class, written_class
 
 def graph_methods(original: type[nn.Module]) -> dict[str, Any]:
     """Name -> method of the class of placed copies; none where the model is no ``GraphModule``."""
-    return (
-        {"recompile": _recompile, "__deepcopy__": _deepcopy} if issubclass(original, fx.GraphModule) else {}
-    )
+    if not issubclass(original, fx.GraphModule):
+        return {}
+    return {"recompile": _recompile, "__deepcopy__": _deepcopy}
 
 
 def _recompile(self: Any) -> Any:
