@@ -20,6 +20,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of
 from graphplan.errors import NoGraphError
+from graphplan.message_text import first_line
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.simplify import simplify
@@ -110,15 +111,21 @@ class Captures:
     def _trace(self, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """A call, traced; a training step in which sizes cannot vary, for those of the call alone."""
         part, step = self.model_copy.part(entry), self.model_copy.step is not None
-        if not step or (vary and entry not in self._of_one_size):
-            try:
-                return self._made(part, call, entry, vary=vary, sizes=sizes)
-            except NoGraphError as error:
-                if not step:
-                    raise
-                logger.info("a training step is for the sizes of its call alone: %s", error)
-            self._of_one_size.add(entry)
-        return self._made(part, call, entry, vary=False, sizes=False)
+        if step and (not vary or entry in self._of_one_size):
+            return self._made(part, call, entry, vary=False, sizes=False)
+        try:
+            return self._made(part, call, entry, vary=vary, sizes=sizes)
+        except NoGraphError as error:
+            if not step:
+                raise
+            why = first_line(error)
+        self._of_one_size.add(entry)
+        found = self._made(part, call, entry, vary=False, sizes=False)
+        part.warn_once(
+            "sizes cannot vary in the trace of this training step, so that each new one is traced and planned "
+            f"anew: {why}"
+        )
+        return found
 
     def _made(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """A call, from the folder of captures; or traced, simplified and differentiated, and saved there."""

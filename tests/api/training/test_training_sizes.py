@@ -116,14 +116,12 @@ def test_other_sizes_than_batches_and_lengths_vary_from_when_they_do() -> None:
 
 
 @pytest.mark.parametrize("first", [(4, 8), (1, 8)])
-def test_a_size_of_one_is_another_structure(first: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_of_one_is_another_structure(first: tuple[int, int]) -> None:
     made = Text()
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
-    caplog.set_level("INFO", "graphplan")
     with graphplan.simulate(budgets):
         placed = graphplan.partition(made, budgets, kwargs=text_of(*first), train=True, time_limit=0.5)
         same_steps(placed, eager, [text_of(*sizes) for sizes in ((3, 6), (1, 6), (1, 5), (3, 1), (2, 4))])
-    assert "for the sizes of its call alone" not in caplog.text
 
 
 def test_a_kernel_that_asks_for_symbolic_sizes_is_traced_in_a_simulation(
@@ -135,7 +133,6 @@ def test_a_kernel_that_asks_for_symbolic_sizes_is_traced_in_a_simulation(
     with graphplan.simulate(budgets):
         placed = graphplan.partition(made, budgets, kwargs={"x": torch.ones(4, 6, 8)}, train=True)
         same_steps(placed, eager, [{"x": torch.full((*s, 8), 0.1)} for s in ((4, 6), (3, 6), (2, 5))])
-    assert "for the sizes of its call alone" not in caplog.text
 
 
 class Halves(nn.Module):
@@ -180,7 +177,10 @@ def test_what_autograd_does_not_take_with_symbols_is_of_one_size_each(
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
     with graphplan.simulate(budgets):
         placed = graphplan.partition(made, budgets, kwargs=text_of(4, 8), train=True, time_limit=0.5)
-        same_steps(placed, eager, [text_of(*sizes) for sizes in ((4, 8), (3, 8), (2, 7), (3, 8))])
+        with pytest.warns(
+            graphplan.GraphplanWarning, match="sizes cannot vary in the trace.*no symbols here"
+        ):
+            same_steps(placed, eager, [text_of(*sizes) for sizes in ((4, 8), (3, 8), (2, 7), (3, 8))])
     assert tries == [False, True, False, False]
 
 
