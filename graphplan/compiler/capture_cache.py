@@ -122,8 +122,8 @@ class Captures:
         self._of_one_size.add(entry)
         found = self._made(part, call, entry, vary=False, sizes=False)
         part.warn_once(
-            "sizes cannot vary in the trace of this training step, so that each new one is traced and planned "
-            f"anew: {why}"
+            "sizes cannot vary in the trace of this training step, so that each new one is traced and planned"
+            f" anew: {why}"
         )
         return found
 
