@@ -243,15 +243,22 @@ class Placer:
             warm_activations(program.plan for program in programs)
         return made
 
-    def find_room(self, known: Compiler, call: BoundCall, entry: str, modes: Modes) -> Placer:
+    def find_room(
+        self,
+        known: Compiler,
+        call: BoundCall,
+        entry: str,
+        modes: Modes,
+        replaced: Mapping[str, torch.Tensor],
+    ) -> Placer:
         """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
 
-        ``known`` knows what has been traced.
+        ``known`` knows what has been traced, ``replaced`` is as in :meth:`Compiler.further`.
 
         Raises:
             InfeasibleError: there is none.
         """
-        known.model_copy.enter(modes)
+        known.model_copy.enter(modes, replaced)
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry))
         mover.commit(planned)

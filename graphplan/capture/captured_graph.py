@@ -78,6 +78,8 @@ class Capture:
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
         kept: positions of results that are tensors of caches: they stay where they are made.
         entry: what was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
+        attributes: constant -> the attribute that it is, such as ``"model.offset"``: any values serve there;
+            None where the trace went by values.
         step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
             ``meta``, and gradients follow the results.
     """
@@ -96,6 +98,7 @@ class Capture:
     states: Mapping[str, int] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
     entry: str = ""
+    attributes: dict[str, str] | None = None
     step: TrainingStep | None = None
 
     @property

@@ -28,6 +28,7 @@ from graphplan._compat.export import assignment_hook, export_tracer, graph_maker
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
+from graphplan._compat.value_reads import value_reads
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
@@ -52,6 +53,9 @@ LOSSES = "graphplan_losses"
 
 ASSIGNED = "graphplan_assigned"
 """Likewise: what its buffers are assigned, by their names."""
+
+GOES_BY_VALUES = "graphplan_goes_by_values"
+"""Likewise: whether the trace went by the value of a tensor."""
 
 KEPT_BY_HOOKS = "graphplan_kept_by_hooks"
 """Likewise: what is to be said of hooks that store something outside of the model."""
@@ -94,7 +98,11 @@ def export(
                 following = functools.partial(trace, below=below)
                 _require_same_next(name, state, program, following, dynamic_shapes)
                 place_writes(program.graph)
-                program.graph_module.meta |= {LOSSES: state.losses, ASSIGNED: state.assigned(module)}
+                program.graph_module.meta |= {
+                    LOSSES: state.losses,
+                    ASSIGNED: state.assigned(module),
+                    GOES_BY_VALUES: state.goes_by_values,
+                }
                 return program
             except _OwnGradientsError:
                 repeated, below = None, True
@@ -205,6 +213,7 @@ def exporting(
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data)
+    values = value_reads(state.note_value)
     with (
         torch_knows(),
         patched(
@@ -224,7 +233,7 @@ def exporting(
             Patch.of(*inference_switch(), _without_gradients),
             Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
             *([Patch.of(*graph_maker(), _tracing_below)] if below else ()),
-            *(Patch.of(*replacement) for replacement in [*plain_flags(), *passed_assertions(), *less]),
+            *(Patch.of(*one) for one in [*plain_flags(), *passed_assertions(), *less, *values]),
         ),
         on_any_device() if below else nullcontext(),
     ):

@@ -6,6 +6,7 @@ Two ways, tried in this order: ``transformers.exporters`` for transformers model
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,8 +21,9 @@ from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, name_apart
 from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
-from graphplan.capture.export_here import ASSIGNED, KEPT_BY_HOOKS, LOSSES
+from graphplan.capture.export_here import ASSIGNED, GOES_BY_VALUES, KEPT_BY_HOOKS, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import identity
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
@@ -154,7 +156,26 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
         keep_what_is_read(found)
         _tell_of_history(found, model_copy)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
-    return _named_apart(found)
+    goes_by_values = found.module.meta.pop(GOES_BY_VALUES, True)
+    return _named_apart(
+        found if goes_by_values else replace(found, attributes=_attributes_of(found, model_copy))
+    )
+
+
+def _attributes_of(found: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
+    """The attributes that constants are, by the names of these; None where one is several."""
+    parts = model_copy.module.named_modules()
+    tensors = [
+        (identity(value), model_copy.full_name(f"{path}.{name}" if path else name))
+        for path, part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    count, named = Counter(key for key, _ in tensors), dict(tensors)
+    keys = {constant: identity(tensor) for constant, tensor in found.constants.items()}
+    if any(count[key] > 1 for key in keys.values()):
+        return None
+    return {constant: named[key] for constant, key in keys.items() if key in named}
 
 
 def _refuse_parted(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:

@@ -193,6 +193,10 @@ def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:
     capture.constants.clear()
     capture.constants.update(tensors)
     capture.weights.update({node: names[one] for node, one in capture.weights.items() if one in names})
+    if capture.attributes is not None:
+        attributes = {names[one]: attribute for one, attribute in capture.attributes.items()}
+        capture.attributes.clear()
+        capture.attributes.update(attributes)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

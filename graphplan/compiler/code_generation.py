@@ -51,12 +51,14 @@ def lower_planned(
         backward = _backward_of(captured, graph, gradients)
     inputs = [name for name in graph.inputs if name not in tangents]
     placed = constants.place(captured.constants, topology)
+    held = captured.attributes and {constant_attribute(name): at for name, at in captured.attributes.items()}
     return Program(
         plan=plan,
         signature=captured.signature,
         graph=code,
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
+        held=held,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
         given=captured.given,

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
 
 from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
@@ -235,12 +238,20 @@ class Compiler:
 
     @with_progress
     @one_at_a_time
-    def further(self, call: BoundCall, modes: Modes, entry: str, barely: bool) -> Program:
+    def further(
+        self,
+        call: BoundCall,
+        modes: Modes,
+        entry: str,
+        barely: bool,
+        replaced: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
-        ``barely``: whether memory for this call suffices, without room for a cache that grows.
+        ``barely``: whether memory for this call suffices, without room for a cache that grows. ``replaced``:
+        values of tensors in attributes that are others now.
         """
-        self.model_copy.enter(modes)
+        self.model_copy.enter(modes, replaced)
         settled = self.homes is not None
         planned = self.plan(call, entry, None if barely else self.aheads(call, entry))
         self.commit(planned)

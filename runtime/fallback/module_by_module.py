@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.changes.attribute_data import is_plain
+from graphplan.capture.changes.attribute_snapshots import TORCHS, contents_of
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_run
@@ -60,13 +62,15 @@ _GONE = object()  # in place of an attribute that is not there
 class CallForm:
     """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on.
 
-    Where the leaves at ``differentiated`` require no gradient, a capture may take it.
+    Where the leaves at ``differentiated`` require no gradient, a capture may take it. ``hooked``: it is while
+    submodules have hooks that it has no graph.
     """
 
     entry: str
     modes: Modes
     signature: InputSignature
     differentiated: Sequence[int] = ()
+    hooked: bool = False
     way: Way | None = None
 
 
@@ -99,6 +103,7 @@ class Modulewise:
         running: the tree of the call that runs, the innermost.
         traced: of the hooks of submodules, those that the graphs were traced with, which are of what runs.
         names: of each submodule, the attributes and parameters that the graphs were traced from.
+        left: whether a call has left something in attributes of the module.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -106,6 +111,7 @@ class Modulewise:
     running: nn.Module | None = None
     traced: Collection[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
+    left: bool = False
 
     def watch(self, module: nn.Module) -> None:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
@@ -121,14 +127,17 @@ class Modulewise:
         """That of a copy of the module."""
         return Modulewise(list(self.forms), traced=self.traced, names=self.names)
 
-    def note(self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False) -> CallForm:
+    def note(
+        self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
+    ) -> CallForm:
         """Run calls of this structure module by module from now on.
 
-        If it ``keeps_grad``, those alone that require the gradients that this one does.
+        If it ``keeps_grad``, those alone that require the gradients that this one does. ``hooked`` is as in
+        :class:`CallForm`.
         """
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
         required = [i for i, leaf in enumerate(call.leaves) if _requires_grad(leaf)] if keeps_grad else ()
-        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)), required)
+        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)), required, hooked)
         self.forms.append(form)
         return form
 
@@ -159,6 +168,8 @@ class Modulewise:
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
             _follow(tree, whole, self.traced, self.names)
+            if not form.hooked:
+                _share_data(whole, tree)
             if outer is not None:
                 _share_tensors(outer, tree)
             result = _run(tree, form.entry, call, form, instead, keeps_grad=keeps_grad)
@@ -168,6 +179,7 @@ class Modulewise:
                 self.tree = tree
                 if outer is None:
                     _take_back(tree, whole)
+                    self.left |= not form.hooked and _share_data(tree, whole)
                 else:
                     _share_tensors(tree, outer)
         if exchanged is not None:
@@ -369,6 +381,26 @@ def _share_tensors(of: nn.Module, to: nn.Module) -> None:
     for part, mine in zip(of.modules(), to.modules(), strict=True):
         mine._parameters.update(part._parameters)
         mine._buffers.update(part._buffers)
+
+
+def _share_data(of: nn.Module, to: nn.Module) -> bool:
+    """Have what another tree has in attributes, where that is data: the very objects. Whether any is new."""
+    found = False
+    for part, mine in zip(of.modules(), to.modules(), strict=True):
+        theirs, own = vars(part), vars(mine)
+        for name in (theirs.keys() | own.keys()) - TORCHS:
+            value, before = theirs.get(name, _GONE), own.get(name, _GONE)
+            if value is not before and _is_data(value) and _is_data(before):
+                _put(own, name, value)
+                found = True
+    return found
+
+
+def _is_data(value: Any) -> bool:
+    """Whether nothing in it can refer to a module."""
+    inside = contents_of(value)
+    alone = value is _GONE or is_plain(value) or isinstance(value, torch.Tensor)
+    return alone or (bool(inside) and all(map(_is_data, inside)))
 
 
 def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:

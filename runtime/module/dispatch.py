@@ -155,7 +155,7 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
     form = state.modulewise.find(entry, call, modes)
     if form is None:
         warn(_HOOKED)
-        form = state.modulewise.note(entry, call, modes)
+        form = state.modulewise.note(entry, call, modes, hooked=True)
     return ServedByModules(entry, call, form)
 
 
@@ -203,7 +203,9 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     """A call of a new structure; None where the model is to run without graphs from now on."""
     assert state.compile is not None
     try:
-        state.programs.append(state.compile(call, modes, entry, not state.may_move(entry, call)))
+        barely = not state.may_move(entry, call)
+        state.programs.append(state.compile(call, modes, entry, barely, state.replaced))
+        state.behind = bool(state.replaced)
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
         if (

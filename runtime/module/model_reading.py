@@ -186,11 +186,16 @@ class ModelReading:
             self.facts[repr(inner)] = replace(self.facts[repr(inner)], value=copy.deepcopy(container))
         for inner, tensor in found.tensors:
             self.tensors.append(tensor)
-            self.facts[f"the number of writes to {inner!r}"] = Fact(tensor._version, attribute=fact)
+            self.facts[writes_to(inner)] = Fact(tensor._version, attribute=fact)
 
     def _watch(self, table: Any, key: Any) -> None:
         self.tables.append(table)
         self.keys.append(key)
+
+
+def writes_to(name: str) -> str:
+    """The name of the fact how often a tensor was written to."""
+    return f"the number of writes to {name!r}"
 
 
 def _classes(of: Iterable[type]) -> Iterator[type]:

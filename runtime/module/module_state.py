@@ -55,7 +55,7 @@ class CallTurns:
         self._lock.release()
 
 
-Compile = Callable[[BoundCall, Modes, str, bool], Program]
+Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor]], Program]
 """Makes a program of a call: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
 
 Refused = Callable[[NoGraphError], None]
@@ -79,7 +79,7 @@ class Start(Protocol):
         """The placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[BoundCall, str, Modes], Start]
+MoveWeights = Callable[[BoundCall, str, Modes, Mapping[str, torch.Tensor]], Start]
 """Finds what moves the weights to where a call has room, or raises InfeasibleError."""
 
 
@@ -121,6 +121,8 @@ class ModuleState:
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
     ``turns`` is held by each run: a plan has room for one, and who moves the weights waits for it.
+    ``replaced`` has the values of tensors in attributes that are others than were traced, and ``behind`` is
+    whether the code has not all of them yet. ``copied``: whether a copy of the module has the same compiler.
     """
 
     programs: list[Program]
@@ -142,6 +144,9 @@ class ModuleState:
     no_room_for: dict[str, int] = field(default_factory=dict)
     told_of_gradients: bool = False
     asked_to_train: bool = False
+    copied: bool = False
+    replaced: dict[str, torch.Tensor] = field(default_factory=dict)
+    behind: bool = field(default=False, init=False)
     codes: dict[int, Code] = field(default_factory=dict, init=False)
     routes: list[KnownForm] = field(default_factory=list, init=False)
     by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict, init=False)
@@ -162,6 +167,24 @@ class ModuleState:
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
         return ModeReader(module, self.device_types)
+
+    @property
+    def takes_other_values(self) -> bool:
+        """Whether all graphs go on where tensors in attributes have other values."""
+        return not self.copied and all(program.held is not None for program in self.programs)
+
+    def follow(self, replaced: Mapping[str, torch.Tensor]) -> None:
+        """Take what attributes have now, by their names: at the next run, and in further traces."""
+        self.replaced = self.replaced | {name: tensor.detach().clone() for name, tensor in replaced.items()}
+        self.behind = True
+
+    def catch_up(self) -> None:
+        """Give the code the values that were taken."""
+        self.behind = False
+        for program in self.programs:
+            for constant, attribute in (program.held or {}).items():
+                if attribute in self.replaced:
+                    program.constants[constant].detach().copy_(self.replaced[attribute])
 
     def may_move(self, entry: str, call: BoundCall) -> bool:
         """Whether weights may move to where a call has room: two without room together do not take turns."""
@@ -191,6 +214,7 @@ class ModuleState:
             for p in self.programs
         ]
         no_room_for = dict(self.no_room_for)
+        self.copied = True
         return replace(self, programs=programs, modulewise=self.modulewise.copy(), no_room_for=no_room_for)
 
     def __reduce__(self) -> Any:

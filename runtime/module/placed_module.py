@@ -174,6 +174,8 @@ def _run(
     if isinstance(served, ServedByModules):
         with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
             return _run_modulewise(module, served, record)
+    if state.behind:
+        state.catch_up()
     program = state.programs[served.index]
     code = code_of(module, state, served.index)
     if not program.accumulates:
@@ -218,6 +220,7 @@ def _start(
     state.codes.clear()
     state.streams.storages.clear()
     state.parts.clear()
+    state.catch_up()
     with set_aside(added):
         started = state.start(module, args, kwargs, entry)
     if "forward" in module.__dict__:  # what the module has been given runs around the graphs
@@ -228,6 +231,8 @@ def _start(
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     begun = module._graphplan
     begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
+    if state.modulewise.left:  # what has changed is no reason to try these again
+        begun.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
     link(module)
     _follow(module, begun)
 
@@ -241,11 +246,13 @@ def _change(module: PlacedModule) -> str | None:
     """What is not as the graphs were traced from, if anything."""
     state = module._graphplan
     guard = state.guard
-    if guard is None or state.start is not None:
+    if guard is None or state.start is not None or guard.same(module):
         return None
-    parts, found = guard.parts, guard.difference(module)
+    parts, found = guard.parts, guard.difference(module, other_values=state.takes_other_values)
     if guard.parts is not parts:  # no difference, but the modes are theirs
         state.reader = state.new_reader(module)
+    if found is None and guard.replaced:
+        state.follow(guard.replaced)
     return found
 
 
@@ -264,7 +271,7 @@ def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: Bo
         assert state.reader is not None
         assert state.move is not None
         try:
-            start = state.move(call, entry, state.reader.read(module))
+            start = state.move(call, entry, state.reader.read(module), state.replaced)
         except InfeasibleError as error:
             logger.info("no room wherever the weights are: %s", error)
             state.note_no_room(entry, call)

@@ -62,6 +62,8 @@ class Program:
         signature: which calls it serves.
         graph: from the call's tensors to a flat tuple of results.
         constants: attribute name -> tensor that the code lifted out of the model's.
+        held: of these, those that lie in attributes, such as ``"model.offset"``, and have the values that are
+            there now; None where the trace went by values.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
         on_host: those of the placeholders that are read where the caller's tensors were planned
@@ -95,6 +97,7 @@ class Program:
     dense: tuple[int, ...] = ()
     backward: Backward | None = None
     accumulates: bool = True
+    held: Mapping[str, str] | None = None
 
     @property
     def reach(self) -> int:

@@ -90,6 +90,11 @@ class AssignedState:
         self._read: list[torch.Tensor] = []
         self._program: Any = None
         self.makes_tensors = False
+        self.goes_by_values = False
+
+    def note_value(self) -> None:
+        """Know that the trace has gone by the value of a tensor."""
+        self.goes_by_values = True
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -14,12 +14,14 @@ import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan._compat.bitsandbytes import settle
+from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, is_wrapper, named_tensors
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
@@ -71,6 +73,8 @@ class ModelCopy:
         for tensor in self.weights.tensors.values():
             if id(tensor) in stand_ins:
                 named[identity(stand_ins[id(tensor)])] = named[identity(tensor)]
+        others = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
+        stand_ins |= {id(tensor): tensor.detach().cpu() for tensor in others}
         self.module, self.shared = copy_to_trace(model, stand_ins)
         if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
             plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
@@ -108,8 +112,8 @@ class ModelCopy:
         """Trace for these types of devices, under the autocast that is on for them now."""
         self.device_types, self.autocast = tuple(device_types), autocast_of(device_types)
 
-    def enter(self, modes: Modes) -> None:
-        """Trace in these modes from now on.
+    def enter(self, modes: Modes, replaced: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Trace in these modes from now on, with these values of tensors in attributes, by their names.
 
         Raises:
             PlanError: an adapter is active that the copy does not have.
@@ -119,6 +123,9 @@ class ModelCopy:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
+        for name, values in replaced.items():
+            path, _, attribute = name.rpartition(".")
+            getattr(self.module.get_submodule(path), attribute).detach().copy_(values)
 
     def warn_once(self, text: str) -> None:
         """Warn, unless the model's user has been warned of that."""

@@ -115,7 +115,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a list beside a set": lambda net: net.nested["l"].__setitem__(1, 4.0),
     "a set in a dict": lambda net: net.nested["s"].add(7),
     "a partial": lambda net: net.slope.keywords.update(negative_slope=0.25),
-    "a tensor in place": lambda net: net.scale.mul_(2),
     "a weight of a hidden module": lambda net: net.hidden[0].bias.add_(1),
     "a hidden module": lambda net: net.hidden.__setitem__(0, nn.Sigmoid()),
     "the state of a hook": lambda net: setattr(next(iter(net.act._forward_hooks.values())), "k", 5.0),

@@ -1,0 +1,53 @@
+"""Values of tensors that a trace goes by: those of constants, which it takes for numbers.
+
+``item()`` of an input, a weight or a buffer makes a symbol. Of a tensor that lies in an attribute, or that
+the code makes of numbers, the tracer of torch has the value, and what follows is traced for that value alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
+
+from graphplan._compat import Replacement, private
+
+
+def value_reads(note: Callable[[], None]) -> list[Replacement]:
+    """What to replace while a trace is made; ``note`` is called where it goes by a tensor's value."""
+    private(proxy_tensor, "proxy_call", "torch")
+
+    def proxy_call(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(mode: Any, func: Any, *args: Any) -> Any:
+            result = own(mode, func, *args)
+            if type(result) in (bool, int, float, complex) and torch.Tag.data_dependent_output in func.tags:
+                note()
+            return result
+
+        return call
+
+    def of_data(own: Callable[..., Any]) -> Callable[..., Any]:
+        def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(data)):
+                note()
+            return own(data, *args, **kwargs)
+
+        return tensor
+
+    def noting(own: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that reads memory, of which no operation tells."""
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            note()
+            return own(tensor, *args, **kwargs)
+
+        return call
+
+    return [
+        (proxy_tensor, "proxy_call", proxy_call),
+        *((torch.Tensor, name, noting) for name in ("tolist", "new_tensor")),
+        (torch, "tensor", of_data),
+    ]
