@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.analysis.plan import Plan
 from graphplan.api.eager_check import require_equal
 from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.eager_run import saved_bytes
@@ -78,6 +79,7 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were moved last.
         homes: where weights are already; None before the first plan.
         known_plan: the plan that put them there.
+        beside_hooks: whether hooks run other calls, by the known plan: what has no graph is left to them.
         found: a plan of :meth:`find_room`, and its compiler: a call moves the weights to where it has them.
     """
 
@@ -93,6 +95,7 @@ class Placer:
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
+    beside_hooks: bool = False
     found: tuple[Compiler, Planned] | None = None
 
     def __call__(
@@ -122,7 +125,7 @@ class Placer:
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or own_code:
+            if self.strict or own_code or self.beside_hooks:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.options.training is not None:
@@ -167,9 +170,18 @@ class Placer:
     ) -> nn.Module:
         """Run by hooks, which keep room for the call with the largest inputs."""
         largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
-        placed = fall_back(model, model_copy, largest, self.topology, self.options, self.source, failed)
+        # what differs from eager's results, or by what calls leave, is not to be traced later either
+        retry = None if self.check or isinstance(failed, KeptStateError) else self._beside_hooks
+        placed = fall_back(
+            model, model_copy, largest, self.topology, self.options, self.source, failed, retry
+        )
         placed = self._checked(model, placed, calls)
         return in_place_of(model, placed) if self.in_place else placed
+
+    def _beside_hooks(self, plan: Plan) -> Placer:
+        """What places a model at a later call, with the weights where a plan of modules has them."""
+        homes = plan.schedule.assignment.weights
+        return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside_hooks=True)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         if self.compiler is not None:
@@ -177,7 +189,11 @@ class Placer:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
-        return Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
+        made = Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
+        if self.beside_hooks:
+            assert isinstance(self.known_plan, Plan)
+            made.keep_room_for(self.known_plan)
+        return made
 
     @property
     def _step(self) -> Differentiation | None:
@@ -188,6 +204,7 @@ class Placer:
     def _may_move(self) -> bool:
         """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
         settled = self.plan is not None or self.compiler is not None or DISK in self.topology
+        settled |= self.beside_hooks  # whose room must stay
         return not (settled or self.options.grad or self.options.training is not None)
 
     def attached(

@@ -248,6 +248,21 @@ class FloatLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectLeaf:
+    """An object of a class, whatever it holds: for calls that have no graph."""
+
+    kind: type
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether this is such an object."""
+        return type(leaf) is self.kind
+
+    def mismatch(self, name: str, leaf: Any) -> str | None:
+        """Why ``leaf`` does not fit, or None."""
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not of {self.kind.__name__}"
+
+
+@dataclass(frozen=True, slots=True)
 class InputSignature:
     """Which calls a captured graph serves.
 
@@ -270,7 +285,7 @@ class InputSignature:
         if call.spec != self.spec:
             return self._other_arguments(call)
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
-            if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf):
+            if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf | ObjectLeaf):
                 if (problem := want.mismatch(name, leaf)) is not None:
                     return problem
             elif isinstance(leaf, torch.Tensor) or not same_constant(leaf, want):

@@ -218,6 +218,10 @@ class Compiler:
         """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
         self._committed.commit(planned.plan, planned.capture.constants)
 
+    def keep_room_for(self, plan: Plan) -> None:
+        """Leave calls of another plan their memory, which is that of no graph."""
+        self._committed.plans.append(plan)
+
     def restart(self) -> None:
         """Forget what has been committed; traces are remembered."""
         self._committed = Commitments()

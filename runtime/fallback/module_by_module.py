@@ -30,6 +30,7 @@ from graphplan.capture.signature import (
     CounterLeaf,
     FloatLeaf,
     InputSignature,
+    ObjectLeaf,
     TensorLeaf,
     leaf_names,
 )
@@ -63,7 +64,7 @@ class CallForm:
     """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on.
 
     Where the leaves at ``differentiated`` require no gradient, a capture may take it. ``hooked``: it is while
-    submodules have hooks that it has no graph.
+    submodules have hooks that it has no graph. Modules on the CPU compute on ``main``, if it is given.
     """
 
     entry: str
@@ -71,19 +72,25 @@ class CallForm:
     signature: InputSignature
     differentiated: Sequence[int] = ()
     hooked: bool = False
+    main: torch.device | None = None
     way: Way | None = None
 
 
 @dataclass(slots=True)
 class Untraced:
-    """How calls of a model run that has no graph at all.
+    """How calls of a model run that has no graph.
 
-    Modules on the CPU compute on ``main``, if it is given. The ``way`` is known from the first call on.
+    Attributes:
+        reason: why it has none.
+        main: the device on which modules on the CPU compute, if any.
+        way: known from the first call on.
+        tries: how many calls of other structures may still be tried; a trace that fails takes seconds.
     """
 
     reason: str
     main: torch.device | None
     way: Way | None = None
+    tries: int = 0
 
     def __str__(self) -> str:
         return f"hooks run the model: {self.reason}"
@@ -172,7 +179,7 @@ class Modulewise:
                 _share_data(whole, tree)
             if outer is not None:
                 _share_tensors(outer, tree)
-            result = _run(tree, form.entry, call, form, instead, keeps_grad=keeps_grad)
+            result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
         finally:  # buffers that were made anew before an error stay, as in eager
             self.running, exchanged = outer, _exchanged(tree, whole)
             if exchanged is None:
@@ -310,7 +317,7 @@ def _any_size(leaf: Any) -> Any:
     if FloatLeaf().fits(leaf):
         return FloatLeaf()
     if not isinstance(leaf, torch.Tensor):
-        return leaf
+        return leaf if is_plain(leaf) or isinstance(leaf, type) else ObjectLeaf(type(leaf))
     return TensorLeaf(leaf.dtype, (None,) * leaf.dim(), stride=())
 
 

@@ -81,7 +81,7 @@ def serve(
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
     """
-    if state.untraced is not None:
+    if state.untraced is not None and not state.untraced.tries:
         return ServedByModules(entry, bind_call(signature, args, kwargs))
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
@@ -89,6 +89,12 @@ def serve(
     modes = reader.read(module)
     if step is not None:
         modes = replace(modes, step=step)
+    if state.untraced is not None:
+        call = bind_call(signature, args, kwargs)
+        if state.modulewise.find(entry, call, modes) is None:
+            state.start = state.retry
+            return None
+        return ServedByModules(entry, call)
     guard = state.guard  # None while another thread places the module anew
     if guard is not None and guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)

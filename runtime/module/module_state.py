@@ -113,10 +113,11 @@ class ModuleState:
 
     ``start`` places the module at its next call: where there were no inputs to plan with, and where pickling
     has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run
-    as they are. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
-    training step differentiates, where steps are planned. ``move`` is None where weights are to stay; they
-    move for calls of more bytes than ``moved_for``, and of fewer than there was no room for, by entry. What
-    is added to ``programs`` is added under the capture lock; nothing is ever taken away.
+    as they are. ``untraced`` says how calls run where the model has no graph; ``retry`` places it at one that
+    may have a graph. ``step`` is what a training step differentiates, where steps are planned. ``move`` is
+    None where weights are to stay; they move for calls of more bytes than ``moved_for``, and of fewer than
+    there was no room for, by entry. What is added to ``programs`` is added under the capture lock; nothing is
+    ever taken away.
 
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
@@ -138,6 +139,7 @@ class ModuleState:
     as_written: set[tuple[str, bool]] = field(default_factory=set)
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
+    retry: Start | None = None
     step: Differentiation | None = None
     move: MoveWeights | None = None
     moved_for: int = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Self
 
@@ -24,9 +25,9 @@ from graphplan._compat.torch import is_exported, never_compiled
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
-from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.errors import InfeasibleError, PlanError
+from graphplan.errors import GraphplanError, InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.added_hooks import set_aside
@@ -221,8 +222,14 @@ def _start(
     state.streams.storages.clear()
     state.parts.clear()
     state.catch_up()
-    with set_aside(added):
-        started = state.start(module, args, kwargs, entry)
+    try:
+        with set_aside(added):
+            started = state.start(module, args, kwargs, entry)
+    except GraphplanError as error:
+        if state.untraced is None:
+            raise
+        _stay_untraced(module, state, entry, args, kwargs, error)
+        return
     if "forward" in module.__dict__:  # what the module has been given runs around the graphs
         started.__dict__["forward"] = module.__dict__["forward"]
     for name, value in started.__dict__.items():
@@ -231,10 +238,35 @@ def _start(
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     begun = module._graphplan
     begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
-    if state.modulewise.left:  # what has changed is no reason to try these again
+    if state.modulewise.left or state.untraced is not None:  # by nothing that makes these worth another try
         begun.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
     link(module)
     _follow(module, begun)
+
+
+def _stay_untraced(
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: GraphplanError,
+) -> None:
+    """Run calls like this one module by module, as those before it."""
+    assert state.untraced is not None
+    logger.info("hooks run such inputs too: %s", error)
+    state.start, state.untraced = None, replace(state.untraced, tries=state.untraced.tries - 1)
+    path, _, method = entry.partition(":")
+    signature = signature_of(getattr(unplaced(module).get_submodule(path), method or "forward"))
+    note_untraced(module, bind_call(signature, args, kwargs), entry)
+
+
+def note_untraced(module: nn.Module, call: BoundCall, entry: str) -> None:
+    """Know that a call of a module without a graph has none."""
+    state: ModuleState = vars(module)["_graphplan"]
+    assert state.untraced is not None
+    form = state.modulewise.note(entry, call, state.new_reader(module).read(module))
+    form.main, form.way = state.untraced.main, state.untraced.way
 
 
 def _follow(module: nn.Module, state: ModuleState) -> None:

@@ -752,6 +752,7 @@ def test_what_a_trial_makes_in_a_module_that_had_nothing_is_undone() -> None:
 @BOTH
 def test_parts_and_methods_of_what_hooks_run_are_called_alone(share: float) -> None:
     with stateful_on(share) as (model, placed):
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
         assert largest_difference(placed.block(X).cpu(), model.block(X)) < 1e-6
         assert largest_difference(placed.embed(X).cpu(), model.embed(X)) < 1e-6
 

@@ -56,12 +56,13 @@ from graphplan.runtime.fallback.module_by_module import (
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
-from graphplan.runtime.module.module_state import ModuleState
-from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.module_state import ModuleState, Start
+from graphplan.runtime.module.placed_module import attach, note_untraced, placed_class
 from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
+_TRIES = 4  # of traces that fail: what differs from call to call, such as a text, is not always another graph
 _SIZES = ModuleSizes(step=ALIGNMENT)
 
 
@@ -73,8 +74,12 @@ def fall_back(
     options: Options,
     source: Checkpoint | None,
     error: CaptureError,
+    retry: Callable[[Plan], Start] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` that hooks run, and one warning that says why.
+
+    ``retry``: of the plan of modules, what places the copy at a call of another structure, which may have a
+    graph.
 
     Raises:
         CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
@@ -82,7 +87,7 @@ def fall_back(
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    fallback = _Fallback(model, model_copy, asked, topology, options, source)
+    fallback = _Fallback(model, model_copy, asked, topology, options, source, retry)
     placed = fallback.place(str(error))
     warn(
         f"{error}\nhooks run the model instead, module by module: its operations are not "
@@ -150,6 +155,7 @@ class _ByModules:
     known_plan: Plan
     keep_grad: bool
     return_outputs: bool
+    retry: Start | None
     strict: bool = False
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
@@ -164,7 +170,8 @@ class _ByModules:
         join_memory(model, made)
         signature = signature_of(model.forward)
         own = self.keep_grad, self.return_outputs
-        attach(made, ModuleState([], None, signature, self, *own, untraced=self.untraced))
+        untraced = replace(self.untraced)
+        attach(made, ModuleState([], None, signature, self, *own, untraced=untraced, retry=self.retry))
         return made
 
 
@@ -176,6 +183,7 @@ class _Fallback:
     topology: Topology
     options: Options
     source: Checkpoint | None
+    retry: Callable[[Plan], Start] | None
 
     def place(self, reason: str) -> nn.Module:
         """The first that runs."""
@@ -196,11 +204,14 @@ class _Fallback:
         """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
-        untraced = Untraced(reason, self.topology[split.main].torch_device, split.way)
         options, plan = self.options, self._plan(split, profile)
-        start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
+        retry = None if self.retry is None else self.retry(plan)
+        main, tries = self.topology[split.main].torch_device, 0 if retry is None else _TRIES
+        untraced = Untraced(reason, main, split.way, tries)
+        start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
             made = start.place(self.model, self.source)
+            note_untraced(made, self.asked.call, self.asked.entry)
             args, kwargs = copied_arguments(self.asked.call)
             with undone(made):
                 self._run(made)(*args, **kwargs)
