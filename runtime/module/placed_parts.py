@@ -180,7 +180,7 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
     found = class_made(original, PlacedPart)
     if found is None and original not in _without:
-        body = methods_of(original) | device_of(original) | _forward_of(original)
+        body = methods_of(original) | device_of(original) | checkpointing_of(original) | _forward_of(original)
         if body and hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deepcopied
         if body:
@@ -229,6 +229,37 @@ def device_of(original: type[nn.Module]) -> dict[str, Any]:
         return answer
 
     return {"device": property(device, doc=device_of.__doc__)}
+
+
+_CHECKPOINTING = (
+    "activation_checkpointing_enable",
+    "gradient_checkpointing_enable",
+    "enable_input_require_grads",
+)
+_PLANNED = (
+    "gradient checkpointing of a placed model is left to its plan: with train=True it computes again what is "
+    "worth it"
+)
+
+
+def checkpointing_of(original: type[nn.Module]) -> dict[str, Any]:
+    """Methods of transformers by which trainers have activations computed again; a graph needs none of it.
+
+    The last of them adds hooks, with which calls would run module by module.
+    """
+    return {name: _left_to_the_plan(original, name) for name in _CHECKPOINTING if hasattr(original, name)}
+
+
+def _left_to_the_plan(original: type[nn.Module], name: str) -> Callable[..., None]:
+    @functools.wraps(getattr(original, name))
+    def enable(self: Any, *args: Any, **kwargs: Any) -> None:
+        found = self._graphplan_entry()
+        if found is None or found[0]._graphplan.untraced is not None:
+            getattr(original, name)(self, *args, **kwargs)
+        else:
+            warn(_PLANNED)
+
+    return enable
 
 
 def _host(whole: nn.Module) -> torch.device | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
-from graphplan.runtime.module.placed_parts import device_of, methods_of
+from graphplan.runtime.module.placed_parts import checkpointing_of, device_of, methods_of
 
 _MOVED = {"PreTrainedModel", "PeftModel"}  # classes of models that code of their library moves
 
@@ -30,6 +30,7 @@ def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
         return placed.forward(self, *args, **kwargs)
 
     body: dict[str, Any] = {"forward": forward, **methods_of(original), **device_of(original)}
+    body |= checkpointing_of(original)
     if _MOVED.isdisjoint(cls.__name__ for cls in original.__mro__):
         return {**body, "hf_device_map": property(_device_map)}
     body["to"] = _to

@@ -37,7 +37,7 @@ def batch_of(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
 
 
-def losses(model: nn.Module, folder: Path) -> list[float]:
+def losses(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     """Of 20 steps of the Trainer."""
     arguments = transformers.TrainingArguments(
         str(folder),
@@ -50,6 +50,7 @@ def losses(model: nn.Module, folder: Path) -> list[float]:
         report_to=[],
         disable_tqdm=True,
         seed=0,
+        **options,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=rows(40), data_collator=batch_of)
     trainer.train()
@@ -83,6 +84,35 @@ def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> 
         placed = graphplan.partition(model, machine.max_memory, kwargs=example, train=True, optimizer=ADAMW)
         losses(placed, tmp_path)
         assert len(placed.plans) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_gradient_checkpointing_is_left_to_the_plan(tmp_path: Path) -> None:
+    """The Trainer would add a hook to the embeddings, with which the model ran module by module."""
+    expected, inputs = losses(llama(), tmp_path), batch_of(rows(2))
+    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+        placed = graphplan.partition(llama(), machine.max_memory, kwargs=inputs, train=True, optimizer=ADAMW)
+        with pytest.warns(graphplan.GraphplanWarning) as told:
+            found = losses(placed, tmp_path, gradient_checkpointing=True)
+        assert found == pytest.approx(expected, rel=1e-4)
+        ours = [str(one.message) for one in told if one.category is graphplan.GraphplanWarning]
+        assert any("left to its plan" in text for text in ours)
+        assert not any("module by module" in text for text in ours)
+        assert not placed._graphplan.modulewise.forms
+
+
+def test_gradient_checkpointing_of_an_adapters_model_is_too() -> None:
+    peft: Any = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).train()
+    inputs = batch_of(rows(2))
+    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+        placed = graphplan.partition(copy.deepcopy(adapted), machine.max_memory, kwargs=inputs, train=True)
+        for one in (placed, placed.base_model.model):
+            with pytest.warns(graphplan.GraphplanWarning, match="left to its plan"):
+                one.enable_input_require_grads()
+        assert torch.allclose(step_of(placed, inputs), step_of(adapted, inputs), rtol=1e-4)
+        assert gap(gradients_of(placed), gradients_of(adapted)) < 1e-4
+        assert not placed._graphplan.modulewise.forms
 
 
 class Plain(nn.Module):
