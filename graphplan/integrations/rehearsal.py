@@ -32,6 +32,11 @@ from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import answers
 
+_ON_ZEROS = (
+    "graphplan ran this on zeros, to find the calls to plan for; nothing was placed. Where values of tensors "
+    "decide what is called, give partition one call as its example instead: others are planned when they come"
+)
+
 
 @one_at_a_time
 def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
@@ -46,7 +51,7 @@ def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
         try:
             run(model)
         except Exception as error:
-            error.add_note("graphplan ran this on zeros, to find the calls to plan for; nothing was placed")
+            error.add_note(_ON_ZEROS)
             raise
     if not rehearsal.calls:
         raise InputError("the function that is given as calls= makes no call of the model")
