@@ -30,7 +30,7 @@ from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
 from graphplan.runtime.fallback.one_device import on_one_device
-from graphplan.runtime.fallback.replaced_tensors import Replacement
+from graphplan.runtime.fallback.replaced_tensors import PLAIN, Replacement
 from graphplan.runtime.fallback.short_names import patched_forward
 from graphplan.runtime.memory.arena import moved
 
@@ -58,17 +58,18 @@ class HookedRun:
     """One run of a call whose inputs are on the ``host``.
 
     Modules that are on the CPU compute on the device ``instead``, if it is given. ``running`` has those that
-    run, the innermost last.
+    run, the innermost last; ``devices``, by the ids of modules, where these are.
     """
 
     way: Way
     host: torch.device
     instead: torch.device | None
     running: list[_Running] = field(default_factory=list)
+    devices: Mapping[int, torch.device | None] = field(default_factory=dict)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
-        device = self.host if self.way.gathered else _device_of(module)
+        device = self.host if self.way.gathered else self.devices[id(module)]
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
         standing = {id(own): one.here for outer in self.running for *_, own, one in outer.kept}
@@ -77,6 +78,8 @@ class HookedRun:
         if device is None:
             return args, kwargs
         running.bring(standing)
+        if all(_is_on(device, value) for value in (*args, *kwargs.values())):
+            return args, kwargs
         layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
@@ -88,6 +91,8 @@ class HookedRun:
         running = self.running.pop()
         running.put_back()
         device = self.device
+        if not running.given.known and _is_on(device, result):
+            return result
         back = running.given.undo(lambda tensor: tensor.to(device))
         back.holder = running.module
         for one in running.copies:
@@ -226,6 +231,7 @@ def run_hooked(
 ) -> Any:
     """What an entry of a tree of modules returns; its hooks are gone afterwards."""
     hooks: list[Any] = []
+    call.devices = devices_of(tree)
     together = on_one_device(lambda: call.device) if call.way.together else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
@@ -247,12 +253,34 @@ def run_hooked(
             hook.remove()
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    """Where most bytes of a module are."""
-    found: dict[torch.device, int] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        found[tensor.device] = found.get(tensor.device, 0) + tensor.nbytes
-    return max(found, key=lambda device: found[device], default=None)
+def devices_of(tree: nn.Module) -> dict[int, torch.device | None]:
+    """Where most bytes of each module of a tree are, by its id; None of one without tensors."""
+    found: dict[int, torch.device | None] = {}
+    _count(tree, found, {})
+    return found
+
+
+def _count(
+    module: nn.Module, found: dict[int, torch.device | None], counted: dict[int, dict[torch.device, int]]
+) -> dict[torch.device, int]:
+    """Bytes by device; a tensor counts in each place where a module has it."""
+    if id(module) not in counted:
+        here = counted[id(module)] = dict[torch.device, int]()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                here[tensor.device] = here.get(tensor.device, 0) + tensor.nbytes
+        for child in module._modules.values():
+            for device, nbytes in ({} if child is None else _count(child, found, counted)).items():
+                here[device] = here.get(device, 0) + nbytes
+        found[id(module)] = max(here, key=here.__getitem__, default=None)
+    return counted[id(module)]
+
+
+def _is_on(device: torch.device, value: Any) -> bool:
+    """Whether a value is plain, or of tensors that are on a device, so that nothing is to be moved."""
+    if isinstance(value, torch.Tensor):
+        return value.device == device
+    return type(value) in PLAIN or (type(value) is tuple and all(_is_on(device, one) for one in value))
 
 
 def _bring_layer(cache: Any, index: int, device: torch.device) -> None:

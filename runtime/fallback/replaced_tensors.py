@@ -35,7 +35,7 @@ _TENSORS = (torch.Tensor, PackedSequence)
 
 _CLOSED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
 _NOT_HELD = {*vars(nn.Module()), "_graphplan"}
-_PLAIN = frozenset({int, float, bool, str, type(None)})
+PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
 
@@ -58,7 +58,7 @@ class Replacement:
 
     def within(self, value: Any) -> Any:
         """The value with other tensors; what has none in it is the same object. Caches stay as they are."""
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return value
         if id(value) in self.known:
             return self.known[id(value)][1]
@@ -138,11 +138,11 @@ def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
     elif isinstance(container, list | deque):
         items = enumerate(container)
     found: list[tuple[_Put, Any, Any]]
-    found = [(operator.setitem, key, part) for key, part in items if type(part) not in _PLAIN]
+    found = [(operator.setitem, key, part) for key, part in items if type(part) not in PLAIN]
     if _has_attributes(container):
         table = getattr(container, "__dict__", {})  # a dataclass with slots has none
         slots = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
-        found += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in _PLAIN]
+        found += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in PLAIN]
         names = [one.name for one in slots if one.name not in table and hasattr(container, one.name)]
         found += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
     return found
