@@ -50,6 +50,7 @@ TOGETHER = Way("where their weights are, with what they read", together=True)
 _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
+_HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
 _KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 
 _ANOTHER_WAY = (
@@ -325,13 +326,9 @@ def _shared(plain: nn.Module) -> nn.Module:
     """A tree of modules of its own over the same parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
     tree = copy_to_run(plain, memo)
-    for name in _hook_tables(tree):  # the placed module's own, which run around the call
+    for name in _HOOK_TABLES:  # the placed module's own, which run around the call
         vars(tree)[name].clear()
     return tree
-
-
-def _hook_tables(module: nn.Module) -> list[str]:
-    return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
 def _follow(
@@ -342,7 +339,11 @@ def _follow(
     _share_tensors(whole, tree)
     parts, mine = list(whole.modules()), list(tree.modules())
     for part, runs in zip(parts[1:], mine[1:], strict=True):
-        vars(runs).update({name: copy.copy(vars(part)[name]) for name in (*_hook_tables(part), _KIND)})
+        theirs, own = vars(part), vars(runs)
+        own[_KIND] = theirs[_KIND]
+        for name in _HOOK_TABLES:
+            if theirs[name] or own[name]:
+                own[name] = copy.copy(theirs[name])
     for (at, name, number), hooks in added_hooks(whole, traced):
         vars(mine[at])[name][number] = _told_of(parts[at], names[at], hooks, number)
 
@@ -360,7 +361,7 @@ def _told_of(
         if number not in hooks:  # removed since the call began
             return None
         own, runs = vars(part), vars(mine)
-        kept, fixed = dict(own), {"_modules", *_hook_tables(part)}
+        kept, fixed = dict(own), {"_modules", *_HOOK_TABLES}
         shown = {name for name in runs if name in names or name not in own} - fixed
         own.update({name: runs[name] for name in shown})
         before = dict(own)
@@ -405,9 +406,12 @@ def _share_data(of: nn.Module, to: nn.Module) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Whether nothing in it can refer to a module."""
-    inside = contents_of(value)
-    alone = value is _GONE or is_plain(value) or isinstance(value, torch.Tensor)
-    return alone or (bool(inside) and all(map(_is_data, inside)))
+    if isinstance(value, dict | list | tuple | set):
+        inside = contents_of(value)  # nothing of a class derived from these
+        return len(inside) == len(value) * (2 if isinstance(value, dict) else 1) and all(
+            map(_is_data, inside)
+        )
+    return value is _GONE or is_plain(value) or isinstance(value, torch.Tensor)
 
 
 def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:
@@ -432,7 +436,7 @@ def _take_back(tree: nn.Module, whole: nn.Module) -> None:
 @contextmanager
 def _without_hooks(tree: nn.Module) -> Iterator[None]:
     """A trial calls no hooks of the user's."""
-    hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _hook_tables(part)]
+    hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES]
     for table, name, found in hooks:
         table[name] = type(found)()
     try:
