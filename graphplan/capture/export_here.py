@@ -29,6 +29,7 @@ from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import plain_flags
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan._compat.value_reads import value_reads
+from graphplan._compat.whole_numbers import WholeNumbers
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
@@ -84,7 +85,8 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module))
+    numbers = WholeNumbers()
+    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     repeated: RepeatedModules | None = RepeatedModules()
     name, below = type(module).__name__, False
@@ -106,8 +108,9 @@ def export(
                 return program
             except _OwnGradientsError:
                 repeated, below = None, True
-            except GuardOnDataDependentSymNode:
-                raise  # blocks of which the data decides a size or a number are not copied
+            except GuardOnDataDependentSymNode:  # of that blocks are not copied
+                if not numbers.learn():
+                    raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
                     raise
@@ -145,6 +148,7 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caches: CodeCaches,
+    numbers: WholeNumbers,
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
@@ -157,9 +161,11 @@ def _export(
     outside = caches.untouched(), untouched_by_hooks(module)
     # torch gives modules copies of containers in the end, so that two no longer share one
     tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
-    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around:
+    asked = patched(*(Patch.of(*replacement) for replacement in numbers.replacements()))
+    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, asked:
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
-        program = copy_context().run(export, module, args, kwargs)  # it may set context variables
+        with numbers.in_place():
+            program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     program.graph_module.meta[KEPT_BY_HOOKS] = kept
     return state, program
 

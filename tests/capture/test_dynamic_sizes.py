@@ -175,6 +175,36 @@ def test_what_buffers_decide_is_known() -> None:
         assert placed.plan.peak_bytes[0] > 104 * 256 * 4
 
 
+class Counted(nn.Module):
+    """Adds up rows by their groups, of which there are as many as the largest index says."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.count = nn.Linear(16, 256), count
+
+    def forward(self, x: torch.Tensor, groups: torch.Tensor, scale: int = 2) -> torch.Tensor:
+        count = self.count(groups) + 1
+        kinds = isinstance(scale, int), isinstance(3, int), not isinstance(x, int), issubclass(bool, int)
+        assert all((*kinds, int("7", base=8) == 7, int(2.5) == 2, int in [type(groups.ndim)]))
+        return self.linear(x.new_zeros(count, 16).index_add(0, groups, x * scale))
+
+
+@pytest.mark.parametrize("count", [lambda groups: int(groups.max()), lambda groups: int(groups.max().item())])
+def test_the_int_of_what_a_tensor_holds_is_in_the_graph(count: Any) -> None:
+    model = Counted(count).eval()
+    with graphplan.simulate(LARGE) as machine, torch.no_grad():
+        with pytest.warns(UserWarning, match="only the data decides count in the plan as in the example"):
+            placed = graphplan.partition(
+                model, machine.max_memory, (torch.randn(6, 16), torch.tensor([0, 1, 2, 2, 1, 0]))
+            )
+        for groups in ([0, 0, 1], [4, 2, 0, 1], [3]):
+            given = torch.randn(len(groups), 16), torch.tensor(groups)
+            assert largest_difference(placed(*given, scale=3), model(*given, scale=3)) < 1e-6
+        assert placed.plan.method == "export"
+    assert "int" not in globals()
+
+
 def test_the_text_of_a_simulated_tensor_of_one_value_is_the_value() -> None:
     with graphplan.simulate({0: "1MiB"}):
         assert f"expert_{torch.tensor(3, device='sim:0')}" == "expert_3"
