@@ -18,17 +18,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from graphplan._compat import Replacement, private
 from graphplan._compat.export import export_tracer
 
+_TENSOR = torch.tensor
 
-def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[], None]) -> list[Replacement]:
+
+def less_work(
+    *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[], None], copied: Callable[[], None]
+) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
     Changes of the gradient mode are left in it only if ``keep_grad``. Blocks of autocast are not: those that
     the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
-    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead.
+    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead; where it
+    calls ``torch.tensor`` of tensors, whose values are in the graph then, ``copied`` is called too.
     """
     private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
@@ -50,6 +56,8 @@ def less_work(*, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[],
         def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func == assign:
                 return assigned_data()
+            if func is _TENSOR and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+                copied()
             if func in (enter, leave) and type(self.tracer) is export_tracer():
                 if func is enter:
                     blocks.append(args)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import proxy_tensor
-from torch.utils import _pytree as pytree
 
 from graphplan._compat import Replacement, private
 
@@ -29,14 +28,6 @@ def value_reads(note: Callable[[], None]) -> list[Replacement]:
 
         return call
 
-    def of_data(own: Callable[..., Any]) -> Callable[..., Any]:
-        def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(data)):
-                note()
-            return own(data, *args, **kwargs)
-
-        return tensor
-
     def noting(own: Callable[..., Any]) -> Callable[..., Any]:
         """A method that reads memory, of which no operation tells."""
 
@@ -49,5 +40,4 @@ def value_reads(note: Callable[[], None]) -> list[Replacement]:
     return [
         (proxy_tensor, "proxy_call", proxy_call),
         *((torch.Tensor, name, noting) for name in ("tolist", "new_tensor")),
-        (torch, "tensor", of_data),
     ]

@@ -218,7 +218,7 @@ def exporting(
     tracer: Any = export_tracer()
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
-    less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data)
+    less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data, copied=state.note_value)
     values = value_reads(state.note_value)
     with (
         torch_knows(),
