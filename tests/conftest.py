@@ -7,6 +7,7 @@ seconds to import is imported where it is used.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -31,9 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _leave_out_torchs_trace_log()
     gc.set_threshold(50_000, 20, 50)  # a trace makes many objects, few of them in cycles
     gc.enable()
     _collect()
+
+
+def _leave_out_torchs_trace_log() -> None:
+    """pytest would hear it, as it does not propagate, and torch.export would format a stack for each line."""
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.handlers.clear()
+    trace_log.propagate = True
 
 
 def _collect() -> None:
