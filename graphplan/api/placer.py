@@ -277,7 +277,7 @@ class Placer:
         """
         known.model_copy.enter(modes, replaced)
         mover = known.anew()
-        planned = mover.plan(call, entry, mover.aheads(call, entry))
+        planned = mover.plan(call, entry, mover.aheads(call, entry), retries=True)
         mover.commit(planned)
         return Placer(
             self.topology,

@@ -140,23 +140,33 @@ class Compiler:
         return self.captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
-    def plan(self, call: BoundCall, entry: str = "", aheads: Sequence[float] | None = None) -> Planned:
+    def plan(
+        self,
+        call: BoundCall,
+        entry: str = "",
+        aheads: Sequence[float] | None = None,
+        *,
+        retries: bool = False,
+    ) -> Planned:
         """Capture, annotate and place a call, with larger sizes as the options say.
 
         ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is
-        planned as it is, a later one ahead, as far as there is room for that and to be fast.
+        planned as it is, a later one ahead, as far as there is room for that and to be fast. ``retries`` as
+        in :class:`Limits`.
         """
         placed, tried, slow = self.homes is not None, list[Annotator](), list[tuple[float, Planned]]()
         aheads = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
         for ahead in aheads:
+            last = ahead == aheads[-1]
             annotator = self.captures.annotated(call, entry, ahead)
-            if annotator in tried or (slow and ahead):  # the caller has set the limits; or it is as slow
+            again = annotator in tried  # the caller has set the limits; the last error says what would do
+            if (again and (slow or retries or not last)) or (slow and ahead):  # or it is as slow
                 continue
-            if ahead != aheads[-1] and self._committed.lacks_room(annotator.capture):
+            if not last and self._committed.lacks_room(annotator.capture):
                 continue
             tried.append(annotator)
             try:
-                found = self._planned([Member(annotator, 1.0, call)])[0]
+                found = self._planned([Member(annotator, 1.0, call)], retries=retries or not last)[0]
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
@@ -252,12 +262,14 @@ class Compiler:
     ) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
-        ``barely``: whether memory for this call suffices, without room for a cache that grows. ``replaced``:
-        values of tensors in attributes that are others now.
+        ``barely``: whether memory for this call suffices, without room for a cache that grows. If not, a call
+        without room is tried again: weights move, or it is planned barely. ``replaced``: values of tensors in
+        attributes that are others now.
         """
         self.model_copy.enter(modes, replaced)
         settled = self.homes is not None
-        planned = self.plan(call, entry, None if barely else self.aheads(call, entry))
+        aheads = None if barely else self.aheads(call, entry)
+        planned = self.plan(call, entry, aheads, retries=not barely)
         self.commit(planned)
         program = self.lower(planned)
         if settled:
@@ -285,20 +297,23 @@ class Compiler:
             return check_budgets(place_step(reuse_slices(state)))
         return check_budgets(place_as_planned(state, self.given))
 
-    def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
+    def _planned(
+        self, members: Sequence[Member], *, advise: bool = True, retries: bool = False
+    ) -> list[Planned]:
         enter_stage("search")
         limits = Limits.within(self.options.time_limit)
-        first = replace(limits, advises=advise and limits.deadline is None)
+        timed = limits.deadline is not None
+        first = replace(limits, advises=advise and not timed, retries=retries or timed)
         state = CompileState(self._formulation, members, first)
         found = None
         try:
             found = self._passed(state)
         except InfeasibleError:
-            if limits.deadline is None:
+            if not timed:
                 raise
         if found is None:  # behind the handler, whose error would be the next one's context, and hold weights
             # an error costs the caller more than a longer search
-            again = replace(limits, deadline=None, proves=False, advises=advise)
+            again = replace(limits, deadline=None, proves=False, advises=advise, retries=retries)
             found = self._passed(replace(state, limits=again))
         state, made = found, []
         for member, choice in zip(state.members, state.choices, strict=True):

@@ -56,7 +56,7 @@ def place(
         return _searched_on(found, problem, limits)
     # the search is no proof: what fits larger budgets may fit the given ones
     effort = Limits(limits.deadline).work(len(problem.graph.operations), PARAMS.advice_effort)
-    advice = smallest_budgets(problem, effort, probe)
+    advice = smallest_budgets(problem, effort, probe, closely=not limits.retries)
     if advice is not None:
         again = evaluate(problem, advice.evaluation.assignment)
         if again.feasible:

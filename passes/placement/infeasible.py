@@ -30,11 +30,14 @@ class Advice:
     budgets: Mapping[DeviceKey, int]
 
 
-def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice | None:
+def smallest_budgets(
+    problem: Problem, effort: Effort, probe: Probe, *, closely: bool = True
+) -> Advice | None:
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
     Growth begins where the weights fit at all, goes on with an eighth for activations, and doubles its steps
-    until a placement is found; between the last two, bisection. ``probe`` finds a placement with little work.
+    until a placement is found; between the last two, bisection, if ``closely``. ``probe`` finds a placement
+    with little work.
     """
     # budgets of nothing cannot grow in proportion: they start at one allocation
     empty = {s.key: ALIGNMENT for s in problem.topology.computing if s.memory == 0}
@@ -46,7 +49,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
         low, high = high, high * (1 + step)
         step *= 2
         found = probe(replace(problem, topology=topology.scaled(high)), effort)
-    while found is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
+    while closely and found is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
         middle = (low + high) / 2.0
         closer = probe(replace(problem, topology=topology.scaled(middle)), effort)
         if closer is None:
@@ -55,6 +58,8 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
             high, found = middle, closer
     if found is None:
         return _everything_on_one(problem)
+    if not closely:
+        return Advice(found, topology.scaled(high).budgets)
     return _sufficient(problem, found, topology.scaled(high), effort, probe)
 
 

@@ -162,12 +162,15 @@ class Limits:
         proves: whether a bound is asked for; else the search ends with a good placement.
         advises: whether an error says which budgets would do for several calls, or beside a disk, which
             takes more searches.
+        retries: whether another attempt follows where nothing is found, so that nobody reads which budgets
+            would do.
     """
 
     deadline: float | None = None
     effort: float = 1.0
     proves: bool = True
     advises: bool = True
+    retries: bool = False
 
     @classmethod
     def within(cls, time_limit: float | None) -> Limits:

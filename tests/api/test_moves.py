@@ -19,6 +19,7 @@ from torch import nn
 import graphplan
 from graphplan.capture.model.model_weights import is_wrapper
 from graphplan.compiler.pipeline import Compiler
+from graphplan.passes.placement import driver, infeasible
 
 MOVED = "so weights move"
 
@@ -206,8 +207,14 @@ def test_sizes_for_which_there_was_no_room_are_not_tried_again(monkeypatch: pyte
     assert searched == [4, 32, 21, 17, 18, 19]
 
 
-def test_where_nothing_has_room_nothing_moves() -> None:
-    model = layers()
+def test_where_nothing_has_room_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sought = layers(), list[bool]()
+
+    def smallest_budgets(*given: Any, closely: bool) -> Any:
+        sought.append(closely)
+        return infeasible.smallest_budgets(*given, closely=closely)
+
+    monkeypatch.setattr(driver, "smallest_budgets", smallest_budgets)
     with graphplan.simulate({0: spare(model)}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),))
         homes = [weight.data_ptr() for weight in placed.parameters()]
@@ -216,6 +223,7 @@ def test_where_nothing_has_room_nothing_moves() -> None:
                 placed(torch.randn(4000, 64))
             same(model, placed, 4, 8)
         assert homes == [weight.data_ptr() for weight in placed.parameters()]
+    assert sought.count(True) == 2  # by bisection for the errors that are read alone
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")

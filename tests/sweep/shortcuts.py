@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -52,8 +53,8 @@ def one_trace() -> Iterator[None]:
 def short_search() -> Iterator[None]:
     """The planner stops after its first good placement."""
 
-    def quick(problem: Any, _limits: Limits | None = None, **options: Any) -> Solution:
-        return place(problem, _FIRST_PLACEMENT, **options)
+    def quick(problem: Any, limits: Limits = _FIRST_PLACEMENT, **options: Any) -> Solution:
+        return place(problem, replace(_FIRST_PLACEMENT, retries=limits.retries), **options)
 
     with patch.object(caller_of_place, "place", quick):
         yield
