@@ -17,6 +17,7 @@ import pytest
 
 gc.disable()  # until all is imported
 SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "passes/frontend", "report", "runtime"}
+SEARCH_LITTLE |= {"compiler/test_saved_captures.py", "passes/placement/test_constrain.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,8 +64,8 @@ def _seed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is placed runs alike however long the planner searched: most quick tests wait for little of it."""
-    folder = request.node.path.parent.relative_to(Path(__file__).parent)
-    little = any(folder.is_relative_to(one) for one in SEARCH_LITTLE)
+    path = request.node.path.relative_to(Path(__file__).parent)
+    little = any(path.is_relative_to(one) for one in SEARCH_LITTLE)
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
     from shortcuts import short_search
 

@@ -301,6 +301,7 @@ def test_what_reads_a_weight_larger_than_the_buffer_runs_elsewhere() -> None:
     assert beside_a_buffer(KIB, streaming=False).allowed == {}  # copied one by one
 
 
+@pytest.mark.full_search
 def test_a_call_from_an_accelerator_is_planned_as_well_as_one_from_the_cpu() -> None:
     # it was planned for inputs of twice the size, which have room on the CPU alone: 300 times as slow
     model = nn.Sequential(
