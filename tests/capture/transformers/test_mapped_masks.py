@@ -22,7 +22,7 @@ def gemma3() -> Any:
     """With images, whose tokens see each other."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    image = {**sizes, "image_size": 16, "patch_size": 4, "vision_use_head": False}
+    image = {**sizes, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4, "vision_use_head": False}
     layers = ["sliding_attention", "full_attention"]
     text = {**TEXT, "head_dim": 8, "sliding_window": 8, "layer_types": layers}
     config = transformers.Gemma3Config(
@@ -37,13 +37,13 @@ def test_tokens_of_an_image_see_each_other_in_a_graph() -> None:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 5).long()}
     inputs["attention_mask"][1, :2] = 0
     inputs["pixel_values"] = torch.randn(2, 3, 16, 16)
-    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     with graphplan.simulate({0: "256KiB", 1: "256KiB", "cpu": "1GiB"}) as machine, torch.no_grad():
         with warnings.catch_warnings():
             warnings.simplefilter("error", graphplan.GraphplanWarning)  # it has a graph
             placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
         assert torch.allclose(placed(**inputs).logits, model(**inputs).logits, atol=1e-5)
-        assert torch.equal(placed.generate(**inputs, max_new_tokens=8, do_sample=False), expected)
+        assert torch.equal(placed.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
 
 
 class Masked(transformers.PreTrainedModel):  # type: ignore[misc]  # an optional package
