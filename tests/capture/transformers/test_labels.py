@@ -30,11 +30,17 @@ def labelled(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
 
-@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
-    "make",
-    [lambda: build("llama"), classifier, pytest.param(lambda: build("t5"), marks=pytest.mark.slow)],
-    ids=["llama", "classifier", "t5"],
+    ("make", "grad"),
+    [
+        (lambda: build("llama"), True),
+        (classifier, False),
+        pytest.param(lambda: build("llama"), False, marks=pytest.mark.slow),
+        pytest.param(classifier, True, marks=pytest.mark.slow),
+        pytest.param(lambda: build("t5"), False, marks=pytest.mark.slow),
+        pytest.param(lambda: build("t5"), True, marks=pytest.mark.slow),
+    ],
+    ids=["llama-True", "classifier-False", "llama-False", "classifier-True", "t5-False", "t5-True"],
 )
 def test_a_loss_is_traced_for_all_batches_and_lengths(
     make: Any, grad: bool, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
