@@ -40,7 +40,7 @@ FAMILIES = (*DECODERS, "mamba", "t5", "bart", "whisper", "llava")
 
 
 def build(family: str) -> Any:
-    """A model of the family; the same weights each time."""
+    """A model of the family, or a Llama of one layer; the same weights each time."""
     import transformers
 
     torch.manual_seed(0)
@@ -91,6 +91,7 @@ def _llava(t: Any) -> Any:
 
 
 _BUILDERS: dict[str, Any] = {
+    "short llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**{**TEXT, "num_hidden_layers": 1})),
     "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**TEXT)),
     "gpt2": _gpt2,
     "gemma2": lambda t: t.Gemma2ForCausalLM(t.Gemma2Config(**WINDOW, head_dim=8)),

@@ -419,7 +419,7 @@ def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
 
 
 def test_the_first_call_may_be_generates() -> None:
-    model = build("llama")
+    model = build("short llama")
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory)
         same_tokens(model, placed, inputs_of("llama"), max_new_tokens=4)

@@ -33,9 +33,9 @@ def labelled(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("make", "grad"),
     [
-        (lambda: build("llama"), True),
+        (lambda: build("short llama"), True),
         (classifier, False),
-        pytest.param(lambda: build("llama"), False, marks=pytest.mark.slow),
+        pytest.param(lambda: build("short llama"), False, marks=pytest.mark.slow),
         pytest.param(classifier, True, marks=pytest.mark.slow),
         pytest.param(lambda: build("t5"), False, marks=pytest.mark.slow),
         pytest.param(lambda: build("t5"), True, marks=pytest.mark.slow),
