@@ -17,7 +17,8 @@ import pytest
 
 gc.disable()  # until all is imported
 SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "passes/frontend", "report", "runtime"}
-SEARCH_LITTLE |= {"compiler/test_saved_captures.py", "passes/placement/test_constrain.py"}
+SEARCH_LITTLE |= {f"passes/placement/test_{name}.py" for name in ("constrain", "disk")}
+SEARCH_LITTLE |= {"compiler/test_saved_captures.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -193,6 +193,7 @@ def disk_problem(weights: int, cpu: int, disk: int) -> Problem:
     return Problem(chain(weights), Topology(devices), "cpu")
 
 
+@pytest.mark.full_search
 @pytest.mark.parametrize("cpu", [10240, 12288, 40000])
 def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
     problem = disk_problem(4, cpu, 1 << 20)
@@ -228,6 +229,7 @@ def test_budgets_that_would_do_hold_whole_weights(disk: int) -> None:
 sizes = st.integers(1, 30).map(lambda n: n * 512)
 
 
+@pytest.mark.full_search
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes)
 def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
