@@ -167,7 +167,7 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_that_it_says_why_once(said: str) -> None:
-    model = build("llama")
+    model = build("short llama")
     with graphplan.simulate({0: "10MiB"}) as machine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kwargs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
