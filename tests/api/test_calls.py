@@ -366,7 +366,7 @@ def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None
         assert all(parameter.grad is not None for parameter in placed.parameters())
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [(1, 0), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_call_is_served_by_the_plan_for_the_smallest_sizes(order: tuple[int, int]) -> None:
     """The plan for large calls, if listed first, served small ones too, though these had one of their own."""
     model = nn.Sequential(

@@ -326,7 +326,7 @@ class Recurrent(nn.Module):
             return y.detach(), torch.autograd.grad(y.pow(2).sum(), x)[0]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow), nn.RNN])
 def test_gradients_pass_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model = Recurrent(kind)
     placed = graphplan.partition(model, {"cpu": ROOMY}, (torch.randn(2, 5, 8),), strict=True)

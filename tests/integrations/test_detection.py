@@ -36,7 +36,7 @@ def detr(transformers: Any) -> Any:
     return transformers.DetrForObjectDetection(config)
 
 
-@pytest.mark.parametrize("build", [yolos, detr])
+@pytest.mark.parametrize("build", [yolos, pytest.param(detr, marks=pytest.mark.slow)])
 def test_boxes_are_those_of_eager(build: Any) -> None:
     transformers = pytest.importorskip("transformers")
     pil = pytest.importorskip("transformers.models.detr.image_processing_pil_detr")

@@ -12,7 +12,7 @@ def test_random_modules_are_as_eager(seed: int) -> None:
     assert campaigns.random_modules(range(seed, seed + 1)).violations == []
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4, 5])
+@pytest.mark.parametrize("seed", [1, 2, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_random_modules_are_trained_as_in_eager(seed: int) -> None:
     assert campaigns.trained_modules(range(seed, seed + 1)).violations == []
 

@@ -531,8 +531,16 @@ def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [Stack, Asking])
-@pytest.mark.parametrize("options", [{"train": True}, {"grad": True}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Stack, {"train": True}),
+        (Asking, {"grad": True}),
+        pytest.param(Stack, {"grad": True}, marks=pytest.mark.slow),
+        pytest.param(Asking, {"train": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_an_optimizer_that_is_made_before_the_first_call_trains(
     kind: type[nn.Module], options: dict[str, bool]
