@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,9 +128,32 @@ def _know_dataclass(cls: type) -> None:
     know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in there(value)])
 
 
+def _know_in_order(cls: type, node: pytree.NodeDef) -> None:
+    """A dict that is a dataclass, a ``ModelOutput``, with its keys in the order in which they were set.
+
+    Its own way back makes it by its constructor, in the order of its fields: what was flattened again, or
+    read by position, was another where a model sets ``pooler_output`` last.
+    """
+
+    def made(parts: Iterable[Any], names: Sequence[str]) -> Any:
+        found: Any = node.unflatten_fn(parts, names)
+        for name in names:
+            if name in found:  # what is None is no key
+                found.move_to_end(name)
+        return found
+
+    know(cls, node.flatten_fn, made, lambda value: [pytree.MappingKey(name) for name in value])
+
+
 def node_of(cls: Any) -> pytree.NodeDef | None:
     """How the objects of a class are looked into; None where they are leaves."""
+    if cls not in _own and cls in pytree.SUPPORTED_NODES and _is_ordered_dataclass(cls):
+        _know_in_order(cls, pytree.SUPPORTED_NODES[cls])
     return _own.get(cls) or pytree.SUPPORTED_NODES.get(cls)
+
+
+def _is_ordered_dataclass(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, OrderedDict) and dataclasses.is_dataclass(cls)
 
 
 def node_of_class(cls: type) -> Any:

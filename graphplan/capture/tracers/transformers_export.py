@@ -108,7 +108,9 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
         _patched_for_export(module, inputs, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
-        program = export(keep_grad, module, (), copy.deepcopy(inputs), shapes, sizes=SIZE in varying)
+        program = export(
+            keep_grad, module, (), map_leaves(copy.deepcopy, inputs), shapes, sizes=SIZE in varying
+        )
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)
     if uniform:

@@ -6,10 +6,12 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import graphplan
 from graphplan.capture.structure import flatten, know_containers, leaves_of
 from graphplan.runtime.module.result_structure import rebuilder
 
@@ -87,3 +89,35 @@ def test_caches_are_made_anew_for_each_call() -> None:
     assert two.get_seq_length() == rebuild(leaves, {})["cache"].get_seq_length() == 3
     assert len(two.layers) == 2
     assert one.get_seq_length() == 4
+
+
+class Summed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        made = type(given)(last_hidden_state=self.layer(x), hidden_states=(x + given.pooler_output, None))
+        made.pooler_output = given.last_hidden_state - given.hidden_states[0]
+        return made
+
+
+def test_model_outputs_keep_the_order_of_their_keys() -> None:
+    """Made again they had that of their class: ``output[1]`` was another tensor, so was what a graph read."""
+    outputs = pytest.importorskip("transformers.modeling_outputs").BaseModelOutputWithPooling
+    model = Summed().eval()
+
+    def given() -> dict[str, Any]:
+        one = outputs(last_hidden_state=torch.randn(2, 4), hidden_states=(torch.randn(2, 4), None))
+        one.pooler_output = torch.randn(2, 4)
+        return {"x": torch.randn(2, 4), "given": one}
+
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, kwargs=given(), strict=True)
+    for _ in range(2):
+        inputs = given()
+        with torch.no_grad():
+            found, expected = placed(**inputs), model(**inputs)
+        assert list(found) == list(expected) == ["last_hidden_state", "hidden_states", "pooler_output"]
+        assert torch.allclose(found[2], expected[2])
+        assert torch.allclose(found[1][0], expected[1][0])
+        assert found[1][1] is None
