@@ -139,7 +139,7 @@ def _prepared(module: nn.Module, call: BoundCall) -> dict[str, Any]:
 
 def _is_of_loss(name: str, value: Any) -> bool:
     """Whether an argument asks for a loss, which the exporter leaves out: it is traced as any forward."""
-    return name in ("labels", "return_loss") and isinstance(value, torch.Tensor | bool)
+    return name in ("labels", "future_values", "return_loss") and isinstance(value, torch.Tensor | bool)
 
 
 def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:

@@ -75,3 +75,37 @@ def test_a_call_is_traced_once_where_forward_sets_the_kind_of_loss_in_the_config
             assert largest_difference(placed(**inputs).loss, model(**inputs).loss) < 1e-5
             model.config.problem_type = None
     assert caplog.text.count("capturing another graph") == 1
+
+
+def test_what_a_time_series_is_compared_with_is_traced_for_all_batches(
+    recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exporter takes no ``future_values`` either: each batch was traced anew, with a warning."""
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=2, **sizes
+    )
+    model = transformers.TimeSeriesTransformerForPrediction(config).eval()
+
+    def series(batch: int) -> dict[str, torch.Tensor]:
+        past, future = torch.rand(batch, 10), torch.rand(batch, 4)
+        times = {
+            "past_time_features": torch.rand(batch, 10, 2),
+            "future_time_features": torch.rand(batch, 4, 2),
+        }
+        return {"past_values": past, "past_observed_mask": past.gt(0.1), "future_values": future, **times}
+
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=series(2))
+    with caplog.at_level(logging.INFO, "graphplan"), torch.no_grad():
+        for batch in (3, 2, 5):
+            inputs = series(batch)
+            assert largest_difference(placed(**inputs).loss, model(**inputs).loss) < 1e-5
+    assert "capturing another graph" not in caplog.text
+    assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
