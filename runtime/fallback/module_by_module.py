@@ -175,12 +175,12 @@ class Modulewise:
         tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         try:
-            _follow(tree, whole, self.traced, self.names)
-            if not form.hooked:
-                _share_data(whole, tree)
-            if outer is not None:
-                _share_tensors(outer, tree)
-            result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
+            with _following(tree, whole, self.traced, self.names):
+                if not form.hooked:
+                    _share_data(whole, tree)
+                if outer is not None:
+                    _share_tensors(outer, tree)
+                result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
         finally:  # buffers that were made anew before an error stay, as in eager
             self.running, exchanged = outer, _exchanged(tree, whole)
             if exchanged is None:
@@ -326,26 +326,41 @@ def _shared(plain: nn.Module) -> nn.Module:
     """A tree of modules of its own over the same parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
     tree = copy_to_run(plain, memo)
-    for name in _HOOK_TABLES:  # the placed module's own, which run around the call
-        vars(tree)[name].clear()
+    for part in tree.modules():  # the placed module's own, which run around the call, or are followed
+        for name in _HOOK_TABLES:
+            vars(part)[name].clear()
     return tree
 
 
-def _follow(
+@contextmanager
+def _following(
     tree: nn.Module, whole: nn.Module, traced: Collection[Hook], names: Sequence[Collection[str]]
-) -> None:
-    """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
+) -> Iterator[None]:
+    """A block with the modes, the tensors, and the hooks of submodules, that the placed module has now.
+
+    Hooks that the model registers while it runs are the tree's own, and stay: transformers does so once, at
+    the first call that is to return all hidden states.
+    """
     write_modes(tree, read_modes(whole))
     _share_tensors(whole, tree)
     parts, mine = list(whole.modules()), list(tree.modules())
+    given: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for part, runs in zip(parts[1:], mine[1:], strict=True):
         theirs, own = vars(part), vars(runs)
         own[_KIND] = theirs[_KIND]
-        for name in _HOOK_TABLES:
-            if theirs[name] or own[name]:
-                own[name] = copy.copy(theirs[name])
-    for (at, name, number), hooks in added_hooks(whole, traced):
-        vars(mine[at])[name][number] = _told_of(parts[at], names[at], hooks, number)
+        given += [(own[name], dict(theirs[name])) for name in _HOOK_TABLES if theirs[name]]
+    for table, hooks in given:
+        kept = dict(table)
+        table.clear()  # they run in this order
+        table.update({**hooks, **kept})
+    for (at, name, number), added in added_hooks(whole, traced):
+        vars(mine[at])[name][number] = _told_of(parts[at], names[at], added, number)
+    try:
+        yield
+    finally:
+        for table, hooks in given:
+            for number in hooks:
+                table.pop(number, None)
 
 
 def _told_of(

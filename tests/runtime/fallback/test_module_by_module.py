@@ -601,3 +601,44 @@ def test_a_class_with_a_call_of_its_own_has_no_graph() -> None:
         placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X, STOP))
         assert placed.plan.method == "hooks"
         assert largest_difference(placed(X, STOP), model(X, STOP)) < 1e-5
+
+
+class Recording(nn.Module):
+    """Registers hooks of its own once, as transformers does for the hidden states of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.is_recorded = False
+        self.found: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        if stop is None:
+            return (self.layers[0](x),)
+        self.found = []
+        if not self.is_recorded:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _layer, _given, made: self.found.append(made))
+            self.is_recorded = True
+        for layer in self.layers:
+            x = layer(x)
+            if float(x.sum()) > float(stop):
+                break
+        return tuple(self.found)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_hooks_that_the_model_registers_while_it_runs_stay() -> None:
+    """They were gone at the second call, with the flag that says they are there: it returned nothing."""
+    model = Recording().eval()
+    with graphplan.simulate({0: "4KiB", "cpu": "1MiB"}) as machine, torch.no_grad():
+        made = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        for _ in range(3):
+            assert largest_difference(made(X, STOP), model(X, STOP)) < 1e-6
+        seen: list[int] = []
+        handle = made.layers[1].register_forward_hook(lambda *_: seen.append(1))
+        assert largest_difference(made(X, STOP), model(X, STOP)) < 1e-6
+        handle.remove()
+        assert largest_difference(made(X, STOP), model(X, STOP)) < 1e-6
+        assert seen == [1]
