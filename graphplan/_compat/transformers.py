@@ -10,6 +10,10 @@ from typing import Any
 from graphplan._compat import Replacement, private
 
 
+RECORDERS = ("_output_capturing_hooks_installed", "_forward_hooks")
+"""Attributes that change when a model is first to return hidden states or attentions: a flag, and hooks."""
+
+
 def export_patches() -> list[Replacement]:
     """What the exporter replaces, of all modules that are imported: a model can use no others.
 

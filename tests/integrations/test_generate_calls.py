@@ -355,3 +355,48 @@ def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_le
     assert found.attentions == expected.attentions
     assert len(placed.plans) == 3
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
+
+
+def _seeing(tower: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    text = transformers.LlamaConfig(vocab_size=120, **sizes, **heads, **tokens)
+    config = transformers.LlavaConfig(
+        vision_config=getattr(transformers, tower)(
+            **sizes, num_attention_heads=4, image_size=32, patch_size=8
+        ),
+        text_config=text,
+        image_token_index=100,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("tower", ["CLIPVisionConfig", "PixtralVisionConfig"])
+def test_a_text_about_an_image_is_generated_by_graphs(
+    tower: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hooks by which transformers records hidden states were a change of the model: its parts ran apart.
+
+    Pixtral's results have no ``pooler_output``, which LLaVA adds last: another value was read for it.
+    """
+    model = _seeing(tower)
+    count = 16 if tower.startswith("Pixtral") else 17
+    sizes = {"image_sizes": torch.tensor([[32, 32]])} if tower.startswith("Pixtral") else {}
+
+    def asked(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.cat([torch.full((1, count), 100), torch.randint(3, 90, (1, length))], dim=1)
+        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32), **sizes}
+
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=asked(4))
+    flags = {"max_new_tokens": 4, "do_sample": False}
+    with caplog.at_level(logging.INFO, "graphplan"):
+        for length in (4, 6, 9):
+            inputs = asked(length)
+            assert torch.equal(placed.generate(**inputs, **flags), model.generate(**inputs, **flags))
+    assert caplog.text.count("capturing another graph") == 3  # of the image, of the prefill, of a token
+    assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
