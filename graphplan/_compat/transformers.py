@@ -9,7 +9,6 @@ from typing import Any
 
 from graphplan._compat import Replacement, private
 
-
 RECORDERS = ("_output_capturing_hooks_installed", "_forward_hooks")
 """Attributes that change when a model is first to return hidden states or attentions: a flag, and hooks."""
 
@@ -55,16 +54,17 @@ def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     return private(table, "_local_mapping", "transformers")
 
 
-def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str, str]]:
-    """The module of four functions, and their names.
+def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str, str, str]]:
+    """The module of five functions, and their names.
 
-    What decides whether eager attention has a mask; what finds several texts in a row by positions; what
-    makes the function that keeps these apart; what makes one function of several that all must allow a token.
+    What decide whether eager attention has a mask, if it is causal and if it is not; what finds several texts
+    in a row by positions; what makes the function that keeps these apart; what makes one function of several
+    that all must allow a token.
     """
     from transformers import masking_utils
 
     packed = "find_packed_sequence_indices", "packed_sequence_mask_function"
-    names = ("_ignore_causal_mask_sdpa", *packed, "and_masks")
+    names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", *packed, "and_masks")
     for name in names:
         private(masking_utils, name, "transformers")
     return masking_utils, names

@@ -10,7 +10,8 @@ error. Here such attention is given the mask that has eager's result in both cas
     here      mask = causal & padding | all(padding)
 
 Where there is no padding for certain, since the call has no mask and the model makes the positions itself,
-there is no mask here either: attention that is causal by itself has faster kernels, and no square.
+there is no mask here either: attention that is causal by itself, or that sees every token, has faster
+kernels, and no square.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    module, (ignored, found, packed, joined) = functions_of_masks()
+    module, (ignored, both_ways, found, packed, joined) = functions_of_masks()
     with patched(
         Patch.of(module, ignored, lambda own: _asking(own, masks)),
+        Patch.of(module, both_ways, _asking_both_ways),
         Patch.of(module, found, _finding),
         Patch.of(module, packed, _keeping_apart),
         Patch.of(module, joined, _joining),
@@ -151,6 +153,14 @@ def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
         question = _Question(padding_mask, *sizes, **named)
         masks.asked.append(question)
         return question.is_needless or own(padding_mask, *sizes, **named)
+
+    return ignore
+
+
+def _asking_both_ways(own: Callable[..., bool]) -> Callable[..., bool]:
+    def ignore(padding_mask: Any, kv_length: Any, window: Any = None) -> bool:
+        near = window is None or statically_known_true(kv_length < window)
+        return (padding_mask is None and near) or own(padding_mask, kv_length, window)
 
     return ignore
 

@@ -104,3 +104,50 @@ def test_causal_attention_has_no_mask_where_eager_has_none(train: bool, window: 
         with torch.set_grad_enabled(train):
             for one in [inputs] if train else [inputs, shorter]:
                 assert largest_difference(placed(**one).logits, model(**one).logits) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_attention_to_all_tokens_has_no_mask_where_none_is_padded(window: int | None) -> None:
+    """It had one of all pairs of tokens, as where the values of the padding are not known."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0}
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    if window is None:
+        model = transformers.BertModel(transformers.BertConfig(**sizes, **layers)).eval()
+    else:  # every layer sees a window
+        local = {"local_attention": window, "layer_types": ["sliding_attention"] * 2}
+        model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, **layers, **local)).eval()
+    ids = torch.randint(1, 50, (2, 16))
+    for mask, masked in (({}, window is not None), ({"attention_mask": torch.ones_like(ids)}, True)):
+        inputs = {"input_ids": ids} | mask
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
+        assert [bool(found) for found in masks_of(placed.plan)] == [masked] * 2
+        with torch.no_grad():
+            for length in (16, 3):
+                shorter = {name: value[:, :length] for name, value in inputs.items()}
+                assert largest_difference(placed(**shorter)[0], model(**shorter)[0]) < 1e-5
+
+
+def test_layers_that_shorten_the_text_have_no_mask_of_the_whole() -> None:
+    """Informer's encoder halves the length between its layers: a mask that eager has not did not fit."""
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    config = transformers.InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=2, **sizes
+    )
+    model = transformers.InformerModel(config).eval()
+    past, times = torch.rand(2, 10), torch.rand(2, 10, 2)
+    inputs = {"past_values": past, "past_time_features": times, "past_observed_mask": past.gt(0.1)}
+    inputs |= {"future_values": torch.rand(2, 4), "future_time_features": torch.rand(2, 4, 2)}
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs, strict=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+    torch.manual_seed(1)
+    assert largest_difference(placed(**inputs)[0], expected) < 1e-5
