@@ -41,6 +41,7 @@ from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
+from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
@@ -161,8 +162,9 @@ def _export(
     outside = caches.untouched(), untouched_by_hooks(module)
     # torch gives modules copies of containers in the end, so that two no longer share one
     tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
-    asked = patched(*(Patch.of(*replacement) for replacement in numbers.replacements()))
-    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, asked:
+    asked = (Patch.of(*replacement) for replacement in numbers.replacements())
+    patches = patched(*symbolic_lengths(module), *asked)
+    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, patches:
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
         with numbers.in_place():
             program = copy_context().run(export, module, args, kwargs)  # it may set context variables

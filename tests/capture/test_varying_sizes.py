@@ -447,3 +447,25 @@ def test_batches_of_images_share_a_trace(caplog: pytest.LogCaptureFixture) -> No
             found, expected = placed(pixel_values=images[:count]), model(pixel_values=images[:count])
             torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
     assert "capturing another graph" not in caplog.text
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(rows_of(x)) / len(self.layers)
+        return x.view(len(x), 3, -1)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(len(x), -1)
+
+
+def test_the_length_of_a_tensor_is_its_first_size(traces: list[int]) -> None:
+    """``len`` gives an int: each batch was another graph."""
+    check(Counted(), [(torch.randn(batch, 3, 4),) for batch in (2, 3, 5)])
+    assert len(traces) == 1
+    assert "len" not in globals()
