@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphplan._compat import Replacement, private
@@ -23,6 +24,7 @@ from graphplan._compat.assertions import truth_that_passes
 from graphplan._compat.export import export_tracer
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_LARGEST = 1 << 48  # elements: no tensor has more, and each such number is a float
 _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_, torch.ops.aten.squeeze_copy)
 
 
@@ -39,6 +41,23 @@ def plain_comparisons() -> list[Replacement]:
 def plain_flags() -> list[Replacement]:
     """What to replace for a flag that is read from a tensor to be an error, as ``if flag:`` is."""
     return [(torch.Tensor, "item", _read_flag)]
+
+
+def exact_bounds() -> list[Replacement]:
+    """What to replace for sizes that the data decides to have bounds with which torch computes exactly.
+
+    It divides them as floats: with its own, of 63 bits, ``torch._check(x[mask].numel() == 8 * batch)`` was an
+    error.
+    """
+    private(symbolic_shapes, "_constrain_range_for_size", "torch")
+    return [(symbolic_shapes, "_constrain_range_for_size", _bounded)]
+
+
+def _bounded(own: Callable[..., None]) -> Callable[..., None]:
+    def constrain(size: Any, min: int | None = None, max: int | None = None) -> None:
+        own(size, min, _LARGEST if max is None or max > _LARGEST else max)
+
+    return constrain
 
 
 def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

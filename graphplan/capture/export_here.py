@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
 from graphplan._compat.export_work import less_work
-from graphplan._compat.symbolic_numbers import plain_flags
+from graphplan._compat.symbolic_numbers import exact_bounds, plain_flags
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan._compat.value_reads import value_reads
 from graphplan._compat.whole_numbers import WholeNumbers
@@ -222,6 +222,7 @@ def exporting(
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data, copied=state.note_value)
     values = value_reads(state.note_value)
+    replaced = [*plain_flags(), *exact_bounds(), *passed_assertions(), *less, *values]
     with (
         torch_knows(),
         patched(
@@ -241,7 +242,7 @@ def exporting(
             Patch.of(*inference_switch(), _without_gradients),
             Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
             *([Patch.of(*graph_maker(), _tracing_below)] if below else ()),
-            *(Patch.of(*one) for one in [*plain_flags(), *passed_assertions(), *less, *values]),
+            *(Patch.of(*replacement) for replacement in replaced),
         ),
         on_any_device() if below else nullcontext(),
     ):

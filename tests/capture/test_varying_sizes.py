@@ -469,3 +469,28 @@ def test_the_length_of_a_tensor_is_its_first_size(traces: list[int]) -> None:
     check(Counted(), [(torch.randn(batch, 3, 4),) for batch in (2, 3, 5)])
     assert len(traces) == 1
     assert "len" not in globals()
+
+
+class Replacing(nn.Module):
+    """As a model of text and sounds, which has as many tokens for sounds as there are features of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+        mask = (x > 0).expand_as(x)
+        torch._check(x[mask].numel() == sound.numel())
+        return self.layer(x.masked_scatter(mask, sound))
+
+
+def test_batches_vary_where_a_size_that_the_data_decides_is_a_multiple_of_them(traces: list[int]) -> None:
+    """Torch took its own bounds for false: each batch was another graph."""
+
+    def given(batch: int) -> Args:
+        x = torch.ones(batch, 5, 4)
+        x[:, 2:] = -1.0
+        return x, torch.randn(batch, 8)
+
+    check(Replacing(), [given(batch) for batch in (2, 3, 5)])
+    assert len(traces) == 1
