@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.transformers import RECORDERS
 from graphplan.capture.changes.attribute_data import is_plain
-from graphplan.capture.changes.attribute_snapshots import TORCHS, contents_of
+from graphplan.capture.changes.attribute_snapshots import contents_of
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_run
@@ -51,6 +52,8 @@ _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=Tru
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
+# a tree has hooks of its own, and what says that they are there
+_NOT_SHARED = {*vars(nn.Module()), "forward", RECORDERS[0]}
 _KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 
 _ANOTHER_WAY = (
@@ -411,7 +414,7 @@ def _share_data(of: nn.Module, to: nn.Module) -> bool:
     found = False
     for part, mine in zip(of.modules(), to.modules(), strict=True):
         theirs, own = vars(part), vars(mine)
-        for name in (theirs.keys() | own.keys()) - TORCHS:
+        for name in (theirs.keys() | own.keys()) - _NOT_SHARED:
             value, before = theirs.get(name, _GONE), own.get(name, _GONE)
             if value is not before and _is_data(value) and _is_data(before):
                 _put(own, name, value)

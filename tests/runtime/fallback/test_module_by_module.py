@@ -188,6 +188,38 @@ def test_what_runs_nowhere_else_runs_on_the_device_of_the_call() -> None:
         assert largest_difference(made(X + 2, STOP), eager(X + 2, STOP)) < 1e-6
 
 
+class Recording(nn.Module):
+    """Transformers adds hooks that record hidden states at the first call that is to return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("short llama")
+
+    def forward(self, input_ids: torch.Tensor, stop: torch.Tensor | None = None) -> dict[str, Any]:
+        found = self.model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+        result = {"logits": found.logits}
+        return result if stop is not None and float(stop) > 5 else {**result, "hidden": found.hidden_states}
+
+
+def test_hooks_that_a_call_without_a_graph_adds_are_its_own() -> None:
+    eager, ids = Recording().eval(), torch.arange(6)[None]
+    with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (ids,))
+        for call in (
+            (ids, torch.ones(1)),
+            (ids,),
+            (ids, torch.ones(1)),
+            (ids, torch.full((1,), 9.0)),
+            (ids,),
+        ):
+            found, expected = placed(*call), eager(*call)
+            assert found.keys() == expected.keys()
+            pairs = zip(found.get("hidden", ()), expected.get("hidden", ()), strict=True)
+            assert all(largest_difference(one, other) < 1e-5 for one, other in pairs)
+            assert not any(part._forward_hooks or part._forward_pre_hooks for part in placed.modules())
+
+
 class Keeping(nn.Module):
     """A call with an image, which has no graph, leaves in attributes what calls without one read."""
 
