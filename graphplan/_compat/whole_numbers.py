@@ -39,7 +39,8 @@ class WholeNumbers:
                 return own(value)
             except GuardOnDataDependentSymNode:
                 namespace = sys._getframe(1).f_globals
-                if _NAME not in namespace and namespace.get("__name__", "").partition(".")[0] != "torch":
+                library = namespace.get("__name__", "").partition(".")[0]
+                if _NAME not in namespace and library not in ("torch", "graphplan"):
                     self._asked.append(namespace)
                 raise
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan._compat.transformers import RECORDERS
 from graphplan.capture.changes.attribute_data import is_plain
 from graphplan.capture.changes.attribute_snapshots import contents_of
 from graphplan.capture.eager_run import is_same
@@ -52,8 +51,7 @@ _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=Tru
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
-# a tree has hooks of its own, and what says that they are there
-_NOT_SHARED = {*vars(nn.Module()), "forward", RECORDERS[0]}
+_TORCHS = {*vars(nn.Module()), "forward"}
 _KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 
 _ANOTHER_WAY = (
@@ -115,6 +113,7 @@ class Modulewise:
         traced: of the hooks of submodules, those that the graphs were traced with, which are of what runs.
         names: of each submodule, the attributes and parameters that the graphs were traced from.
         left: whether a call has left something in attributes of the module.
+        apart: the place of a submodule, and an attribute that says which hooks the tree has: it stays there.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -123,6 +122,7 @@ class Modulewise:
     traced: Collection[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
     left: bool = False
+    apart: set[tuple[int, str]] = field(default_factory=set)
 
     def watch(self, module: nn.Module) -> None:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
@@ -175,12 +175,15 @@ class Modulewise:
             CaptureError: no way of running works.
             Exception: what the model itself raises for this call; torch's own RuntimeError with a note.
         """
+        if self.tree is None:
+            self.apart.clear()
         tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
+        hooks = _hook_count(tree)
         try:
             with _following(tree, whole, self.traced, self.names):
                 if not form.hooked:
-                    _share_data(whole, tree)
+                    _share_data(whole, tree, self.apart)
                 if outer is not None:
                     _share_tensors(outer, tree)
                 result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
@@ -190,7 +193,9 @@ class Modulewise:
                 self.tree = tree
                 if outer is None:
                     _take_back(tree, whole)
-                    self.left |= not form.hooked and _share_data(tree, whole)
+                    if _hook_count(tree) > hooks:  # its own, and attributes that say so
+                        self.apart |= {(at, name) for at, _, name, _ in _differing(tree, whole)}
+                    self.left |= not form.hooked and _share_data(tree, whole, self.apart)
                 else:
                     _share_tensors(tree, outer)
         if exchanged is not None:
@@ -409,17 +414,26 @@ def _share_tensors(of: nn.Module, to: nn.Module) -> None:
         mine._buffers.update(part._buffers)
 
 
-def _share_data(of: nn.Module, to: nn.Module) -> bool:
+def _share_data(of: nn.Module, to: nn.Module, apart: Collection[tuple[int, str]]) -> bool:
     """Have what another tree has in attributes, where that is data: the very objects. Whether any is new."""
-    found = False
-    for part, mine in zip(of.modules(), to.modules(), strict=True):
+    found = [(own, name, value) for at, own, name, value in _differing(of, to) if (at, name) not in apart]
+    for own, name, value in found:
+        _put(own, name, value)
+    return bool(found)
+
+
+def _differing(of: nn.Module, to: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
+    """What another tree has in attributes: the place of the submodule, its attributes here, name, value."""
+    for at, (part, mine) in enumerate(zip(of.modules(), to.modules(), strict=True)):
         theirs, own = vars(part), vars(mine)
-        for name in (theirs.keys() | own.keys()) - _NOT_SHARED:
+        for name in (theirs.keys() | own.keys()) - _TORCHS:
             value, before = theirs.get(name, _GONE), own.get(name, _GONE)
             if value is not before and _is_data(value) and _is_data(before):
-                _put(own, name, value)
-                found = True
-    return found
+                yield at, own, name, value
+
+
+def _hook_count(tree: nn.Module) -> int:
+    return sum(len(vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES)
 
 
 def _is_data(value: Any) -> bool:

@@ -205,6 +205,17 @@ def test_the_int_of_what_a_tensor_holds_is_in_the_graph(count: Any) -> None:
     assert "int" not in globals()
 
 
+@pytest.mark.parametrize("count", [lambda x: int(x.sum()), lambda x: int(x.long().sum()) > 3])
+def test_an_int_on_which_a_branch_depends_ends_a_trace_as_it_did(count: Any) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if count(x) else x
+
+    with pytest.raises(graphplan.CaptureError, match="data-dependent"):
+        graphplan.plan(Branches(), {"cpu": "1MiB"}, (torch.ones(2, 4),))
+    assert "int" not in globals()
+
+
 def test_the_text_of_a_simulated_tensor_of_one_value_is_the_value() -> None:
     with graphplan.simulate({0: "1MiB"}):
         assert f"expert_{torch.tensor(3, device='sim:0')}" == "expert_3"

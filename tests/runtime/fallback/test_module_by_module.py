@@ -188,7 +188,7 @@ def test_what_runs_nowhere_else_runs_on_the_device_of_the_call() -> None:
         assert largest_difference(made(X + 2, STOP), eager(X + 2, STOP)) < 1e-6
 
 
-class Recording(nn.Module):
+class HiddenStates(nn.Module):
     """Transformers adds hooks that record hidden states at the first call that is to return them."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Recording(nn.Module):
 
 
 def test_hooks_that_a_call_without_a_graph_adds_are_its_own() -> None:
-    eager, ids = Recording().eval(), torch.arange(6)[None]
+    eager, ids = HiddenStates().eval(), torch.arange(6)[None]
     with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
         placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (ids,))
