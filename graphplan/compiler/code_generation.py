@@ -45,13 +45,13 @@ def lower_planned(
     """The program of a plan; ``modes`` are those in which it was traced."""
     captured, plan = planned.capture, planned.plan
     graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
-    placed = constants.place(captured.constants, topology)
-    held = captured.attributes and {constant_attribute(name): at for name, at in captured.attributes.items()}
     backward, tangents = None, () if captured.step is None else captured.step.tangents
     if captured.step is not None:
         code, gradients = split_step(code, tangents, len(captured.outputs))
-        backward = _backward_of(captured, graph, gradients, held or {})
+        backward = _backward_of(captured, graph, gradients)
     inputs = [name for name in graph.inputs if name not in tangents]
+    placed = constants.place(captured.constants, topology)
+    held = captured.attributes and {constant_attribute(name): at for name, at in captured.attributes.items()}
     return Program(
         plan=plan,
         signature=captured.signature,
@@ -74,15 +74,15 @@ def lower_planned(
     )
 
 
-def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph, held: Mapping[str, str]) -> Backward:
-    """The backward pass of a training step, whose code this is; ``held`` as of :class:`Program`."""
+def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backward:
+    """The backward pass of a training step, whose code this is."""
     assert captured.step is not None
     read = {str(node.target) for node in code.nodes if node.op == "get_attr"}
     return Backward(
         code,
         captured.step.differentiated,
         tuple(captured.step.input_gradients.values()),
-        tuple(name for name in (*graph.weights, *held) if name in read),
+        tuple(name for name in graph.weights if name in read),
         captured.step.others,
     )
 

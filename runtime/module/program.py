@@ -41,8 +41,7 @@ class Backward:
             to the gradients of inputs; it adds those of parameters to their ``grad``.
         differentiated: positions of the results that it starts from.
         inputs: indices of the leaves whose gradients it returns.
-        weights: names of the parameters, buffers and held constants that it reads, which must not change
-            before.
+        weights: names of the parameters and buffers that it reads, which must not change before.
         others: position -> name of each further result to which no gradient may come, though the model's own
             code has one.
     """

@@ -97,16 +97,13 @@ class _StepCall:
         for original, changed in self.back:
             original.copy_(changed)
         assert self.program.backward is not None
-        named = self._named_tensors()
+        named = named_tensors(self.module)
         read = ((name, named[name]) for name in self.program.backward.weights if name in named)
         self.versions = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
         # those of inference mode do not count how often they are written to
         self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
         self.saved_versions = list(map(_VERSION, self.watched))
         return self.results
-
-    def _named_tensors(self) -> dict[str, torch.Tensor]:
-        return {**self.program.constants, **named_tensors(self.module)}
 
     def backward(self, tangents: Sequence[torch.Tensor | None], *, accumulate: bool) -> Sequence[Any]:
         """The gradients of the inputs that have one; ``tangents`` are by the results that it starts from.
@@ -116,14 +113,12 @@ class _StepCall:
         saved, self.saved = self.saved, None
         if saved is None:
             raise RuntimeError(_TWICE)
-        named = self._named_tensors()
+        named = named_tensors(self.module)
         for name, tensor, storage, version in self.versions:
             if named.get(name) is not tensor or storage_of(tensor) != storage:
                 raise RuntimeError(_REPLACED.format(name))
             if tensor._version != version:
-                attribute = (self.program.held or {}).get(name)
-                does = "the optimizer steps" if attribute is None else "you assign it"
-                raise RuntimeError(_CHANGED.format(repr(attribute or name), does))
+                raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
         watched, self.watched = self.watched, []  # the backward pass frees what it has read
         if list(map(_VERSION, watched)) != self.saved_versions:
             raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
