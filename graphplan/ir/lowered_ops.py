@@ -46,7 +46,7 @@ from graphplan._compat.torch import gradient_hooks, holders_of_storage
 
 def constant_attribute(name: str) -> str:
     """The attribute of the graph module that holds a constant of the code."""
-    return "_constant_" + name.replace(".", "_")
+    return "_constant_" + name.replace("_", "__").replace(".", "_d")  # no two names become one
 
 
 def stream_attribute(index: int) -> str:
