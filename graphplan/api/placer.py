@@ -266,16 +266,16 @@ class Placer:
         call: BoundCall,
         entry: str,
         modes: Modes,
-        replaced: Mapping[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
     ) -> Placer:
         """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
 
-        ``known`` knows what has been traced, ``replaced`` is as in :meth:`Compiler.further`.
+        ``known`` knows what has been traced, ``values`` is as in :meth:`Compiler.further`.
 
         Raises:
             InfeasibleError: there is none.
         """
-        known.model_copy.enter(modes, replaced)
+        known.model_copy.enter(modes, values)
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry), retries=True)
         mover.commit(planned)

@@ -6,7 +6,6 @@ Two ways, tried in this order: ``transformers.exporters`` for transformers model
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +22,7 @@ from graphplan.capture.changes.assigned_state import keep_what_is_read
 from graphplan.capture.eager_run import eager_error
 from graphplan.capture.export_here import ASSIGNED, GOES_BY_VALUES, KEPT_BY_HOOKS, LOSSES
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model.model_weights import identity
+from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
@@ -163,19 +162,13 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
 
 
 def _attributes_of(found: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
-    """The attributes that constants are, by the names of these; None where one is several."""
-    parts = model_copy.module.named_modules()
-    tensors = [
-        (identity(value), model_copy.full_name(f"{path}.{name}" if path else name))
-        for path, part in parts
-        for name, value in vars(part).items()
-        if isinstance(value, torch.Tensor)
-    ]
-    count, named = Counter(key for key, _ in tensors), dict(tensors)
-    keys = {constant: identity(tensor) for constant, tensor in found.constants.items()}
-    if any(count[key] > 1 for key in keys.values()):
+    """The attributes that constants are, by the names of these; None where one is a view of such."""
+    attributes = model_copy.attributes
+    memories = {constant: memory_of(tensor) for constant, tensor in found.constants.items()}
+    known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
+    if any(identity(found.constants[constant]) != key for constant, (_, key) in known.items()):
         return None
-    return {constant: named[key] for constant, key in keys.items() if key in named}
+    return {constant: name for constant, (name, _) in known.items()}
 
 
 def _refuse_parted(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:

@@ -183,11 +183,15 @@ def with_backward(
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:
-    """Let a constant have one name in all captures of a model, and a name one value."""
+    """Let a constant have one name in all captures of a model, and a name one value, and one attribute."""
     known = {name: tensor for other in others for name, tensor in other.constants.items()}
+    held = {name: at for other in others for name, at in (other.attributes or {}).items()}
     names: dict[str, str] = {}
     for name, tensor in capture.constants.items():
-        same = (old for old, one in known.items() if one is tensor or (old == name and _equal(one, tensor)))
+        alike = held.get(name) == (capture.attributes or {}).get(name)
+        same = (
+            n for n, one in known.items() if one is tensor or (n == name and alike and _equal(one, tensor))
+        )
         names[name] = next(same, f"{name}_of_capture_{len(others)}" if name in known else name)
     tensors = {names[name]: tensor for name, tensor in capture.constants.items()}
     capture.constants.clear()

@@ -83,7 +83,8 @@ def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backw
         captured.step.differentiated,
         tuple(captured.step.input_gradients.values()),
         tuple(name for name in graph.weights if name in read),
-        captured.step.others,
+        tuple(name for name in map(constant_attribute, captured.attributes or ()) if name in read),
+        others=captured.step.others,
     )
 
 

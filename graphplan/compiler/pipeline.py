@@ -258,15 +258,15 @@ class Compiler:
         modes: Modes,
         entry: str,
         barely: bool,
-        replaced: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
         ``barely``: whether memory for this call suffices, without room for a cache that grows. If not, a call
-        without room is tried again: weights move, or it is planned barely. ``replaced``: values of tensors in
-        attributes that are others now.
+        without room is tried again: weights move, or it is planned barely. ``values``: what tensors in
+        attributes have now, by their names.
         """
-        self.model_copy.enter(modes, replaced)
+        self.model_copy.enter(modes, values)
         settled = self.homes is not None
         aheads = None if barely else self.aheads(call, entry)
         planned = self.plan(call, entry, aheads, retries=not barely)

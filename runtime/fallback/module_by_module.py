@@ -114,6 +114,7 @@ class Modulewise:
         names: of each submodule, the attributes and parameters that the graphs were traced from.
         left: whether a call has left something in attributes of the module.
         apart: the place of a submodule, and an attribute that says which hooks the tree has: it stays there.
+        values: tensors in attributes of the module, as the tree was made.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -123,12 +124,18 @@ class Modulewise:
     names: Sequence[Collection[str]] = ()
     left: bool = False
     apart: set[tuple[int, str]] = field(default_factory=set)
+    values: Mapping[str, torch.Tensor] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
         if not self.names:
             self.traced = frozenset(hook for hook, _ in added_hooks(module))
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
+
+    def follow(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Run, while submodules have hooks, what is in attributes of the module now: these share no data."""
+        if self.values is not values:
+            self.tree, self.values = None, values
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
         """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now."""

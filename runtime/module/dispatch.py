@@ -208,10 +208,11 @@ def _by_reach(state: ModuleState) -> Iterator[int]:
 def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
     """A call of a new structure; None where the model is to run without graphs from now on."""
     assert state.compile is not None
+    assert state.guard is not None
     try:
         barely = not state.may_move(entry, call)
-        state.programs.append(state.compile(call, modes, entry, barely, state.replaced))
-        state.behind = bool(state.replaced)
+        state.programs.append(state.compile(call, modes, entry, barely, state.guard.values))
+        state.values = None
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
         if (

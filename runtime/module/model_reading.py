@@ -11,9 +11,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partialmethod
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.changes.attribute_data import data_in, is_container, is_plain
-from graphplan.capture.model.model_weights import identity, is_dense
+from graphplan.capture.model.model_weights import identity, is_dense, memory_of
 from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.capture.thread_patches import unpatched
@@ -80,6 +82,7 @@ class ModelReading:
         namespaces: of the classes with code of the model.
         containers: plain ones by the names of their facts, which are compared whole.
         tensors: those that are no weights.
+        values: attributes of modules that are tensors, and of which others may take the places.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -116,6 +119,7 @@ class ModelReading:
                 self.facts[order] = Fact(tuple(part._modules), matters=False)
         for cls in self.namespaces:
             self._read_class(cls)
+        self.values = dict(self._values(named))
 
     def _read_part(self, path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
@@ -170,6 +174,16 @@ class ModelReading:
                 inherited = any(hasattr(base, name) for base in cls.__bases__)
                 self._read(f"{cls.__name__}.{name}", value, namespace, name, matters=inherited)
 
+    def _values(self, named: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those whose memory nothing else has: that would have other values too, or code tells by ``is``."""
+        held = (fact.value for fact in chain(self.facts.values(), (self.notes or {}).values()))
+        count = Counter(memory_of(one) for one in held if isinstance(one, torch.Tensor))
+        count.update(memory_of(one) for table in self.weights for one in table.values() if one is not None)
+        for path, part in named.items():
+            for name, one in vars(part).items():
+                if name not in _NOT_READ and _is_value(one) and count[memory_of(one)] == 1:
+                    yield f"{path}.{name}" if path else name, one
+
     def _read(self, name: str, value: Any, table: Any, key: Any, *, matters: bool) -> None:
         """An attribute, of a dictionary that may be held, and what is in it."""
         fact = repr(name)
@@ -196,6 +210,14 @@ class ModelReading:
 def writes_to(name: str) -> str:
     """The name of the fact how often a tensor was written to."""
     return f"the number of writes to {name!r}"
+
+
+def _is_value(value: Any) -> bool:
+    """Whether it is a tensor that has a form, and values that can be written to, and nothing else."""
+    if not isinstance(value, torch.Tensor) or memory_of(value) is None:
+        return False
+    expanded = any(not step and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
+    return not (expanded or value.requires_grad or notes_of(value))
 
 
 def _classes(of: Iterable[type]) -> Iterator[type]:

@@ -13,8 +13,7 @@ compared. Hooks that are added to submodules are in no graph: while there are an
 
 from __future__ import annotations
 
-from ast import literal_eval
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -24,7 +23,7 @@ from torch import nn
 
 from graphplan._compat.torch import global_hooks
 from graphplan.capture.changes.attribute_data import is_container, is_plain
-from graphplan.capture.model.model_weights import identity, is_dense
+from graphplan.capture.model.model_weights import identity
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
 
 _LONGEST = 60  # characters of a value in a message
@@ -32,12 +31,16 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module, which is given as its graphs were traced, with so many hooks."""
+    """Notices changes of one module, which is given as its graphs were traced, with so many hooks.
+
+    ``values`` has, by their names, the tensors in attributes in whose places others may be, as last seen.
+    """
 
     def __init__(self, module: nn.Module, hooks: int) -> None:
         self._seen = _Snapshot(module)
-        self._traced, self._traced_hooks = self._seen.reading, hooks
-        self.replaced: dict[str, torch.Tensor] = {}
+        reading = self._seen.reading
+        self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
+        self._traced_hooks = hooks
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
@@ -56,18 +59,21 @@ class ModuleGuard:
     def difference(self, module: nn.Module, *, other_values: bool = False) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is.
 
-        ``other_values``: whether tensors in attributes may have others: they are ``replaced`` then.
+        ``other_values``: whether others may be in the places of ``values``.
         """
         now = _Snapshot(module)
-        traced, facts = self._traced.facts, now.reading.facts
-        alike = dict(_alike(traced, facts)) if other_values else {}
-        same = {told for name in alike for told in (repr(name), writes_to(name))}
-        self.replaced = dict(_changed(alike, self._seen.reading.facts, facts))
-        found = _difference(traced, facts, same)
-        if found is None and self._traced.notes is not None and now.reading.notes is not None:
-            found = _difference(self._traced.notes, now.reading.notes)
+        reading, known = now.reading, self.values
+        values = {n: one for n, one in reading.values.items() if n in known and _is_alike(known[n], one)}
+        of_values = (
+            {fact for name in values for fact in (repr(name), writes_to(name))} if other_values else ()
+        )
+        facts = {name: fact for name, fact in self._facts.items() if name not in of_values}
+        facts |= {name: fact for name, fact in reading.facts.items() if name in of_values}
+        found = _difference(facts, reading.facts)
+        if found is None and self._notes is not None and reading.notes is not None:
+            found = _difference(self._notes, reading.notes)
         if found is None:
-            self._seen = now
+            self._facts, self.values, self._seen = facts, values, now
         return found
 
 
@@ -118,43 +124,20 @@ class _Snapshot:
             return False
 
 
-def _alike(traced: Mapping[str, Fact], now: Mapping[str, Fact]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Attributes of modules that are tensors, and were such of the same form when they were traced."""
-    for told, fact in now.items():
-        known = traced.get(told)
-        if known is not None and fact.attribute is None and _is_alike(known.value, fact.value):
-            yield literal_eval(told), fact.value
-
-
-def _changed(
-    alike: Mapping[str, torch.Tensor], seen: Mapping[str, Fact], now: Mapping[str, Fact]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of these, those that are others since they were seen, or have been written to."""
-    for name, tensor in alike.items():
-        before, writes = seen.get(repr(name)), writes_to(name)
-        if before is None or before.value is not tensor or seen.get(writes) != now.get(writes):
-            yield name, tensor
-
-
-def _difference(
-    before: Mapping[str, Fact], now: Mapping[str, Fact], same: Collection[str] = ()
-) -> str | None:
+def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | None:
     for name, fact in now.items():
-        known = before.get(name) if name not in same else fact
+        known = before.get(name)
         if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
             return f"{name} is new"
         if known is not None and not _equal(known.value, fact.value):
             was, is_now = _shown(known.value), _shown(fact.value)
             return f"{name} was {was} and is {'another' if was == is_now else is_now}"
-    gone = next((name for name in before if name not in now and name not in same), None)
+    gone = next((name for name in before if name not in now), None)
     return None if gone is None else f"{gone} is gone"
 
 
-def _is_alike(before: Any, now: Any) -> bool:
-    """Whether a graph may take a tensor for another, whatever their values are."""
-    if not all(isinstance(one, torch.Tensor) and is_dense(one) for one in (before, now)):
-        return False
-    return (before.dtype, before.shape) == (now.dtype, now.shape) and not now.requires_grad
+def _is_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
+    return (before.dtype, before.shape) == (now.dtype, now.shape)
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

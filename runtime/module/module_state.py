@@ -122,8 +122,8 @@ class ModuleState:
     What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
     ``turns`` is held by each run: a plan has room for one, and who moves the weights waits for it.
-    ``replaced`` has the values of tensors in attributes that are others than were traced, and ``behind`` is
-    whether the code has not all of them yet. ``copied``: whether a copy of the module has the same compiler.
+    ``values`` has the tensors in attributes whose values the code has; None where it may lack some.
+    ``copied``: whether a copy of the module has the same compiler.
     """
 
     programs: list[Program]
@@ -147,8 +147,7 @@ class ModuleState:
     told_of_gradients: bool = False
     asked_to_train: bool = False
     copied: bool = False
-    replaced: dict[str, torch.Tensor] = field(default_factory=dict)
-    behind: bool = field(default=False, init=False)
+    values: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     codes: dict[int, Code] = field(default_factory=dict, init=False)
     routes: list[KnownForm] = field(default_factory=list, init=False)
     by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict, init=False)
@@ -175,18 +174,16 @@ class ModuleState:
         """Whether all graphs go on where tensors in attributes have other values."""
         return not self.copied and all(program.held is not None for program in self.programs)
 
-    def follow(self, replaced: Mapping[str, torch.Tensor]) -> None:
-        """Take what attributes have now, by their names: at the next run, and in further traces."""
-        self.replaced = self.replaced | {name: tensor.detach().clone() for name, tensor in replaced.items()}
-        self.behind = True
-
-    def catch_up(self) -> None:
-        """Give the code the values that were taken."""
-        self.behind = False
+    def follow_values(self) -> None:
+        """Give the code the values that tensors in attributes have now, unless it has them."""
+        now = None if self.guard is None else self.guard.values
+        if now is None or now is self.values:
+            return
+        self.values = now  # first: a program that another thread adds meanwhile has it forgotten again
         for program in self.programs:
             for constant, attribute in (program.held or {}).items():
-                if attribute in self.replaced:
-                    program.constants[constant].detach().copy_(self.replaced[attribute])
+                if attribute in now:
+                    program.constants[constant].detach().copy_(now[attribute])
 
     def may_move(self, entry: str, call: BoundCall) -> bool:
         """Whether weights may move to where a call has room: two without room together do not take turns."""

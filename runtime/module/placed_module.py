@@ -175,8 +175,7 @@ def _run(
     if isinstance(served, ServedByModules):
         with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
             return _run_modulewise(module, served, record)
-    if state.behind:
-        state.catch_up()
+    state.follow_values()
     program = state.programs[served.index]
     code = code_of(module, state, served.index)
     if not program.accumulates:
@@ -221,7 +220,6 @@ def _start(
     state.codes.clear()
     state.streams.storages.clear()
     state.parts.clear()
-    state.catch_up()
     try:
         with set_aside(added):
             started = state.start(module, args, kwargs, entry)
@@ -283,8 +281,6 @@ def _change(module: PlacedModule) -> str | None:
     parts, found = guard.parts, guard.difference(module, other_values=state.takes_other_values)
     if guard.parts is not parts:  # no difference, but the modes are theirs
         state.reader = state.new_reader(module)
-    if found is None and guard.replaced:
-        state.follow(guard.replaced)
     return found
 
 
@@ -302,8 +298,9 @@ def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: Bo
             return True
         assert state.reader is not None
         assert state.move is not None
+        assert state.guard is not None
         try:
-            start = state.move(call, entry, state.reader.read(module), state.replaced)
+            start = state.move(call, entry, state.reader.read(module), state.guard.values)
         except InfeasibleError as error:
             logger.info("no room wherever the weights are: %s", error)
             state.note_no_room(entry, call)
@@ -335,6 +332,8 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         with as_written():
             result = state.untraced.run(_as_original(module), served.entry, call, keeps_grad=keeps_grad)
     else:
+        if served.form.hooked and state.guard is not None:
+            state.modulewise.follow(state.guard.values)
         instead = computes_instead(PlacedView(module).plan)
         result = state.modulewise.run(module, served.form, call, instead, keeps_grad=keeps_grad)
         ran = state.modulewise.tree

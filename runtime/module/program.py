@@ -42,6 +42,7 @@ class Backward:
         differentiated: positions of the results that it starts from.
         inputs: indices of the leaves whose gradients it returns.
         weights: names of the parameters and buffers that it reads, which must not change before.
+        held: likewise, of the constants that lie in attributes.
         others: position -> name of each further result to which no gradient may come, though the model's own
             code has one.
     """
@@ -50,6 +51,7 @@ class Backward:
     differentiated: tuple[int, ...]
     inputs: tuple[int, ...]
     weights: tuple[str, ...]
+    held: tuple[str, ...] = ()
     others: Mapping[int, str] = field(default_factory=dict)
 
 

@@ -22,7 +22,15 @@ from torch import nn
 
 from graphplan._compat.bitsandbytes import settle
 from graphplan.capture.changes.attribute_data import plain_tensors
-from graphplan.capture.model.model_weights import ModelWeights, identity, is_dense, is_wrapper, named_tensors
+from graphplan.capture.model.model_weights import (
+    ModelWeights,
+    identity,
+    is_dense,
+    is_wrapper,
+    memory_of,
+    named_tensors,
+    plain_attributes,
+)
 from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
@@ -42,6 +50,7 @@ class ModelCopy:
         signature: of the model's ``forward``.
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
+        attributes: memory -> the name, and identity, of the tensor in an attribute that has it.
         shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
         told: what its user has been warned of, once.
         fixed: entries of which no size can vary in a trace.
@@ -76,6 +85,8 @@ class ModelCopy:
         others = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
         stand_ins |= {id(tensor): tensor.detach().cpu() for tensor in others}
         self.module, self.shared = copy_to_trace(model, stand_ins)
+        tensors = plain_attributes(self.module)
+        self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
         if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
             plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
             self.module.__class__ = type(type(model).__name__, (type(model),), plain)
@@ -112,7 +123,7 @@ class ModelCopy:
         """Trace for these types of devices, under the autocast that is on for them now."""
         self.device_types, self.autocast = tuple(device_types), autocast_of(device_types)
 
-    def enter(self, modes: Modes, replaced: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    def enter(self, modes: Modes, values: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """Trace in these modes from now on, with these values of tensors in attributes, by their names.
 
         Raises:
@@ -123,9 +134,9 @@ class ModelCopy:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
-        for name, values in replaced.items():
+        for name, tensor in values.items():
             path, _, attribute = name.rpartition(".")
-            getattr(self.module.get_submodule(path), attribute).detach().copy_(values)
+            getattr(self.module.get_submodule(path), attribute).detach().copy_(tensor)
 
     def warn_once(self, text: str) -> None:
         """Warn, unless the model's user has been warned of that."""

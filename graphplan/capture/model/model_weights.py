@@ -37,12 +37,7 @@ class ModelWeights:
             self.first[name] = first
             self.names.setdefault(first, []).append(name)
             self.tensors.setdefault(first, tensor)
-        self.plain = {
-            f"{path}.{name}" if path else name: value
-            for path, part in model.named_modules()
-            for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor)
-        }
+        self.plain = plain_attributes(model)
 
     def has_rows(self, name: str) -> bool:
         """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
@@ -72,6 +67,16 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, parameter in parameters.items():
         found.update((f"{name}.{inner}", table[key]) for inner, table, key in noted_tensors(parameter))
     return found
+
+
+def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors in attributes of modules that are no weights, by name."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:

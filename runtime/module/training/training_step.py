@@ -41,6 +41,10 @@ _REPLACED = (
     "{!r} has been replaced since the forward pass, and the backward pass reads it: call backward() before "
     "another takes its place. For torch.func, place the model with grad=True instead of train=True"
 )
+_OTHER = (
+    "{!r} has had other values in a later forward pass, and the backward pass of this one reads it: call "
+    "backward() before the next forward pass"
+)
 _SECOND = (
     "create_graph=True: a planned training step has no second derivatives, as a gradient penalty wants. "
     "Place the model with grad=True instead of train=True"
@@ -80,6 +84,7 @@ class _StepCall:
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
+    held_versions: dict[str, int] = field(default_factory=dict)
     watched: list[torch.Tensor] = field(default_factory=list)
     saved_versions: list[int] = field(default_factory=list)
 
@@ -100,6 +105,7 @@ class _StepCall:
         named = named_tensors(self.module)
         read = ((name, named[name]) for name in self.program.backward.weights if name in named)
         self.versions = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
+        self.held_versions = self._held_versions()
         # those of inference mode do not count how often they are written to
         self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
         self.saved_versions = list(map(_VERSION, self.watched))
@@ -119,6 +125,9 @@ class _StepCall:
                 raise RuntimeError(_REPLACED.format(name))
             if tensor._version != version:
                 raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
+        for name, version in self._held_versions().items():
+            if version != self.held_versions[name]:
+                raise RuntimeError(_OTHER.format(name))
         watched, self.watched = self.watched, []  # the backward pass frees what it has read
         if list(map(_VERSION, watched)) != self.saved_versions:
             raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
@@ -139,6 +148,12 @@ class _StepCall:
             None if gradient is None else gradient.to(home).resolve_conj()
             for gradient, home in zip(found, self.homes, strict=True)
         ]
+
+    def _held_versions(self) -> dict[str, int]:
+        """How often values of attributes that the backward pass reads were given to the code."""
+        held, how = self.program.held, self.program.backward
+        assert how is not None
+        return {held[one]: self.program.constants[one]._version for one in how.held} if held else {}
 
 
 class _Step(torch.autograd.Function):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,14 +110,175 @@ def test_a_trace_that_went_by_values_is_made_again(read: Callable[[torch.Tensor]
         assert_equal(placed, net)
 
 
-def test_so_is_one_whose_tensor_lies_in_two_attributes() -> None:
-    net = Net()
-    net.twin = net.scale
+class Sharing(nn.Module):
+    """A tensor in an attribute, and what else may have it or its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(8, 8), nn.Module()
+        self.register_buffer("table", torch.ones(8))
+        self.scale, self.other = torch.ones(8), torch.zeros(8)
+        self.named: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * self.scale + self.other + getattr(self.scale, "more", 0)
+        y = y + 2 if self.scale is self.other else y
+        return y + self.table + sum(self.named.values())
+
+
+SHARES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda net: setattr(net, "other", net.scale),
+    "a buffer": lambda net: setattr(net, "scale", net.table),
+    "a dictionary": lambda net: net.named.update(scale=net.scale),
+    "a view": lambda net: setattr(net, "other", net.scale.data[:1]),
+    "an object noted on it": lambda net: setattr(net.scale, "more", 3),
+    "an expanded one": lambda net: setattr(net, "scale", torch.ones(1).expand(8)),
+}
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], Any], later: bool) -> None:
+    net = Sharing()
+    if not later:
+        share(net)
     placed, net = both(net)
+    assert_equal(placed, net)
+    for one in (placed, net):
+        one.scale = torch.full((8,), 2.0)
+        if later:
+            share(one)
+    assert_equal(placed, net)
+    for one in (placed, net):
+        one.scale = one.scale * 3
+    assert_equal(placed, net)
+    for one in (placed, net):
+        one.scale.mul_(2)
+    assert_equal(placed, net)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+def test_values_go_back_to_those_that_were_traced() -> None:
+    """Also where nothing may have others from now on: a further graph goes by values, or there is a copy."""
+
+    class Late(Net):
+        def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:
+            return super().forward(x) * (1 if times is None else float(self.factor))
+
+    placed, net = both(Late())
+    first = placed.scale, net.scale
+    for change in (lambda: assert_equal(placed, net, X, torch.ones(8)), lambda: copy.deepcopy(placed)):
+        for one in (placed, net):
+            one.scale = torch.full((8,), 3.0)
+        assert_equal(placed, net)
+        change()
+        placed.scale, net.scale = first
+        assert_equal(placed, net)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+def test_a_copy_has_what_no_call_has_seen() -> None:
+    placed, net = both(Net())
     for one in (placed, net):
         one.scale = torch.ones(8)
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    pickle.dumps(placed)
+    assert_equal(copy.deepcopy(placed), net)
+    assert_equal(placed, net)
+
+
+def test_of_a_part_that_has_two_names() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    class Coder(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.shared, self.scale = nn.Linear(8, 8), shared, torch.ones(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.shared(self.linear(x)) * self.scale  # type: ignore[no-any-return]
+
+    shared = Scaled()
+    net: Any = Coder(nn.Sequential(Coder(shared), Coder(shared)))
+    placed = graphplan.partition(copy.deepcopy(net), {0: "1MiB", "cpu": "1MiB"}, calls=lambda one: one(X))
+    for number in range(4):
+        for one in (placed, net) if number else ():
+            one.scale = torch.full((8,), 3.0 * number)
+            one.shared[1].scale = torch.full((8,), 5.0 * number)
+            one.shared[1].shared.scale = torch.full((8,), 7.0 * number)
+        assert_equal(placed.shared[1], net.shared[1])
         assert_equal(placed, net)
+
+
+def test_names_that_differ_in_a_dot_alone() -> None:
+    class Named(Net):
+        def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:
+            return super().forward(x) + self.inner_offset
+
+    net = Named()
+    net.inner_offset = torch.rand(2, 8)
+    assert_equal(*both(net))
+
+
+def test_hooks_are_called_with_the_values_now() -> None:
+    placed, net = both(Net())
+    for one in (placed, net):
+        one.linear.register_forward_hook(lambda _module, _args, result: 2 * result)
+    with pytest.warns(GraphplanWarning, match="hooks were added"):
+        assert_equal(placed, net)
+    for one in (placed, net):
+        one.scale = torch.ones(8)
+    assert_equal(placed, net)
+
+
+def test_threads_see_the_values_that_were_there_before_their_calls() -> None:
+    class Constant(Net):
+        def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:
+            return 0 * self.linear(x) + self.scale
+
+    placed, _ = both(Constant())
+    wrong: list[Any] = []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(50):
+            placed.scale = torch.full((8,), float(number))
+            start = threading.Barrier(3)
+
+            def call(start: Any = start, number: int = number) -> None:
+                start.wait()
+                with torch.no_grad():
+                    if placed(X)[0, 0] != number:
+                        wrong.append(number)
+
+            threads = [threading.Thread(target=call) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_a_saved_capture_takes_other_values(tmp_path: Any) -> None:
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = Net()
+        placed = graphplan.partition(
+            copy.deepcopy(net), {0: "1MiB", "cpu": "1MiB"}, (X,), capture_cache=tmp_path
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GraphplanWarning)
+            for one in (placed, net):
+                one.scale = torch.ones(8)
+            assert_equal(placed, net)
 
 
 def test_other_forms_need_another_graph() -> None:
@@ -156,3 +319,9 @@ def test_a_training_step_follows() -> None:
             with torch.enable_grad():
                 one(X).sum().backward()
         assert torch.allclose(placed.linear.weight.grad.cpu(), net.linear.weight.grad, atol=1e-4)
+    with torch.enable_grad():
+        first = placed(X).sum()
+        placed.scale = torch.ones(8)
+        placed(X).sum().backward()
+        with pytest.raises(RuntimeError, match="'scale' has had other values in a later forward pass"):
+            first.backward()
