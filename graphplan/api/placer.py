@@ -79,7 +79,8 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were moved last.
         homes: where weights are already; None before the first plan.
         known_plan: the plan that put them there.
-        beside_hooks: whether hooks run other calls, by the known plan: what has no graph is left to them.
+        beside: the plan by which hooks run calls without a graph, if they do: their room stays.
+        retries: whether what has no graph is left to these hooks.
         found: a plan of :meth:`find_room`, and its compiler: a call moves the weights to where it has them.
     """
 
@@ -95,7 +96,8 @@ class Placer:
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
-    beside_hooks: bool = False
+    beside: Plan | None = None
+    retries: bool = False
     found: tuple[Compiler, Planned] | None = None
 
     def __call__(
@@ -125,7 +127,7 @@ class Placer:
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or own_code or self.beside_hooks:
+            if self.strict or own_code or self.retries:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.options.training is not None:
@@ -181,7 +183,7 @@ class Placer:
     def _beside_hooks(self, plan: Plan) -> Placer:
         """What places a model at a later call, with the weights where a plan of modules has them."""
         homes = plan.schedule.assignment.weights
-        return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside_hooks=True)
+        return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside=plan, retries=True)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         if self.compiler is not None:
@@ -190,9 +192,8 @@ class Placer:
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
         made = Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
-        if self.beside_hooks:
-            assert isinstance(self.known_plan, Plan)
-            made.keep_room_for(self.known_plan)
+        if self.beside is not None:
+            made.keep_room_for(self.beside)
         return made
 
     @property
@@ -204,7 +205,7 @@ class Placer:
     def _may_move(self) -> bool:
         """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
         settled = self.plan is not None or self.compiler is not None or DISK in self.topology
-        settled |= self.beside_hooks  # whose room must stay
+        settled |= self.beside is not None
         return not (settled or self.options.grad or self.options.training is not None)
 
     def attached(
@@ -241,11 +242,19 @@ class Placer:
         )
         first = planned[0].plan if planned else self.known_plan
         instead = None if first is None else computes_instead(first)
+        again = Placer(
+            self.topology,
+            self.options,
+            self.strict,
+            homes=compiler.homes,
+            known_plan=first,
+            beside=self.beside,
+        )
         state = ModuleState(
             programs,
             compiler.further,
             model_copy.signature,
-            Placer(self.topology, self.options, self.strict, homes=compiler.homes, known_plan=first),
+            again,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,

@@ -114,7 +114,6 @@ class Modulewise:
         names: of each submodule, the attributes and parameters that the graphs were traced from.
         left: whether a call has left something in attributes of the module.
         apart: the place of a submodule, and an attribute that says which hooks the tree has: it stays there.
-        values: tensors in attributes of the module, as the tree was made.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -124,18 +123,12 @@ class Modulewise:
     names: Sequence[Collection[str]] = ()
     left: bool = False
     apart: set[tuple[int, str]] = field(default_factory=set)
-    values: Mapping[str, torch.Tensor] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
         if not self.names:
             self.traced = frozenset(hook for hook, _ in added_hooks(module))
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
-
-    def follow(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Run, while submodules have hooks, what is in attributes of the module now: these share no data."""
-        if self.values is not values:
-            self.tree, self.values = None, values
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
         """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now."""
@@ -186,11 +179,10 @@ class Modulewise:
             self.apart.clear()
         tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
-        hooks = _hook_count(tree)
+        hooks, around = _hook_count(tree), whole if outer is None else outer
         try:
             with _following(tree, whole, self.traced, self.names):
-                if not form.hooked:
-                    _share_data(whole, tree, self.apart)
+                _share_data(around, tree, self.apart)
                 if outer is not None:
                     _share_tensors(outer, tree)
                 result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
@@ -198,11 +190,11 @@ class Modulewise:
             self.running, exchanged = outer, _exchanged(tree, whole)
             if exchanged is None:
                 self.tree = tree
+                if _hook_count(tree) > hooks:  # its own, and attributes that say so
+                    self.apart |= {(at, name) for at, _, name, _ in _differing(tree, around)}
+                self.left |= _share_data(tree, around, self.apart)
                 if outer is None:
                     _take_back(tree, whole)
-                    if _hook_count(tree) > hooks:  # its own, and attributes that say so
-                        self.apart |= {(at, name) for at, _, name, _ in _differing(tree, whole)}
-                    self.left |= not form.hooked and _share_data(tree, whole, self.apart)
                 else:
                     _share_tensors(tree, outer)
         if exchanged is not None:

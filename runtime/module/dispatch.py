@@ -98,6 +98,12 @@ def serve(
     guard = state.guard  # None while another thread places the module anew
     if guard is not None and guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+    if state.stale:
+        call = bind_call(signature, args, kwargs)
+        form = state.modulewise.find(entry, call, modes)
+        if form is None:
+            state.begin_again(module, state.stale)
+        return None if form is None else ServedByModules(entry, call, form)
     sizes = _sizes(entry, args, kwargs)
     likely = state.by_sizes.get(sizes, ())
     for number, known in enumerate(chain(likely, state.routes)):

@@ -37,10 +37,13 @@ class ModuleGuard:
     """
 
     def __init__(self, module: nn.Module, hooks: int) -> None:
-        self._seen = _Snapshot(module)
-        reading = self._seen.reading
-        self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
+        self._see(_Snapshot(module))
         self._traced_hooks = hooks
+
+    def _see(self, now: _Snapshot) -> None:
+        reading = now.reading
+        self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
+        self._seen = now
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
@@ -55,6 +58,11 @@ class ModuleGuard:
     def same(self, module: nn.Module) -> bool:
         """Whether nothing has changed since it was last looked at; False also where that is not certain."""
         return self._seen.same(module)
+
+    def accept(self, module: nn.Module) -> None:
+        """Notice changes from here on."""
+        if not self._seen.same(module):
+            self._see(_Snapshot(module))
 
     def difference(self, module: nn.Module, *, other_values: bool = False) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is.

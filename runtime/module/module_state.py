@@ -123,7 +123,8 @@ class ModuleState:
     ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
     ``turns`` is held by each run: a plan has room for one, and who moves the weights waits for it.
     ``values`` has the tensors in attributes whose values the code has; None where it may lack some.
-    ``copied``: whether a copy of the module has the same compiler.
+    ``copied``: whether a copy of the module has the same compiler. ``stale`` says what calls that ran module
+    by module have left there, which the graphs do not know.
     """
 
     programs: list[Program]
@@ -147,6 +148,7 @@ class ModuleState:
     told_of_gradients: bool = False
     asked_to_train: bool = False
     copied: bool = False
+    stale: str = ""
     values: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     codes: dict[int, Code] = field(default_factory=dict, init=False)
     routes: list[KnownForm] = field(default_factory=list, init=False)
@@ -168,6 +170,11 @@ class ModuleState:
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
         return ModeReader(module, self.device_types)
+
+    def begin_again(self, module: nn.Module, why: str) -> None:
+        """Have the module placed anew at its next call, and say why."""
+        warn(f"{why}: {type(module).__name__} is captured again, as it is now")
+        self.start = self.restart
 
     @property
     def takes_other_values(self) -> bool:

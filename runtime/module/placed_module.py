@@ -316,8 +316,7 @@ def _notice_changes(module: PlacedModule) -> None:
     if changed is not None:
         if state.reader is not None:
             state.reader.read(module)  # adapters that were put in are an error
-        warn(f"{changed}: {type(module).__name__} is captured again, as it is now")
-        state.start = state.restart
+        state.begin_again(module, changed)
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
@@ -332,11 +331,12 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         with as_written():
             result = state.untraced.run(_as_original(module), served.entry, call, keeps_grad=keeps_grad)
     else:
-        if served.form.hooked and state.guard is not None:
-            state.modulewise.follow(state.guard.values)
         instead = computes_instead(PlacedView(module).plan)
         result = state.modulewise.run(module, served.form, call, instead, keeps_grad=keeps_grad)
         ran = state.modulewise.tree
+        if state.guard is not None:
+            state.stale = _change(module) or state.stale
+            state.guard.accept(module)
     return sent(result, device_of_inputs(call), ran) if state.return_outputs else result
 
 

@@ -146,3 +146,22 @@ def test_hooks_keep_their_room() -> None:
         assert largest_difference(placed(*big), eager(*big)) < 1e-4
         assert largest_difference(placed(X), eager(X)) < 1e-5
         assert small.peak_bytes(0) <= small.max_memory[0]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:hooks were added:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+def test_so_they_do_when_graphs_are_made_again() -> None:
+    eager = Seeing(layers=6).eval()
+    x, image = torch.randn(2, 32), torch.rand(2, 32)
+    with graphplan.simulate({0: bytes_of(eager) // 3, "cpu": "1MiB"}) as small:
+        placed = graphplan.partition(copy.deepcopy(eager), small.max_memory, (x, image))
+        added = [
+            one.text[0].register_forward_hook(lambda _m, _a, result: 2 * result) for one in (placed, eager)
+        ]
+        for hooks in (added, []):
+            for call in ((x,), (x, image), (x,), (x, image)):
+                assert largest_difference(placed(*call), eager(*call)) < 1e-4
+            for hook in hooks:
+                hook.remove()
+        assert small.peak_bytes(0) <= small.max_memory[0]
