@@ -83,7 +83,7 @@ class ModelCopy:
             if id(tensor) in stand_ins:
                 named[identity(stand_ins[id(tensor)])] = named[identity(tensor)]
         others = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
-        stand_ins |= {id(tensor): tensor.detach().cpu() for tensor in others}
+        stand_ins = {id(tensor): tensor.detach().cpu() for tensor in others} | stand_ins
         self.module, self.shared = copy_to_trace(model, stand_ins)
         tensors = plain_attributes(self.module)
         self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}

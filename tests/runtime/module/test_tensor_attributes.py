@@ -159,6 +159,20 @@ def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], 
 
 
 @pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+def test_one_that_is_a_buffer_stays_it_when_a_placed_model_is_traced_again() -> None:
+    net = Sharing()
+    net.inner.table = net.table
+    net.named["table"] = net.table
+    placed, net = both(net)
+    for one in (placed, net):
+        one.named["more"] = torch.ones(8)
+    assert_equal(placed, net)
+    for one in (placed, net):
+        one.table.add_(1)
+    assert_equal(placed, net)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
 def test_values_go_back_to_those_that_were_traced() -> None:
     """Also where nothing may have others from now on: a further graph goes by values, or there is a copy."""
 
