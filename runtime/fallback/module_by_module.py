@@ -15,6 +15,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -180,9 +181,11 @@ class Modulewise:
         tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
         self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
         hooks, around = _hook_count(tree), whole if outer is None else outer
+        before: list[dict[str, Any]] = []
         try:
             with _following(tree, whole, self.traced, self.names):
                 _share_data(around, tree, self.apart)
+                before += [dict(vars(part)) for part in tree.modules()]
                 if outer is not None:
                     _share_tensors(outer, tree)
                 result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
@@ -191,8 +194,8 @@ class Modulewise:
             if exchanged is None:
                 self.tree = tree
                 if _hook_count(tree) > hooks:  # its own, and attributes that say so
-                    self.apart |= {(at, name) for at, _, name, _ in _differing(tree, around)}
-                self.left |= _share_data(tree, around, self.apart)
+                    self.apart |= {(at, name) for at, _, name, _ in _differing(tree, around, before)}
+                self.left |= _share_data(tree, around, self.apart, before)
                 if outer is None:
                     _take_back(tree, whole)
                 else:
@@ -384,7 +387,8 @@ def _told_of(
             return None
         own, runs = vars(part), vars(mine)
         kept, fixed = dict(own), {"_modules", *_HOOK_TABLES}
-        shown = {name for name in runs if name in names or name not in own} - fixed
+        shown = {name for name in runs if name in names or _is_other_data(own.get(name, _GONE), runs[name])}
+        shown -= fixed
         own.update({name: runs[name] for name in shown})
         before = dict(own)
         try:
@@ -413,26 +417,42 @@ def _share_tensors(of: nn.Module, to: nn.Module) -> None:
         mine._buffers.update(part._buffers)
 
 
-def _share_data(of: nn.Module, to: nn.Module, apart: Collection[tuple[int, str]]) -> bool:
-    """Have what another tree has in attributes, where that is data: the very objects. Whether any is new."""
-    found = [(own, name, value) for at, own, name, value in _differing(of, to) if (at, name) not in apart]
+def _share_data(
+    of: nn.Module,
+    to: nn.Module,
+    apart: Collection[tuple[int, str]],
+    before: Sequence[dict[str, Any]] = (),
+) -> bool:
+    """Have what another tree has in attributes, where that is data: the very objects. Whether any is new.
+
+    What it had ``before``, too, is left alone: hooks, and other threads, may have changed that meanwhile.
+    """
+    differing = _differing(of, to, before)
+    found = [(own, name, value) for at, own, name, value in differing if (at, name) not in apart]
     for own, name, value in found:
         _put(own, name, value)
     return bool(found)
 
 
-def _differing(of: nn.Module, to: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
+def _differing(
+    of: nn.Module, to: nn.Module, before: Sequence[dict[str, Any]] = ()
+) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
     """What another tree has in attributes: the place of the submodule, its attributes here, name, value."""
     for at, (part, mine) in enumerate(zip(of.modules(), to.modules(), strict=True)):
         theirs, own = vars(part), vars(mine)
         for name in (theirs.keys() | own.keys()) - _TORCHS:
-            value, before = theirs.get(name, _GONE), own.get(name, _GONE)
-            if value is not before and _is_data(value) and _is_data(before):
+            value, other = theirs.get(name, _GONE), own.get(name, _GONE)
+            untouched = value is other or (before and value is before[at].get(name, _GONE))
+            if not untouched and _is_data(value) and _is_data(other):
                 yield at, own, name, value
 
 
 def _hook_count(tree: nn.Module) -> int:
     return sum(len(vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES)
+
+
+def _is_other_data(here: Any, there: Any) -> bool:
+    return here is not there and _is_data(here) and (here is _GONE or _is_data(there))
 
 
 def _is_data(value: Any) -> bool:
