@@ -265,6 +265,8 @@ class Placer:
             moved_for=self.moved_for,
         )
         attach(made, state, memory)
+        if in_place is taken_over and state.guard is not None:  # constants are new, and of these values
+            state.values = state.guard.values
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made

@@ -216,9 +216,10 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     assert state.compile is not None
     assert state.guard is not None
     try:
-        barely = not state.may_move(entry, call)
-        state.programs.append(state.compile(call, modes, entry, barely, state.guard.values))
-        state.values = None
+        barely, values = not state.may_move(entry, call), state.guard.values
+        state.programs.append(state.compile(call, modes, entry, barely, values))
+        if state.values is not values:
+            state.values = None
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
         if (

@@ -35,10 +35,10 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
+def machine() -> Iterator[Any]:
     torch.manual_seed(0)
-    with torch.no_grad(), graphplan.simulate({0: "1MiB"}):
-        yield
+    with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
+        yield machine
 
 
 def both(net: nn.Module) -> tuple[Any, Any]:
@@ -76,6 +76,23 @@ def test_other_values_need_no_other_graph() -> None:
             assert_equal(placed, net)
         placed.scale = net.scale = first
         assert_equal(placed, net)
+
+
+def test_values_are_copied_where_they_are_others_alone(machine: Any) -> None:
+    placed, net = both(Net())
+    times = torch.full((8,), 3.0)
+
+    def moved_beside_the_plan(*args: torch.Tensor) -> int:
+        machine.reset_peaks()
+        assert_equal(placed, net, *args)
+        return len(machine.transfers) - len(list(placed.plans[-1].schedule.copies()))
+
+    assert moved_beside_the_plan(X) == 0
+    placed(X, times)
+    assert moved_beside_the_plan(X, times) == 0
+    placed.scale = net.scale = torch.ones(8)
+    assert moved_beside_the_plan(X, times) > 0
+    assert moved_beside_the_plan(X, times) == 0
 
 
 def test_further_graphs_are_of_the_values_now() -> None:
