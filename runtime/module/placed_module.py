@@ -27,7 +27,7 @@ from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.errors import GraphplanError, InfeasibleError, PlanError
+from graphplan.errors import CaptureError, InfeasibleError, InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.added_hooks import set_aside
@@ -223,7 +223,7 @@ def _start(
     try:
         with set_aside(added):
             started = state.start(module, args, kwargs, entry)
-    except GraphplanError as error:
+    except (CaptureError, InfeasibleError, InputError) as error:
         if state.untraced is None:
             raise
         _stay_untraced(module, state, entry, args, kwargs, error)
@@ -248,7 +248,7 @@ def _stay_untraced(
     entry: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    error: GraphplanError,
+    error: CaptureError | InfeasibleError | InputError,
 ) -> None:
     """Run calls like this one module by module, as those before it."""
     assert state.untraced is not None

@@ -14,6 +14,8 @@ from builders import bytes_of, largest_difference
 from torch import nn
 
 import graphplan
+from graphplan.compiler import pipeline
+from graphplan.errors import VerificationError
 
 X, IMAGE = torch.randn(4, 32), torch.rand(4, 32)
 pytestmark = pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
@@ -66,11 +68,18 @@ def test_later_calls_have_graphs(machine: Any) -> None:
         assert machine.peak_bytes(key) <= machine.max_memory[key]
 
 
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
 def tried_in_vain(function: Callable[[], Any]) -> int:
     """How often a call was tried, and has no graph."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler = Listener()
     logger = logging.getLogger("graphplan")
     level = logger.level
     logger.addHandler(handler)
@@ -80,7 +89,7 @@ def tried_in_vain(function: Callable[[], Any]) -> int:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return sum("hooks run such inputs too" in text for text in heard)
+    return sum("hooks run such inputs too" in text for text in handler.heard)
 
 
 def test_a_call_that_has_none_either_is_tried_once(machine: Any) -> None:
@@ -165,3 +174,13 @@ def test_so_they_do_when_graphs_are_made_again() -> None:
             for hook in hooks:
                 hook.remove()
         assert small.peak_bytes(0) <= small.max_memory[0]
+
+
+def test_a_plan_that_breaks_its_proof_is_an_error(machine: Any, monkeypatch: Any) -> None:
+    def breaks(*_: Any) -> None:
+        raise VerificationError("a peak passes its budget")
+
+    placed = graphplan.partition(Seeing().eval(), machine.max_memory, (X, IMAGE))
+    monkeypatch.setattr(pipeline, "check_schedule", breaks)
+    with pytest.raises(VerificationError):
+        placed(X)

@@ -233,7 +233,7 @@ def test_of_a_part_that_has_two_names() -> None:
             self.linear, self.shared, self.scale = nn.Linear(8, 8), shared, torch.ones(8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.shared(self.linear(x)) * self.scale  # type: ignore[no-any-return]
+            return self.shared(self.linear(x)) * self.scale  # type: ignore[no-any-return]  # of torch
 
     shared = Scaled()
     net: Any = Coder(nn.Sequential(Coder(shared), Coder(shared)))
