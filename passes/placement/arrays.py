@@ -489,6 +489,10 @@ class Arrays:
         """Bytes of these weights in a device's storage of weights."""
         return float(sum(self.weight_bytes[item - self.values] for item in items))
 
+    def slot_bytes(self, item: int) -> float:
+        """Bytes of a copy of a weight in a slot of a prefetch buffer."""
+        return float(self._arena_bytes[item - self.values])
+
     @cached_property
     def _input_bytes(self) -> Floats:
         """(devices that compute,) bytes of the caller's inputs."""

@@ -30,15 +30,16 @@ class _Class:
     Attributes:
         units: their numbers.
         window: of the order.
-        sizes: bytes of own weights that may be streamed, with how many each has of them.
-        nbytes: of all own weights of each.
-        read: bytes of all weights that each reads.
+        sizes: of own weights that may be streamed: bytes of a copy, bytes where it resides, and how many each
+            has of them.
+        nbytes: of all own weights of each, where they reside.
+        read: bytes of copies of all weights that each reads.
         shared: items that are shared weights.
     """
 
     units: tuple[int, ...]
     window: int
-    sizes: tuple[tuple[float, int], ...]
+    sizes: tuple[tuple[float, float, int], ...]
     nbytes: float
     read: float
     shared: tuple[int, ...]
@@ -82,22 +83,27 @@ class _Program:
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
         shared: dict[int, list[int]] = defaultdict(list)
-        read = np.array([arrays.stored_bytes(own) for own in frontier.own])
+        read = np.array([sum(map(arrays.slot_bytes, own)) for own in frontier.own], dtype=float)
         for item in range(arrays.values, len(arrays.names)):
             for unit in frontier.readers.get(item, ()):
                 if item in arrays.large_shared:
                     shared[unit].append(item)
                 if item in frontier.shared or arrays.fixed[item] >= 0:
-                    read[unit] += arrays.stored_bytes([item])
+                    read[unit] += arrays.slot_bytes(item)
         groups: dict[tuple[_Class, Hashable, Hashable], list[int]] = defaultdict(list)
         for unit, own in enumerate(frontier.own):
-            streamed = Counter(arrays.stored_bytes([i]) for i in own if frontier.is_streamable(i))
-            sizes, nbytes = tuple(sorted(streamed.items())), arrays.stored_bytes(own)
+            streamed = Counter(self._both_sizes(i) for i in own if frontier.is_streamable(i))
+            sizes = tuple((*both, times) for both, times in sorted(streamed.items()))
+            nbytes = arrays.stored_bytes(own)
             each = _Class((), int(window[unit]), sizes, nbytes, float(read[unit]), tuple(shared[unit]))
             columns = (frontier.clock, frontier.fixed_queue, self.needs)
             seen = tuple(column[:, unit].tobytes() for column in columns)
-            groups[each, seen, tuple(sorted(arrays.stored_bytes([i]) for i in own))].append(unit)
+            groups[each, seen, tuple(sorted(map(self._both_sizes, own)))].append(unit)
         return [replace(each, units=tuple(units)) for (each, *_), units in groups.items()]
+
+    def _both_sizes(self, item: int) -> tuple[float, float]:
+        """Bytes of a weight's copy, and where it resides: training keeps more beside it."""
+        return self.arrays.slot_bytes(item), self.arrays.stored_bytes([item])
 
     def _windows(self, count: int) -> Ints:
         """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
@@ -154,8 +160,8 @@ class _Program:
 
     def _buffer_sizes(self) -> list[float]:
         """Sizes that buffers may have to have, in growing order."""
-        own = {size for each in self.classes for size, _ in each.sizes}
-        return sorted(own | {self.arrays.stored_bytes([i]) for each in self.classes for i in each.shared})
+        own = {size for each in self.classes for size, *_ in each.sizes}
+        return sorted(own | {self.arrays.slot_bytes(i) for each in self.classes for i in each.shared})
 
     def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
         """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
@@ -178,12 +184,12 @@ class _Program:
                 queue[each.window].append((variable, frontier.fixed_queue[d, unit] / self.scale))
             memory.append((variable, each.nbytes / self.byte_scale))
             if accelerates and able and self.cpu is not None:
-                for size, times in each.sizes:
+                for size, held, times in each.sizes:
                     streamed = program.variable(float(units * times), integer=True)
                     program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
                     seconds = self._copy_seconds(d, size, each.read)
-                    memory.append((streamed, -size / self.byte_scale))
-                    self.on_cpu.append((streamed, size / self.byte_scale))
+                    memory.append((streamed, -held / self.byte_scale))
+                    self.on_cpu.append((streamed, held / self.byte_scale))
                     if arrays.problem.streaming:
                         queue[each.window].append((streamed, seconds / self.scale))
                         self._needs_slot(slots, size, streamed, float(units * times))
@@ -250,8 +256,8 @@ class _Program:
         """Weights that several classes read: at home on one place, copied where else they are read."""
         program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
         for item, homes in self.homes.items():
-            size = arrays.stored_bytes([item])
-            memory.append((homes[number], size / self.byte_scale))
+            size, held = self._both_sizes(item)
+            memory.append((homes[number], held / self.byte_scale))
             taken = program.variable(1.0)
             for index, each in enumerate(self.classes):
                 if item in each.shared:  # a device of the place reads it if an operation of the class does

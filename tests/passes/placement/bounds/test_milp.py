@@ -229,3 +229,19 @@ def test_places_of_several_devices_prove_nothing_false() -> None:
         if best < math.inf:
             with steered(milp, milp_variables=1):
                 assert bound_of(arrays, best, streaming=False) <= best * TIGHT
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_what_training_keeps_beside_a_weight_is_not_streamed_with_it(readers: int) -> None:
+    """A slot and a copy are of the weight alone: with its gradient and state, it would not fit the card."""
+    weight = Weight("w", MIB, beside=(MIB, 2 * MIB))
+    names = ["x", *(f"v{i}" for i in range(readers))]
+    operations = [
+        Operation(made, "f", (read, "w"), (made,), (), 10**9) for read, made in itertools.pairwise(names)
+    ]
+    graph = Graph(operations, [Value(name, 512, 512) for name in names], [weight], ["x"], names[-1:])
+    problem = Problem(graph, equal_cards(1, HOST, memory=2 * MIB, kind="sim"), CPU)
+    on_card = reside(problem, dict.fromkeys(graph.operations, 0), ["w"])
+    known = evaluate(problem, on_card)
+    assert known.feasible
+    assert bound_of(Arrays(problem), known.seconds, streaming=True) <= known.seconds * TIGHT
