@@ -98,20 +98,17 @@ class StageDP:
         least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
         assert least is not None
         best = min((quickest, least), key=lambda found: found.seconds(microbatches))
-        spans = [(least, quickest)]
+        spans = [(least.slowest, quickest)]  # what is slower than the first takes the second's total at least
         for _ in range(PARAMS.limits):
-            low, high = spans.pop() if spans else (quickest, quickest)
-            optimistic = high.total + (microbatches - 1) * low.slowest
-            middle = (low.slowest + high.slowest) / 2
-            if low.slowest >= high.slowest or optimistic >= best.seconds(microbatches) * (
-                1 - PARAMS.tolerance
-            ):
+            low, high = spans.pop() if spans else (quickest.slowest, quickest)
+            optimistic, middle = high.total + (microbatches - 1) * low, (low + high.slowest) / 2
+            if low >= high.slowest or optimistic >= best.seconds(microbatches) * (1 - PARAMS.tolerance):
                 continue
             found = self._path(middle, bottleneck=False)
             if found is None:
                 continue
             best = min((best, found), key=lambda one: one.seconds(microbatches))
-            spans += [(found, high), (low, found)]
+            spans += [(middle, high), (low, found)]
         return best
 
     def _more_even(self, quickest: Segments, least: float) -> Segments:

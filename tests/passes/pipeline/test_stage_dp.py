@@ -60,6 +60,17 @@ def test_the_best_of_all_cuts_is_found(seed: int, counts: list[int], microbatche
     assert found.cuts[-1] == 6
 
 
+def test_limits_between_two_pipelines_are_tried_on() -> None:
+    """Half of the way to the quickest, the evenest was found again, and nothing above it was looked for."""
+    before, transfer = np.cumsum([0.0, 2, 8, 3, 7, 8]), np.array([0.0, 3, 1, 1, 4, 0])
+    here = before[None, :] - before[:, None]
+    here[np.tri(6, dtype=bool)] = np.inf
+    costs = StageCosts([here + transfer[None, :]], [transfer[:, None] + here + transfer[None, :]])
+    found = StageDP(costs, [4]).solve(2)
+    assert found is not None
+    assert found.seconds(2) == brute(costs, [4], 2)
+
+
 def test_for_latency_the_evenest_of_alike_cuts_is_taken() -> None:
     size = 13
     seconds = np.maximum(np.arange(size)[None, :] - np.arange(size)[:, None], 0.0)
