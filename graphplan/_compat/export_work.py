@@ -27,14 +27,15 @@ _TENSOR = torch.tensor
 
 
 def less_work(
-    *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[[], None], copied: Callable[[], None]
+    *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[..., None], copied: Callable[[], None]
 ) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
     Changes of the gradient mode are left in it only if ``keep_grad``. Blocks of autocast are not: those that
     the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
-    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead; where it
-    calls ``torch.tensor`` of tensors, whose values are in the graph then, ``copied`` is called too.
+    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead, with the
+    tracer, the tensor and the other; where it calls ``torch.tensor`` of tensors, whose values are in the
+    graph then, ``copied`` is called too.
     """
     private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
@@ -42,7 +43,8 @@ def less_work(
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
     amp = torch.amp.autocast_mode
     enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
-    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # of a descriptor in C
+    read = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of a descriptor in C
+    assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     set_grad = torch._C._set_grad_enabled
 
     def writing(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +57,9 @@ def less_work(
 
         def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func == assign:
-                return assigned_data()
+                return assigned_data(self.tracer, *args)
+            if func == read:  # the tracer would not know what that is
+                return args[0].detach()
             if func is _TENSOR and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
                 copied()
             if func in (enter, leave) and type(self.tracer) is export_tracer():

@@ -15,16 +15,25 @@ from torch.fx.experimental import proxy_tensor
 from graphplan._compat import Replacement, private
 
 
-def value_reads(note: Callable[[], None]) -> list[Replacement]:
-    """What to replace while a trace is made; ``note`` is called where it goes by a tensor's value."""
+def value_reads(note: Callable[[], None], read: Callable[..., Any]) -> list[Replacement]:
+    """What to replace while a trace is made.
+
+    ``note`` is called where it goes by the value of a constant. ``read`` is in the place of each operation
+    that tells the code a value, with the tracer, what carries it out, the operation and its arguments.
+    """
     private(proxy_tensor, "proxy_call", "torch")
 
     def proxy_call(own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(mode: Any, func: Any, *args: Any) -> Any:
-            result = own(mode, func, *args)
-            if type(result) in (bool, int, float, complex) and torch.Tag.data_dependent_output in func.tags:
-                note()
-            return result
+        def call(mode: Any, func: Any, *how: Any) -> Any:
+            def carry_out() -> Any:
+                result = own(mode, func, *how)
+                if type(result) in (bool, int, float, complex):
+                    note()
+                return result
+
+            if torch.Tag.data_dependent_output not in func.tags:
+                return own(mode, func, *how)
+            return read(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
 
         return call
 

@@ -60,6 +60,8 @@ def read_request(
     constraints = read_constraints(asked, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
+    if topology is None:  # what runs stages does not ask again
+        model_copy.current = lambda _: None
     others: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
     if topology is not None:
         others |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}

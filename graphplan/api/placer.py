@@ -30,6 +30,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.weight_branches import ValueOf
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
@@ -278,15 +279,16 @@ class Placer:
         entry: str,
         modes: Modes,
         values: Mapping[str, torch.Tensor],
+        current: ValueOf,
     ) -> Placer:
         """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
 
-        ``known`` knows what has been traced, ``values`` is as in :meth:`Compiler.further`.
+        ``known`` knows what has been traced, the last two are as in :meth:`Compiler.further`.
 
         Raises:
             InfeasibleError: there is none.
         """
-        known.model_copy.enter(modes, values)
+        known.model_copy.enter(modes, values, current)
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry), retries=True)
         mover.commit(planned)

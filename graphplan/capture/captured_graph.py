@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import Returned, flatten
+from graphplan.capture.weight_branches import WeightBranch
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """Attributes of generated modules: a child of such a name is not found there under it."""
@@ -80,6 +81,7 @@ class Capture:
         entry: what was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         attributes: constant -> the attribute that it is, such as ``"model.offset"``: any values serve there;
             None where the trace went by values.
+        branches: of the model's code, that go by weights.
         step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
             ``meta``, and gradients follow the results.
     """
@@ -99,6 +101,7 @@ class Capture:
     kept: frozenset[int] = frozenset()
     entry: str = ""
     attributes: dict[str, str] | None = None
+    branches: tuple[WeightBranch, ...] = ()
     step: TrainingStep | None = None
 
     @property

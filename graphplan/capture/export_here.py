@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.assertions import passed_assertions
@@ -45,6 +46,7 @@ from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.weight_branches import BRANCHES, ValueOf, WeightBranches
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
 
@@ -74,11 +76,13 @@ def export(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     *,
+    value_of: ValueOf,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
 
-    ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take too long.
+    ``value_of`` gives weights of the module, by which its code may branch. ``sizes``: whether
+    ``dynamic_shapes`` has all sizes, so that the trace may take too long.
 
     Raises:
         CaptureError: it does.
@@ -86,8 +90,8 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    numbers = WholeNumbers()
-    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers)
+    numbers, branches = WholeNumbers(), WeightBranches(module, value_of)
+    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     repeated: RepeatedModules | None = RepeatedModules()
     name, below = type(module).__name__, False
@@ -109,8 +113,10 @@ def export(
                 return program
             except _OwnGradientsError:
                 repeated, below = None, True
-            except GuardOnDataDependentSymNode:  # of that blocks are not copied
-                if not numbers.learn():
+            except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+                if branches.learn(error):
+                    repeated = None  # a block's copy would branch as the first does
+                elif not numbers.learn():  # of these blocks are not copied
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
@@ -150,6 +156,7 @@ def _export(
     kwargs: dict[str, Any],
     caches: CodeCaches,
     numbers: WholeNumbers,
+    branches: WeightBranches,
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
@@ -158,7 +165,10 @@ def _export(
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
     """One trace: above autograd, or below it."""
     state = AssignedState(module)
-    around = exporting(keep_grad=keep_grad, state=state, repeated=repeated, ends=ends, below=below)
+    branches.begin()
+    around = exporting(
+        keep_grad=keep_grad, state=state, branches=branches, repeated=repeated, ends=ends, below=below
+    )
     outside = caches.untouched(), untouched_by_hooks(module)
     # torch gives modules copies of containers in the end, so that two no longer share one
     tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
@@ -168,7 +178,8 @@ def _export(
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
         with numbers.in_place():
             program = copy_context().run(export, module, args, kwargs)  # it may set context variables
-    program.graph_module.meta[KEPT_BY_HOOKS] = kept
+    state.data.require_kept()
+    program.graph_module.meta |= {KEPT_BY_HOOKS: kept, BRANCHES: branches.found}
     return state, program
 
 
@@ -209,6 +220,7 @@ def exporting(
     *,
     keep_grad: bool,
     state: AssignedState,
+    branches: WeightBranches,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
     below: bool = False,
@@ -220,15 +232,17 @@ def exporting(
     tracer: Any = export_tracer()
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
-    less = less_work(keep_grad=keep_grad, blocks=blocks, assigned_data=_refuse_data, copied=state.note_value)
-    values = value_reads(state.note_value)
+    less = less_work(
+        keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
+    )
+    values = value_reads(state.note_value, branches.read)
     replaced = [*plain_flags(), *exact_bounds(), *passed_assertions(), *less, *values]
     with (
         torch_knows(),
         patched(
             Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
-            Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
+            Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, branches, repeated)),
             Patch.of(*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
@@ -375,10 +389,6 @@ def _if_it_goes_on(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Cal
     return run
 
 
-def _refuse_data() -> None:
-    raise NoGraphError("forward assigns the .data of a tensor: a graph does not, but it has copy_")
-
-
 def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
     """Whether the model says that a mask is causal: a graph does not see its values."""
     return is_causal is True
@@ -389,11 +399,15 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
 
 
 def _calling(
-    own: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
+    own: Callable[..., Any],
+    state: AssignedState,
+    branches: WeightBranches,
+    repeated: RepeatedModules | None,
 ) -> Callable[..., Any]:
     """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        branches.enter(tracer)
         run = functools.partial(state.call, tracer, module, forward)
         known = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
         return own(tracer, module, known, args, kwargs)

@@ -33,6 +33,7 @@ from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_bac
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
+from graphplan.capture.weight_branches import BRANCHES
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -146,6 +147,8 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
     for text in found.module.meta.pop(KEPT_BY_HOOKS, ()):
         model_copy.warn_once(text)
     _refuse_parted(found.module.meta.pop(ASSIGNED, {}), model_copy)
+    asked = found.module.meta.pop(BRANCHES, ())
+    found = replace(found, branches=tuple(branch.renamed(model_copy.first_name) for branch in asked))
     if keep_grad:
         for name in losses:
             model_copy.warn_once(

@@ -87,8 +87,10 @@ class Captures:
         for known in self.known:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
-                if mismatch is None:
+                branches = known.capture.branches
+                if mismatch is None and all(branch.holds(self.model_copy.current) for branch in branches):
                     return known
+                mismatch = mismatch or "weights by which its code branches have changed"
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
                 differing = _differing(known.capture.signature, call) if alike else set[int]()

@@ -59,6 +59,7 @@ def lower_planned(
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
         held=held,
+        branches=captured.branches,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
         given=captured.given,

@@ -28,6 +28,7 @@ from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, shapes_text
 from graphplan.capture.thread_patches import one_at_a_time
+from graphplan.capture.weight_branches import ValueOf
 from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
@@ -259,14 +260,15 @@ class Compiler:
         entry: str,
         barely: bool,
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        current: ValueOf | None = None,
     ) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
 
         ``barely``: whether memory for this call suffices, without room for a cache that grows. If not, a call
-        without room is tried again: weights move, or it is planned barely. ``values``: what tensors in
-        attributes have now, by their names.
+        without room is tried again: weights move, or it is planned barely. ``values`` and ``current`` are as
+        in :meth:`ModelCopy.enter`.
         """
-        self.model_copy.enter(modes, values)
+        self.model_copy.enter(modes, values, current)
         settled = self.homes is not None
         aheads = None if barely else self.aheads(call, entry)
         planned = self.plan(call, entry, aheads, retries=not barely)

@@ -176,6 +176,9 @@ def is_known(found: Capture, origin: Origin) -> bool:
         for node in found.graph.find_nodes(op="placeholder")
         if node.users and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     }
+    if found.branches:
+        warn("the trace is not saved in capture_cache: the model's code branches by values of weights")
+        return False
     for node, name in found.weights.items():
         constant = None if node in literal else found.constants.get(name)
         if constant is not None and identity(constant) not in origin.tensors:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.changes.assigned_state import KeptStateError
+from graphplan.capture.model.model_weights import weights_now
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call
@@ -107,13 +108,13 @@ def serve(
     sizes = _sizes(entry, args, kwargs)
     likely = state.by_sizes.get(sizes, ())
     for number, known in enumerate(chain(likely, state.routes)):
-        served = _routed(state, known, entry, modes, args, kwargs)
+        served = _routed(module, state, known, entry, modes, args, kwargs)
         if served is not None:
             if number >= len(likely):
                 _remember(state, sizes, known)
             return served
     call = bind_call(signature, args, kwargs)
-    index = _find(state, entry, call, modes, [known.index for known in likely])
+    index = _find(module, state, entry, call, modes, [known.index for known in likely])
     if not isinstance(index, int):
         return index
     program = state.programs[index]
@@ -144,6 +145,7 @@ def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> N
 
 
 def _routed(
+    module: nn.Module,
     state: ModuleState,
     known: KnownForm,
     entry: str,
@@ -156,7 +158,7 @@ def _routed(
     if known.route is None or program.entry != entry or program.modes != modes:
         return None
     leaves = known.route.leaves(args, kwargs, program.host)
-    if leaves is None or not program.takes(leaves):
+    if leaves is None or not program.takes(leaves, module):
         return None
     given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.given}
     return Served(known.index, leaves, given)
@@ -172,31 +174,41 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
 
 
 def _find(
-    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int]
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    call: BoundCall,
+    modes: Modes,
+    likely: Sequence[int],
 ) -> int | ServedByModules | None:
-    known = _known(state, entry, call, modes, likely)
+    known = _known(module, state, entry, call, modes, likely)
     if known is not None:
         return known
     with CAPTURE_LOCK:
         if state.start is not None:
             return None
-        known = _known(state, entry, call, modes)  # another thread may have captured it meanwhile
+        known = _known(module, state, entry, call, modes)  # another thread may have captured it meanwhile
         if known is None and len(state.programs) >= _MOST:
             warn(_FULL)
             state.start = state.restart
             return None
-        return _captured(state, entry, call, modes) if known is None else known
+        return _captured(module, state, entry, call, modes) if known is None else known
 
 
 def _known(
-    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int] = ()
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    call: BoundCall,
+    modes: Modes,
+    likely: Sequence[int] = (),
 ) -> int | ServedByModules | None:
     device = call.device
     for index in chain(likely, _by_reach(state)):
         program = state.programs[index]
         here = program.entry == entry and (device is None or device == program.host)
         alike = here and program.modes == modes and program.signature.mismatch(call) is None
-        if alike and program.takes(call.leaves):
+        if alike and program.takes(call.leaves, module):
             return index
     form = state.modulewise.find(entry, call, modes)
     return None if form is None else ServedByModules(entry, call, form)
@@ -211,13 +223,15 @@ def _by_reach(state: ModuleState) -> Iterator[int]:
 
 
 @outside_inference_mode
-def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
+def _captured(
+    module: nn.Module, state: ModuleState, entry: str, call: BoundCall, modes: Modes
+) -> int | ServedByModules | None:
     """A call of a new structure; None where the model is to run without graphs from now on."""
     assert state.compile is not None
     assert state.guard is not None
     try:
         barely, values = not state.may_move(entry, call), state.guard.values
-        state.programs.append(state.compile(call, modes, entry, barely, values))
+        state.programs.append(state.compile(call, modes, entry, barely, values, weights_now(module)))
         if state.values is not values:
             state.values = None
     except NoGraphError as error:

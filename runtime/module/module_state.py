@@ -16,6 +16,7 @@ from torch import fx, nn
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.weight_branches import ValueOf
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
@@ -55,7 +56,7 @@ class CallTurns:
         self._lock.release()
 
 
-Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor]], Program]
+Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor], ValueOf], Program]
 """Makes a program of a call: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
 
 Refused = Callable[[NoGraphError], None]
@@ -79,7 +80,7 @@ class Start(Protocol):
         """The placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[BoundCall, str, Modes, Mapping[str, torch.Tensor]], Start]
+MoveWeights = Callable[[BoundCall, str, Modes, Mapping[str, torch.Tensor], ValueOf], Start]
 """Finds what moves the weights to where a call has room, or raises InfeasibleError."""
 
 

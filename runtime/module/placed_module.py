@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_exported, never_compiled
-from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights, weights_now
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
@@ -300,7 +300,8 @@ def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: Bo
         assert state.move is not None
         assert state.guard is not None
         try:
-            start = state.move(call, entry, state.reader.read(module), state.guard.values)
+            modes = state.reader.read(module)
+            start = state.move(call, entry, modes, state.guard.values, weights_now(module))
         except InfeasibleError as error:
             logger.info("no room wherever the weights are: %s", error)
             state.note_no_room(entry, call)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
+from graphplan.capture.weight_branches import WeightBranch
 from graphplan.ir.plan_data import PlanData
 
 
@@ -66,6 +69,7 @@ class Program:
         constants: attribute name -> tensor that the code lifted out of the model's.
         held: of these, those that lie in attributes, such as ``"model.offset"``, and have the values that are
             there now; None where the trace went by values.
+        branches: of the model's code, that went by weights when it was traced.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
         on_host: those of the placeholders that are read where the caller's tensors were planned
@@ -100,12 +104,17 @@ class Program:
     backward: Backward | None = None
     accumulates: bool = True
     held: Mapping[str, str] | None = None
+    branches: tuple[WeightBranch, ...] = ()
 
     @property
     def reach(self) -> int:
         """Bytes of the largest inputs that it is planned for."""
         return sum(self.plan.graph.values[name].nbytes for name in self.plan.graph.inputs)
 
-    def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether the caches of a call are where the plan has them, or where they were when it was made."""
-        return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+    def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
+        """Whether the caches of a call are where the plan has them, or where they were when it was made.
+
+        And whether branches by weights, those of ``module``, go as they went then.
+        """
+        there = all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+        return there and all(branch.holds(partial(weight_at, module)) for branch in self.branches)

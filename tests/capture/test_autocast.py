@@ -108,7 +108,7 @@ def test_blocks_for_other_devices_do_nothing() -> None:
                 return x @ x.T
 
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        program = export(False, OnCuda(), (X,), {}, None)  # as others call it
+        program = export(False, OnCuda(), (X,), {}, None, value_of=lambda _: None)  # as others call it
     module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
@@ -87,6 +88,7 @@ class AssignedState:
         self._requiring = set[int]()  # ids of buffers that required a gradient before
         self._with_history: list[str] = []
         self.losses: list[str] = []  # attributes that have a gradient, such as losses for others to add
+        self.data = AssignedData(model)
         self._read: list[torch.Tensor] = []
         self._program: Any = None
         self.makes_tensors = False

@@ -35,6 +35,7 @@ from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, r
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.transformers.caches import know_caches
+from graphplan.capture.weight_branches import ValueOf
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
@@ -58,6 +59,7 @@ class ModelCopy:
         step: what is differentiated, where a training step is to be traced.
         device_types: of the devices that will compute.
         autocast: the type that autocast is on for on these devices; None where it is off.
+        current: gives the weight of a first name as it is now; None where nothing may be known of it.
         prepared: whether the model has hooks that run before its calls, which the copy is without.
 
     Raises:
@@ -77,6 +79,7 @@ class ModelCopy:
         _require_own_tensors(model)
         settle(model)
         self.weights = ModelWeights(model)
+        self.current: ValueOf = self.weights.tensors.get
         self.signature = signature_of(model.forward)
         stand_ins, named = _stand_ins(model), self.weights.identities
         for tensor in self.weights.tensors.values():
@@ -114,6 +117,15 @@ class ModelCopy:
         prefix = self.entry.partition(":")[0]
         return f"{prefix}.{name}" if prefix else name
 
+    def first_name(self, name: str) -> str:
+        """In the whole model, of a weight of this part."""
+        return self.weights.first[self.full_name(name)]
+
+    def value_of(self, name: str) -> torch.Tensor | None:
+        """A weight of this part as it is now; None where it has no values."""
+        found = self.current(self.first_name(name))
+        return None if found is None or found.device.type == "meta" else found
+
     @property
     def modes(self) -> Modes:
         """Of the copy."""
@@ -123,8 +135,15 @@ class ModelCopy:
         """Trace for these types of devices, under the autocast that is on for them now."""
         self.device_types, self.autocast = tuple(device_types), autocast_of(device_types)
 
-    def enter(self, modes: Modes, values: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    def enter(
+        self,
+        modes: Modes,
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        current: ValueOf | None = None,
+    ) -> None:
         """Trace in these modes from now on, with these values of tensors in attributes, by their names.
+
+        ``current`` gives the weights as they are now, where these are others.
 
         Raises:
             PlanError: an adapter is active that the copy does not have.
@@ -134,6 +153,7 @@ class ModelCopy:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
+        self.current = current or self.current
         for name, tensor in values.items():
             path, _, attribute = name.rpartition(".")
             getattr(self.module.get_submodule(path), attribute).detach().copy_(tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +79,25 @@ def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, value in vars(part).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def weight_at(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of a name; None where there is none."""
+    path, _, own = name.rpartition(".")
+    part = module.get_submodule(path)
+    found = part._parameters.get(own)
+    return part._buffers.get(own) if found is None else found
+
+
+def weights_now(module: nn.Module) -> Callable[[str], torch.Tensor | None]:
+    """Gives the weights of a module, without holding on to it, as they are at the time."""
+    seen = weakref.ref(module)
+
+    def current(name: str) -> torch.Tensor | None:
+        here = seen()
+        return None if here is None else weight_at(here, name)
+
+    return current
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:

@@ -170,7 +170,15 @@ def _export(
         _called(module),
         with_forward(module, forward),
     ):
-        return export(keep_grad, module, call.args, dict(call.kwargs), shapes, sizes=sizes)
+        return export(
+            keep_grad,
+            module,
+            call.args,
+            dict(call.kwargs),
+            shapes,
+            value_of=model_copy.value_of,
+            sizes=sizes,
+        )
 
 
 @contextmanager

@@ -109,7 +109,13 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     ):
         traced = forwards_of(module)
         program = export(
-            keep_grad, module, (), map_leaves(copy.deepcopy, inputs), shapes, sizes=SIZE in varying
+            keep_grad,
+            module,
+            (),
+            map_leaves(copy.deepcopy, inputs),
+            shapes,
+            value_of=model_copy.value_of,
+            sizes=SIZE in varying,
         )
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)

@@ -1,0 +1,212 @@
+"""Code that branches by weights: graphs of the way that these choose, and other graphs where they change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from torch import nn
+
+import graphplan
+
+X = torch.randn(8, 16)
+
+
+class Flagged(nn.Module):
+    """Sets its location at the first call, as ActNorm and vector quantisers do."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(16, 16), write
+        self.register_buffer("initialized", torch.tensor([False]))
+        self.register_buffer("location", torch.zeros(16))
+
+    def begin(self, x: torch.Tensor) -> None:
+        if self.initialized:
+            return
+        self.location.copy_(x.detach().mean(0))
+        self.write(self.initialized)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begin(x)
+        return torch.relu(self.linear(x - self.location))
+
+
+def fill(flag: torch.Tensor) -> None:
+    flag.fill_(True)
+
+
+def write_to_data(flag: torch.Tensor) -> None:
+    flag.data.copy_(torch.tensor([True]))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and goes by that."""
+
+    def __init__(self, *, assigns: bool) -> None:
+        super().__init__()
+        self.linear, self.assigns = nn.Linear(16, 16), assigns
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.assigns:
+            self.count = self.count + 1
+        else:
+            self.count += 1
+        return self.linear(x) * 2 if self.count > 2 else self.linear(x)
+
+
+class Views(nn.Module):
+    """Writes to views of a buffer, and to a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("ticks", torch.tensor([1, 0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ticks[1] += 2
+        tail, whole = self.ticks[1:], self.ticks.clone()
+        whole += 1
+        tail -= 1
+        return self.linear(x) * 2 if (self.ticks + whole).sum() > 8 else self.linear(x)
+
+
+class Asking(nn.Module):
+    """Branches by the values of a buffer and of a parameter, asked in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("switches", torch.tensor([1, 0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.switches[0] == 1:
+            x = x + 1
+        if torch.equal(self.switches, self.switches.abs()):
+            x = x - 0.5
+        for _ in range(int(self.switches.sum())):
+            x = self.linear(x)
+        for switch in self.switches.tolist():
+            x = x * 2 if switch else x
+        return self.linear(x) if self.linear.weight.norm() > 1e6 else x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "flag": lambda: Flagged(fill),
+    "flag, by data": lambda: Flagged(write_to_data),
+    "several": lambda: nn.Sequential(*(Flagged(fill) for _ in range(3))),
+    "count": lambda: Counting(assigns=False),
+    "assigned count": lambda: Counting(assigns=True),
+    "views": Views,
+}
+
+
+@pytest.fixture
+def machine() -> Iterator[Any]:
+    torch.manual_seed(0)
+    with graphplan.simulate({0: "1MiB", 1: "1MiB", "cpu": "1MiB"}) as machine:
+        yield machine
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_branches_by_what_calls_write(machine: Any, name: str, grad: bool) -> None:
+    eager = MODELS[name]()
+    limits = {0: bytes_of(eager) // 2 + (1 << 14), 1: "1MiB", "cpu": "1MiB"}
+    placed = graphplan.partition(copy.deepcopy(eager), limits, (X,), grad=grad, strict=True)
+    for _ in range(4):
+        x = torch.randn(8, 16)
+        assert largest_difference(placed(x), eager(x)) < 1e-6
+    buffers = dict(placed.named_buffers())
+    assert all(torch.equal(value, buffers[key].cpu()) for key, value in eager.named_buffers())
+    assert len(placed.plans) == 2
+
+
+def test_each_way_is_traced_once(machine: Any) -> None:
+    eager = Asking()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    for switches, plans in (((1, 0), 1), ((0, 0), 2), ((1, 1), 3), ((0, 0), 3), ((1, 0), 3), ((-1, 1), 4)):
+        for module in (placed, eager):
+            module.switches.data.copy_(torch.tensor(switches))  # of which no version tells
+        assert largest_difference(placed(X), eager(X)) < 1e-5
+        assert len(placed.plans) == plans
+    with torch.no_grad():
+        placed.linear.weight.fill_(1e6)
+        eager.linear.weight.fill_(1e6)
+    assert largest_difference(placed(X), eager(X)) / eager(X).abs().max() < 1e-6
+    assert len(placed.plans) == 5
+
+
+def test_a_copy_goes_by_its_own_weights(machine: Any) -> None:
+    eager = Asking()
+    placed = graphplan.partition(eager, machine.max_memory, (X,), strict=True)
+    expected = placed(X)
+    for other in (copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
+        other.switches[0] = 0
+        eager_too = copy.deepcopy(eager)
+        eager_too.switches[0] = 0
+        assert largest_difference(other(X), eager_too(X)) < 1e-5
+        assert torch.equal(placed(X), expected)
+
+
+def test_blocks_that_branch_are_not_copies_of_each_other(machine: Any) -> None:
+    eager = nn.Sequential(*(Asking() for _ in range(4)))
+    for part in list(eager)[1:3]:
+        part.switches[1] = 1
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    assert largest_difference(placed(X), eager(X)) / eager(X).abs().max() < 1e-5
+
+
+def test_branches_by_inputs_and_at_random_have_no_graph(machine: Any) -> None:
+    class ByInputs(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if self.count + x.sum() > 0 else x
+
+    class AtRandom(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if torch.rand_like(self.count.float()) > 0.5 else x
+
+    for kind in (ByInputs, AtRandom):
+        with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+            graphplan.partition(kind(assigns=False), machine.max_memory, (X,), strict=True)
+
+
+def test_a_model_without_values_has_no_branches() -> None:
+    with torch.device("meta"):
+        model = Asking()
+    with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+        graphplan.plan(model, {"cpu": "1GiB"}, (X,))
+
+
+def test_such_traces_are_not_saved(tmp_path: Path) -> None:
+    with pytest.warns(graphplan.GraphplanWarning, match="branches by values of weights"):
+        graphplan.plan(Asking(), {"cpu": "1GiB"}, (X,), capture_cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_of_weights_is_read_and_written(machine: Any) -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear.weight.data.clamp_(-0.1, 0.1)
+            return self.linear(x) + self.linear.weight.data.sum() * x.data
+
+    eager = Clamped()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), grad=True, strict=True)
+    for _ in range(2):
+        assert largest_difference(placed(X), eager(X)) < 1e-5
+        placed(X).sum().backward()
+        eager(X).sum().backward()
+    found, expected = placed.linear.weight, eager.linear.weight
+    assert torch.equal(found.cpu(), expected)
+    assert largest_difference(found.grad.cpu(), expected.grad) < 1e-4
