@@ -79,7 +79,7 @@ def stages(known: Model, devices: int) -> dict[str, Any]:
     model_copy = timed(seconds, "copy", lambda: ModelCopy(model))
     compiler = Compiler(model_copy, topology, Options())
     call = model_copy.bind((), inputs)
-    timed(seconds, "capture", lambda: compiler.trace(call))
+    timed(seconds, "capture", lambda: compiler.captures.traced(call))
     timed(seconds, "annotate", lambda: compiler.pose(EntryCall(call)))
     planned = timed(seconds, "place", lambda: compiler.plan(call))
     return {"operations": len(planned.plan.graph.operations), "gap": planned.plan.gap, "seconds": seconds}

@@ -172,10 +172,10 @@ class _Example:
             InputError: results of microbatches are not those of the batch in parts, or an input that would be
                 divided has as many rows by chance.
         """
-        whole = self.compiler.trace(self.call)
+        whole = self.compiler.captures.traced(self.call).capture
         if self.microbatches > 1 and any(whole.roles):
             self._require_batch_axes(whole)
-        found = self.compiler.annotated(self.micro)
+        found = self.compiler.captures.annotated(self.micro)
         if self.microbatches > 1:
             part = found.capture
             after, before = Wires(whole, self.call), Wires(part, self.micro)
@@ -292,7 +292,7 @@ def partition_machines(
     found = ClusterPlan.from_json(text)
     builder = RankBuilder(
         request,
-        example.compiler.annotated,
+        example.compiler.captures,
         cluster,
         found,
         source,

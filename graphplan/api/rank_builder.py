@@ -19,6 +19,7 @@ from graphplan.api.rank_stage import RankStage
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.capture.sizes.microbatches import Divided
+from graphplan.compiler.capture_cache import Captures
 from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster.cluster_planning import Cluster
 from graphplan.compiler.cluster.stage_compiler import StageSource, stage_source
@@ -48,7 +49,7 @@ class RankBuilder:
 
     Attributes:
         request: the whole model, whose weights may be on the meta device, and the caller's options.
-        annotated: traces one microbatch, for its sizes or larger ones.
+        captures: of the whole model: they trace one microbatch, for its sizes or larger ones.
         cluster: all machines.
         plan: of all machines.
         source: a checkpoint to read weights from.
@@ -65,7 +66,7 @@ class RankBuilder:
     """
 
     request: Request
-    annotated: Callable[[BoundCall, float], Annotator]
+    captures: Captures
     cluster: Cluster
     plan: ClusterPlan
     source: Checkpoint | None
@@ -207,7 +208,7 @@ class RankBuilder:
     def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
         """The call, traced; only where that is new, ranks tell each other."""
         try:
-            found = self.annotated(micro, ahead)
+            found = self.captures.annotated(micro, ahead=ahead)
         except Exception as error:  # whatever it is, all ranks are to hear of it
             tell_all("tracing the model", error)
             raise

@@ -17,15 +17,14 @@ from functools import cached_property
 
 import numpy as np
 
-from graphplan.compiler.compile_state import CompileState, Member
+from graphplan.compiler.compile_state import Choice, CompileState, Member, Trial, with_optimizer
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
-from graphplan.ir.cost_model import optimizer_seconds
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
 from graphplan.passes.placement.driver import accelerators_alone, attempt, probe
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device
@@ -40,7 +39,7 @@ _GOLDEN = 0.382  # share of a gap, of golden-section search
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
 
-def place_step(state: CompileState) -> CompileState:
+def place_step(state: CompileState) -> list[Choice]:
     """Pass: place the calls; a training step alone with less saved, where that is faster, or fits at all.
 
     Raises:
@@ -57,19 +56,6 @@ def place_step(state: CompileState) -> CompileState:
             lacking = lacking or error.with_traceback(None)
     assert lacking is not None
     raise lacking
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A step that saves less, or as much as it is, and the placement that a quick search finds."""
-
-    member: Member
-    found: Evaluation | None
-
-    @property
-    def seconds(self) -> float:
-        """Of the step and of the optimizer's after it; infinite where nothing is found."""
-        return math.inf if self.found is None else _with_optimizer(self.found)
 
 
 @dataclass
@@ -118,7 +104,7 @@ class _Choice:
         savings = Savings(again=paths if self.recomputes else (), offloaded=paths if self.offloads else ())
         return [Trial(member_with(self.member, savings), None)]
 
-    def placed(self, trial: Trial) -> CompileState:
+    def placed(self, trial: Trial) -> list[Choice]:
         """The placement of a trial, or one that a search of all operations finds faster.
 
         Raises:
@@ -126,10 +112,9 @@ class _Choice:
         """
         state, bound = replace(self.state, members=[trial.member]), self.bound
         if trial.found is None or not self.large or not bound.seconds:
-            searched = self._with_bound(place_whole_or_sliced(state))
-            (choice,) = searched.choices
-            if trial.found is None or _with_optimizer(choice.solution.evaluation) <= trial.seconds:
-                return searched
+            choice = self._with_bound(*place_whole_or_sliced(state))
+            if trial.found is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
+                return [choice]
             bound = choice.solution.bound
         return place_calls(state, [certify(trial.found, bound)])
 
@@ -166,13 +151,11 @@ class _Choice:
             topology.link(k, cpu).seconds(nbytes) + topology.link(cpu, k).seconds(nbytes) for k in keys
         )
 
-    def _with_bound(self, state: CompileState) -> CompileState:
+    def _with_bound(self, choice: Choice) -> Choice:
         """The placement, with the lower of its bound and the one that holds for steps that save less."""
-        (choice,) = state.choices
         if not self.bound.seconds or self.bound.seconds >= choice.solution.bound.seconds:
-            return state
-        solution = replace(choice.solution, bound=self.bound)
-        return replace(state, choices=[replace(choice, solution=solution)])
+            return choice
+        return replace(choice, solution=replace(choice.solution, bound=self.bound))
 
     @property
     def _resides(self) -> bool:
@@ -270,11 +253,6 @@ class _Choice:
 
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)
-
-
-def _with_optimizer(found: Evaluation) -> float:
-    problem = found.problem
-    return found.seconds + optimizer_seconds(problem.graph, problem.topology, found.assignment.weights)
 
 
 def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:

@@ -15,6 +15,7 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.size_limits import bounded
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
@@ -51,6 +52,7 @@ class Captures:
         self.known: list[Captured] = []
         self._of_one_size = set[str]()  # entries of which the sizes of a step cannot vary
 
+    @one_at_a_time
     def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
 
@@ -79,6 +81,7 @@ class Captures:
         """Undo :meth:`adopt`, where there was no room."""
         self.known[:] = [known for known in self.known if annotator not in known.annotators]
 
+    @one_at_a_time
     def traced(self, call: BoundCall, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
         modes, reason = self.model_copy.modes, None

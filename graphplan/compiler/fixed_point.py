@@ -27,10 +27,10 @@ _NOT_ON_DISK = (
 )
 
 
-def place_calls(state: CompileState, known: Sequence[Solution] | None = None) -> CompileState:
+def place_calls(state: CompileState, known: Sequence[Solution] | None = None) -> list[Choice]:
     """Place the calls, all over one placement of weights; as is ``known``, if it is.
 
-    The graphs of the choices are those of the returned placement: their bytes are exact.
+    The graphs are those of the returned placement: their bytes are exact.
 
     Raises:
         InfeasibleError: no placement fits.
@@ -53,26 +53,22 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
         ]
         again = fit_together([call.with_homes({}) for call in exact], near)
         if all(found.feasible for found in again):
-            return _chosen(state, exact, _certified(exact, again, bounds))
+            return _chosen(members, exact, again, bounds)
         calls = [_upper_bound_call(old, new) for old, new in zip(calls, exact, strict=True)]
     last = [one.evaluation for one in _place(state, calls, near)]
-    return _chosen(state, calls, _certified(calls, last, bounds))
+    return _chosen(members, calls, last, bounds)
 
 
-def _certified(calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]) -> list[Solution]:
+def _chosen(
+    members: Sequence[Member], calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]
+) -> list[Choice]:
     """With the bounds of the first round, as far as they are of placements such as these."""
     return [
-        certify(one, bound if holds_for(bound.scope, call.with_homes({}), one) else Bound())
-        for call, one, bound in zip(calls, found, bounds, strict=True)
+        Choice(
+            member, call, certify(one, bound if holds_for(bound.scope, call.with_homes({}), one) else Bound())
+        )
+        for member, call, one, bound in zip(members, calls, found, bounds, strict=True)
     ]
-
-
-def _chosen(state: CompileState, calls: Sequence[Call], solutions: Sequence[Solution]) -> CompileState:
-    choices = [
-        Choice(member.annotator, call, call.with_homes({}), solution)
-        for member, call, solution in zip(state.members, calls, solutions, strict=True)
-    ]
-    return replace(state, choices=choices)
 
 
 def _posed(formulation: Formulation, member: Member, together: Sequence[Capture]) -> Call:

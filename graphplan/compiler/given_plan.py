@@ -22,7 +22,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.training.knapsack import Savings, savings_of
 
 
-def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
+def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
     """Pass: the placement of a plan, of as many calls.
 
     Raises:
@@ -33,7 +33,7 @@ def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
     members = [_as_planned(member, one) for member, one in zip(state.members, plans, strict=True)]
     state = replace(state, members=members)
-    return replace(state, choices=[_chosen(state, *pair) for pair in zip(members, plans, strict=True)])
+    return [_chosen(state, *pair) for pair in zip(members, plans, strict=True)]
 
 
 def _as_planned(member: Member, plan: PlanData) -> Member:
@@ -60,7 +60,7 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     asked = Call(problem, plan.constraints, member.weight)
     known = agreed is plan.graph and _no_roomier(problem.topology, plan.topology)
     bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for others")
-    return Choice(member.annotator, asked, asked.with_homes({}), certify(found, bound))
+    return Choice(member, asked, certify(found, bound))
 
 
 def _agreed(planned: Graph, here: Graph) -> Graph | None:

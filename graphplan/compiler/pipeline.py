@@ -22,7 +22,6 @@ import torch
 
 from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
-from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Modes
@@ -116,11 +115,6 @@ class Compiler:
         """Where weights live; None until a plan has decided."""
         return self._committed.homes
 
-    @one_at_a_time
-    def trace(self, call: BoundCall, entry: str = "") -> Capture:
-        """What is captured of a call, for all sizes."""
-        return self.captures.traced(call, entry).capture
-
     def settle(self) -> None:
         """Let weights that no plan knows reside on the CPU, or else where weights leave the most room."""
         homes = self.homes
@@ -134,11 +128,6 @@ class Compiler:
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)
-
-    @one_at_a_time
-    def annotated(self, call: BoundCall, ahead: float = 0.0) -> Annotator:
-        """What is captured of a call, annotated for its sizes, or larger ones: ``ahead`` as for captures."""
-        return self.captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
     def plan(
@@ -187,10 +176,9 @@ class Compiler:
         finally:
             del lacking  # a cycle with this frame would keep the caller's tensors
 
-    @one_at_a_time
     def aheads(self, call: BoundCall, entry: str) -> Sequence[float]:
         """How far to plan ahead where weights may move: a cache is sure to grow."""
-        return AHEAD if self.trace(call, entry).states else (*AHEAD, 0.0)
+        return AHEAD if self.captures.traced(call, entry).capture.states else (*AHEAD, 0.0)
 
     @one_at_a_time
     def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
@@ -215,7 +203,6 @@ class Compiler:
             self.commit(one)
         return planned
 
-    @one_at_a_time
     def pose(self, asked: EntryCall) -> Problem:
         """What a plan of a call would have to place, with the weights where earlier plans have put them.
 
@@ -294,7 +281,7 @@ class Compiler:
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
 
-    def _passed(self, state: CompileState) -> CompileState:
+    def _passed(self, state: CompileState) -> list[Choice]:
         if self.given is None or self.homes is not None:
             return check_budgets(place_step(reuse_slices(state)))
         return check_budgets(place_as_planned(state, self.given))
@@ -317,19 +304,16 @@ class Compiler:
             # an error costs the caller more than a longer search
             again = replace(limits, deadline=None, proves=False, advises=advise, retries=retries)
             found = self._passed(replace(state, limits=again))
-        state, made = found, []
-        for member, choice in zip(state.members, state.choices, strict=True):
+        for choice in found:
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
-            made.append(Planned(choice.annotator.capture, plan_of(choice), member.call))
-        return made
+        return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in found]
 
 
-def check_budgets(state: CompileState) -> CompileState:
+def check_budgets(choices: list[Choice]) -> list[Choice]:
     """Pass: prove each schedule, in which nothing passes a budget; VerificationError otherwise."""
-    for choice in state.choices:
-        schedule = choice.solution.evaluation.schedule
-        check_schedule(choice.problem.graph, state.formulation.topology, schedule)
-    return state
+    for choice in choices:
+        check_schedule(choice.problem.graph, choice.problem.topology, choice.solution.evaluation.schedule)
+    return choices
 
 
 def plan_of(choice: Choice) -> Plan:
@@ -343,7 +327,7 @@ def plan_of(choice: Choice) -> Plan:
         makespan=found.seconds,
         lower_bound=bound.seconds,
         proof=proof + _SETTLED if asked.problem.fixed_weights else proof,
-        method=choice.annotator.capture.method,
+        method=choice.member.annotator.capture.method,
         constraints=asked.constraints,
         fixed_weights=asked.problem.fixed_weights,
         call_weight=asked.weight,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from graphplan.capture.captured_graph import Part
-from graphplan.compiler.compile_state import CompileState, Member, in_parts
+from graphplan.compiler.compile_state import Choice, CompileState, Member, Trial, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import ALIGNMENT, DeviceSpec
@@ -32,20 +32,12 @@ _FEW = 2  # weights, an embedding and a head: of many large ones some are kept a
 _HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
 
 
-@dataclass(frozen=True, slots=True)
-class _Probed:
-    """A call in some slices, and the seconds of a placement of it that was found without much work."""
-
-    state: CompileState
-    seconds: float
-
-
 def reuse_slices(state: CompileState) -> CompileState:
     """Pass: weights that an earlier plan has sliced are in the same parts again."""
     return replace(state, members=[_sliced_as_before(state.formulation, one) for one in state.members])
 
 
-def place_whole_or_sliced(state: CompileState) -> CompileState:
+def place_whole_or_sliced(state: CompileState) -> list[Choice]:
     """Pass: place the calls; one alone with its oversized weights in parts, where that is faster.
 
     Raises:
@@ -60,17 +52,17 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
     problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
     if probe(problem, deadline=state.limits.deadline) is not None:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
-        if whole.choices[0].seconds * _HOPE < sliced.seconds:
+        if whole[0].seconds * _HOPE < sliced.seconds:
             return whole
     found = None
     with suppress(InfeasibleError):  # the moves that slicing brings may make operations take more
-        found = place_calls(sliced.state)
+        found = place_calls(replace(state, members=[sliced.member]))
     if found is None:
         return whole or place_calls(state)
     return found if whole is None else _faster(whole, found)
 
 
-def _whole_or_crowded(state: CompileState) -> CompileState:
+def _whole_or_crowded(state: CompileState) -> list[Choice]:
     """Place the weights whole; where that fails or may be slow, large ones in parts."""
     try:
         whole = place_calls(state)
@@ -78,15 +70,15 @@ def _whole_or_crowded(state: CompileState) -> CompileState:
         sliced = _best_slicing(state, share=_CROWDED)
         if sliced is None:
             raise _with_hint(state, error) from None
-        return place_calls(sliced.state)
-    solution = whole.choices[0].solution
+        return place_calls(replace(state, members=[sliced.member]))
+    solution = whole[0].solution
     if solution.evaluation.seconds <= _HOPE * solution.bound.seconds or state.limits.over:
         return whole
     sliced = _best_slicing(state, share=_CROWDED, most=_FEW)
     if sliced is None or sliced.seconds > _HOPE * solution.evaluation.seconds:
         return whole
     with suppress(InfeasibleError):
-        return _faster(whole, place_calls(sliced.state))
+        return _faster(whole, place_calls(replace(state, members=[sliced.member])))
     return whole
 
 
@@ -97,7 +89,7 @@ def _sliced_as_before(formulation: Formulation, member: Member) -> Member:
     return in_parts(member, here) if here else member
 
 
-def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> _Probed | None:
+def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> Trial | None:
     """Oversized weights in as many parts as seem best; None where no number of parts would do.
 
     Nor where there are more of them than ``most``.
@@ -116,7 +108,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     ]
     if most is not None and len(oversized) > most:
         return None
-    best: _Probed | None = None
+    best: Trial | None = None
     for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)
         constrained = formulation.constrained(sliced.annotator, member.call)
@@ -124,7 +116,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
         if found is not None and best is not None and found.seconds >= best.seconds:
             break
         if found is not None:
-            best = _Probed(replace(state, members=[sliced]), found.seconds)
+            best = Trial(sliced, found)
     return best
 
 
@@ -154,15 +146,13 @@ def _named(formulation: Formulation) -> set[str]:
     return {*constraints.pin, *(name for group in constraints.groups for name in group)}
 
 
-def _faster(whole: CompileState, sliced: CompileState) -> CompileState:
+def _faster(whole: list[Choice], sliced: list[Choice]) -> list[Choice]:
     """The faster of two placements, with the lower of their bounds, which holds for both graphs."""
-    best = min(whole, sliced, key=lambda state: state.choices[0].seconds)
-    least = min(whole, sliced, key=lambda state: state.choices[0].solution.bound.seconds)
-    bound = least.choices[0].solution.bound
-    if least is sliced:
-        bound = replace(bound, proof=f"{bound.proof}, with weights sliced")
-    solution = replace(best.choices[0].solution, bound=bound)
-    return replace(best, choices=[replace(best.choices[0], solution=solution)])
+    best = min(*whole, *sliced, key=lambda choice: choice.seconds)
+    bound = whole[0].solution.bound
+    if (other := sliced[0].solution.bound).seconds < bound.seconds:
+        bound = replace(other, proof=f"{other.proof}, with weights sliced")
+    return [replace(best, solution=replace(best.solution, bound=bound))]
 
 
 # -- what to slice, and into how many parts ----------------------------------------------------------------

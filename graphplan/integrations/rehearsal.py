@@ -91,7 +91,8 @@ class Rehearsal:
         self._kept: list[Any] = []  # so that no identity comes again
         self._generates = example is not None
         if example is not None:
-            self.calls.append(Rehearsed(0, EntryCall(example), compiler.trace(example), {}))
+            capture = compiler.captures.traced(example).capture
+            self.calls.append(Rehearsed(0, EntryCall(example), capture, {}))
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -107,7 +108,7 @@ class Rehearsal:
         """One call."""
         call = bind_call(signature, args, kwargs)
         with as_written():
-            capture = self.compiler.trace(call, entry)
+            capture = self.compiler.captures.traced(call, entry).capture
         made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         known = next((one for one in self.calls if one.capture is capture), None)
         if known is None:

@@ -14,7 +14,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, module_at, named_tensors
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.compile_state import Choice, CompileState, Member
+from graphplan.compiler.compile_state import Choice, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
@@ -205,6 +205,6 @@ def plan_like(
     if not found.feasible:
         return None
     asked = Call(problem, options.constraints.within(problem.graph), 1.0)
-    choice = Choice(source.planned, asked, asked.with_homes({}), certify(found, bound))
-    check_budgets(CompileState(formulation, [Member(source.planned, 1.0, call)], choices=[choice]))
+    choice = Choice(Member(source.planned, 1.0, call), asked, certify(found, bound))
+    check_budgets([choice])
     return plan_of(choice)

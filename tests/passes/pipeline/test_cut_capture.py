@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 def captured(model: nn.Module, x: torch.Tensor, **options: object) -> tuple[Capture, Boundaries]:
     compiler = Compiler(ModelCopy(model), read_max_memory({"cpu": "1GiB"}), Options(**options))  # type: ignore[arg-type]
-    annotator = compiler.annotated(compiler.model_copy.bind((x,), {}))
+    annotator = compiler.captures.annotated(compiler.model_copy.bind((x,), {}))
     return annotator.capture, Boundaries(annotator.graph())
 
 
