@@ -36,7 +36,7 @@ from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
-from graphplan.capture.structure import Returned, written_arguments
+from graphplan.capture.structure import Returned, written_memories
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -326,7 +326,8 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
     """The gradients, each a node of its own, and complete: what is not is copied."""
     seen: set[fx.Node] = set()
     found: list[fx.Node | None] = []
-    written = _last_writes(graph)
+    # through a view, say; the last operation counts
+    written = {memory: node for node in graph.nodes for memory in written_memories(node)}
     for node in gradients:
         made = node
         if node is not None and (
@@ -342,14 +343,4 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
         if made is not None:
             seen.add(made)
         found.append(made)
-    return found
-
-
-def _last_writes(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Memory -> the last operation that writes to it, through a view, say."""
-    found: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        for argument in written_arguments(node.target, node.args, node.kwargs):
-            if isinstance(argument, fx.Node):
-                found[storage_of(argument.meta["val"])] = node
     return found

@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.export import TRACED_NUMBERS
-from graphplan._compat.torch import Registry
+from graphplan._compat.torch import Registry, storage_of
 
 aten = torch.ops.aten
 
@@ -312,6 +313,19 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         flag = _UNTOLD_WRITERS[func]
         names = ["running_mean", "running_var"] if flag is None or given.get(flag) else []
     return [leaf for name in names for leaf in leaves_of(given.get(name)) if leaf is not None]
+
+
+def memories(*nodes: fx.Node) -> list[int]:
+    """The memory of each dense tensor that nodes make."""
+    leaves = [leaf for node in nodes for leaf in leaves_of(node.meta.get("val"))]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided]
+
+
+def written_memories(node: fx.Node) -> list[int]:
+    """The memory that the operation of a node writes to."""
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return memories(*(one for one in written if isinstance(one, fx.Node)))
 
 
 _UNTOLD_WRITERS: dict[Any, str | None] = {

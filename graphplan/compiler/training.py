@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import memories, written_arguments, written_memories
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory
@@ -107,13 +105,12 @@ def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
     made: set[fx.Node] = set()
     written: set[int] = set()  # memory
     for node in capture.graph.nodes:
-        reads = not made.isdisjoint(node.all_input_nodes) or not written.isdisjoint(
-            _memory(node.all_input_nodes)
-        )
+        inputs = node.all_input_nodes
+        reads = not made.isdisjoint(inputs) or not written.isdisjoint(memories(*inputs))
         reached = reads and not _stops_gradients(node)
         if capture.weights.get(node.name) in parameters or reached:
             made.add(node)
-            written.update(_memory(written_arguments(node.target, node.args, node.kwargs)))
+            written.update(written_memories(node))
     read: set[fx.Node] = set()
     for node in reversed(capture.graph.nodes):
         ends = node.op == "output" or written_arguments(node.target, node.args, node.kwargs)
@@ -133,10 +130,3 @@ def _stops_gradients(node: fx.Node) -> bool:
     val = node.meta.get("val")
     counts = isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex())
     return counts or node.target is torch.ops.aten.detach.default
-
-
-def _memory(nodes: Iterable[Any]) -> Iterator[int]:
-    for node in nodes:
-        val = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if isinstance(val, torch.Tensor) and val.layout is torch.strided:
-            yield storage_of(val)

@@ -16,13 +16,11 @@ What is returned, or assigned to another buffer, has a copy of what a buffer hel
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch import fx
 
-from graphplan._compat.torch import storage_of
-from graphplan.capture.structure import leaves_of, named_arguments, written_arguments
+from graphplan.capture.structure import memories, named_arguments, written_arguments
 
 aten = torch.ops.aten
 
@@ -35,7 +33,7 @@ _PLACE = ("nn_module_stack", "stack_trace")
 def place_writes(graph: fx.Graph) -> None:
     """Move writes of assigned buffers from the end of a graph to where they belong: see the module's text."""
     writes = {node: node.all_input_nodes[-1] for node in graph.nodes if node.meta.pop(ASSIGNS, False)}
-    written = {memory for node in writes for memory in _memories(node)}
+    written = set(_memories(*writes))
     copies: dict[fx.Node, fx.Node] = {}
     for reader in (*writes.values(), graph.output_node()):
         for given in reader.all_input_nodes if writes else ():
@@ -55,14 +53,14 @@ def place_writes(graph: fx.Graph) -> None:
         _move([detach, write], set(_memories(write)))
 
 
-def _move(nodes: list[fx.Node], memories: set[int]) -> None:
-    """Move nodes up to the last that makes what they read, or that has to do with ``memories``."""
+def _move(nodes: list[fx.Node], own: set[int]) -> None:
+    """Move nodes up to the last that makes what they read, or that has to do with their ``own`` memory."""
     inputs = {source for node in nodes for source in node.all_input_nodes}
-    read = {memory for node in inputs for memory in _memories(node)}
+    read = set(_memories(*inputs))
     last = nodes[0].prev
     while last.op != "placeholder" and last not in inputs:
-        touched = {memory for node in (last, *last.all_input_nodes) for memory in _memories(node)}
-        if not memories.isdisjoint(touched) or (_may_write(last) and not read.isdisjoint(touched)):
+        touched = _memories(last, *last.all_input_nodes)
+        if not own.isdisjoint(touched) or (_may_write(last) and not read.isdisjoint(touched)):
             break
         last = last.prev
     for node in reversed(nodes):
@@ -76,11 +74,8 @@ def _may_write(node: fx.Node) -> bool:
     return node.target is not operator.getitem
 
 
-def _memories(node: fx.Node) -> Iterator[int]:
-    """Of the tensors that a node makes."""
-    for leaf in leaves_of(unconverted(node).meta.get("val")):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            yield storage_of(leaf)
+def _memories(*nodes: fx.Node) -> list[int]:
+    return memories(*map(unconverted, nodes))
 
 
 def unconverted(node: fx.Node) -> fx.Node:

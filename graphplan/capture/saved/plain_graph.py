@@ -4,7 +4,7 @@ A file holds each distinct size, tensor and path of modules once; nodes have the
 
     {"symbols": [["s0", ["integer", "positive"], 16, [2, ["infinity", 1]]]],
      "sizes": [["int", ["Symbol", "s0"], 16]],
-     "values": [[[["size", 0], 64], [64, 1], "float32", "cpu", false, null]], ...}
+     "values": [[[["symbolic", 0], 64], [64, 1], "float32", "cpu", false, null]], ...}
 
 Last of a tensor is the number of its memory, which views have in common, where an operation writes to that.
 All others of one description are one tensor, which is read in a tenth of the time.
@@ -13,7 +13,6 @@ All others of one description are one tensor, which is read in a tenth of the ti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from graphplan.capture.saved.plain_values import (
     plain_target,
     to_plain,
 )
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import written_memories
 
 _NUMBERS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
 _OPS = ("placeholder", "get_attr", "call_function", "output")
@@ -47,7 +46,11 @@ class GraphWriter:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.tables: dict[str, list[Any]] = {"symbols": [], "sizes": [], "values": [], "paths": []}
-        self._memories = {memory: place for place, memory in enumerate(dict.fromkeys(_written(module)))}
+        graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+        written = dict.fromkeys(
+            at for graph in graphs for node in graph.nodes for at in written_memories(node)
+        )
+        self._memories = {memory: place for place, memory in enumerate(written)}
         self._places: dict[str, dict[str, int]] = {name: {} for name in self.tables}
 
     def graph(self, module: fx.GraphModule) -> dict[str, Any]:
@@ -71,18 +74,14 @@ class GraphWriter:
             stack = node.meta["nn_module_stack"] or {}
             notes["path"] = self._number("paths", [[key, *map(_text, entry)] for key, entry in stack.items()])
         if "val" in node.meta:
-            notes["value"] = self._value(node.meta["val"])
+            notes["value"] = to_plain(node.meta["val"], self._traced)
         arguments = to_plain(node.args), to_plain(dict(node.kwargs))
         return [node.op, node.name, plain_target(node.target), *arguments, notes]
 
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return ["list" if isinstance(value, list) else "tuple", *map(self._value, value)]
+    def _traced(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return ["value", self._number("values", self._tensor(value))]
-        return (
-            self._size(value) if isinstance(value, tuple(_NUMBERS.values())) else ["plain", to_plain(value)]
-        )
+            return ["tensor", self._number("values", self._tensor(value))]
+        return self._size(value) if isinstance(value, tuple(_NUMBERS.values())) else to_plain(value)
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
@@ -109,7 +108,7 @@ class GraphWriter:
             raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
         hint = size.node.hint  # its value in the example
         known = hint is None or isinstance(hint, bool | int | float)
-        return ["size", self._number("sizes", [kind, plain, hint if known else plain_expression(hint)])]
+        return ["symbolic", self._number("sizes", [kind, plain, hint if known else plain_expression(hint)])]
 
     def _number(self, table: str, entry: Any) -> int:
         key = json.dumps(entry)
@@ -117,16 +116,6 @@ class GraphWriter:
         if place == len(self.tables[table]):
             self.tables[table].append(entry)
         return place
-
-
-def _written(module: fx.GraphModule) -> Iterator[int]:
-    """The memory that operations of a graph, and of those in it, write to."""
-    graphs = (inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule))
-    for node in (node for graph in graphs for node in graph.nodes):
-        for argument in written_arguments(node.target, node.args, node.kwargs):
-            value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                yield storage_of(value)
 
 
 def _text(entry: Any) -> str:
@@ -146,7 +135,8 @@ class GraphMaker:
             self.sizes.symbol(symbol)
         self._memories: dict[int, torch.Tensor] = {}
         self._sizes = [self.sizes.size(*entry) for entry in tables["sizes"]]
-        self._tensors = [self._tensor(*entry) for entry in tables["values"]]
+        tensors = [self._tensor(*entry) for entry in tables["values"]]
+        self._known = {"symbolic": self._sizes, "tensor": tensors}
         self._paths = [{key: tuple(entry) for key, *entry in path} for path in tables["paths"]]
 
     def module(self, plain: dict[str, Any]) -> fx.GraphModule:
@@ -162,7 +152,7 @@ class GraphMaker:
         for op, name, target, args, kwargs, notes in plain["nodes"]:
             if op not in _OPS:
                 raise NotSavedError(f"{op!r} is no node of a traced graph")
-            arguments = from_plain(args, nodes), from_plain(kwargs, nodes)
+            arguments = from_plain(args, {"node": nodes}), from_plain(kwargs, {"node": nodes})
             node = graph.create_node(op, made_target(target), *arguments, name)
             if node.name != name:
                 node.name = checked_name(name)
@@ -170,20 +160,9 @@ class GraphMaker:
             if "path" in notes:
                 node.meta["nn_module_stack"] = self._paths[notes["path"]]
             if "value" in notes:
-                node.meta["val"] = self._value(notes["value"])
+                node.meta["val"] = from_plain(notes["value"], self._known)
             nodes[name] = node
         return fx.GraphModule(root, graph)
-
-    def _value(self, plain: Any) -> Any:
-        kind, *parts = plain
-        if kind == "value":
-            return self._tensors[parts[0]]
-        if kind == "size":
-            return self._sizes[parts[0]]
-        if kind == "plain":
-            return from_plain(parts[0])
-        found = map(self._value, parts)
-        return list(found) if kind == "list" else tuple(found)
 
     def _tensor(
         self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool, memory: int | None

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -37,8 +37,12 @@ class NotSavedError(Exception):
     """Something that a file cannot hold, or that this process cannot make again; the message says what."""
 
 
-def to_plain(value: Any) -> Any:
-    """A value as JSON; lists are tagged, so that tuples stay tuples.
+def _refuse(value: Any) -> NoReturn:
+    raise NotSavedError(f"a graph with a {type(value).__name__} in it is not saved")
+
+
+def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
+    """A value as JSON; lists are tagged, so that tuples stay tuples. ``other`` writes what else is in these.
 
     Raises:
         NotSavedError: it is of another kind.
@@ -50,9 +54,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return ["size", *map(to_plain, value)]
     if type(value) in (list, fx.immutable_collections.immutable_list):
-        return ["list", *map(to_plain, value)]
+        return ["list", *(to_plain(one, other) for one in value)]
     if type(value) is tuple:
-        return ["tuple", *map(to_plain, value)]
+        return ["tuple", *(to_plain(one, other) for one in value)]
     if type(value) in (dict, fx.immutable_collections.immutable_dict):
         return ["dict", *([to_plain(key), to_plain(one)] for key, one in value.items())]
     if isinstance(value, _CONSTANTS):
@@ -76,11 +80,11 @@ def to_plain(value: Any) -> Any:
         return [type(value).__name__, *parts]
     if isinstance(value, frozenset):
         return ["frozenset", *map(to_plain, sorted(value))]
-    raise NotSavedError(f"a graph with a {type(value).__name__} in it is not saved")
+    return other(value)
 
 
-def from_plain(plain: Any, nodes: Mapping[str, fx.Node] = MappingProxyType({})) -> Any:
-    """The value; ``nodes`` are those that it may refer to.
+def from_plain(plain: Any, known: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The value; ``known`` has tables of what it may refer to, by the tags: nodes by name, say.
 
     Raises:
         NotSavedError: it has a class that this process has not imported, or cannot look into.
@@ -88,13 +92,13 @@ def from_plain(plain: Any, nodes: Mapping[str, fx.Node] = MappingProxyType({})) 
     if not isinstance(plain, list):
         return plain
     kind, *parts = plain
-    if kind == "node":
-        return nodes[parts[0]]
+    if kind in known:
+        return known[kind][parts[0]]
     if kind == "class":
         return _class(*parts)
     if kind == "dict":
-        return {from_plain(key, nodes): from_plain(one, nodes) for key, one in parts}
-    return _MADE[kind](*(from_plain(part, nodes) for part in parts))
+        return {from_plain(key, known): from_plain(one, known) for key, one in parts}
+    return _MADE[kind](*(from_plain(part, known) for part in parts))
 
 
 def _class(module: str, name: str) -> type:
