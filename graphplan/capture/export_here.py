@@ -46,23 +46,14 @@ from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.weight_branches import BRANCHES, ValueOf, WeightBranches
+from graphplan.capture.weight_branches import ValueOf, WeightBranches
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
 
 logger = logging.getLogger("graphplan")
 
-LOSSES = "graphplan_losses"
-"""Of a traced module's ``meta``: the attributes that its call leaves with a gradient."""
-
-ASSIGNED = "graphplan_assigned"
-"""Likewise: what its buffers are assigned, by their names."""
-
-GOES_BY_VALUES = "graphplan_goes_by_values"
-"""Likewise: whether the trace went by the value of a tensor."""
-
-KEPT_BY_HOOKS = "graphplan_kept_by_hooks"
-"""Likewise: what is to be said of hooks that store something outside of the model."""
+STATE = "graphplan_state"
+"""Of a traced module's ``meta``: the :class:`AssignedState` of its trace."""
 
 _MOST_SECONDS = 30.0
 """Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
@@ -105,11 +96,7 @@ def export(
                 following = functools.partial(trace, below=below)
                 _require_same_next(name, state, program, following, dynamic_shapes)
                 place_writes(program.graph)
-                program.graph_module.meta |= {
-                    LOSSES: state.losses,
-                    ASSIGNED: state.assigned(module),
-                    GOES_BY_VALUES: state.goes_by_values,
-                }
+                program.graph_module.meta[STATE] = state
                 return program
             except _OwnGradientsError:
                 repeated, below = None, True
@@ -146,7 +133,7 @@ def _require_same_next(
                 f"after its first call {name} has attributes with which it cannot be traced: "
                 f"{first_line(error)}"
             ) from error
-        state.refuse_other(*again)
+        state.refuse_other(program, *again)
 
 
 def _export(
@@ -179,7 +166,7 @@ def _export(
         with numbers.in_place():
             program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     state.data.require_kept()
-    program.graph_module.meta |= {KEPT_BY_HOOKS: kept, BRANCHES: branches.found}
+    state.kept_by_hooks, state.branches = kept, branches.found
     return state, program
 
 

@@ -18,22 +18,21 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, name_apart
-from graphplan.capture.changes.assigned_state import keep_what_is_read
+from graphplan.capture.changes.assigned_state import AssignedState, keep_what_is_read
+from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.eager_run import eager_error
-from graphplan.capture.export_here import ASSIGNED, GOES_BY_VALUES, KEPT_BY_HOOKS, LOSSES
+from graphplan.capture.export_here import STATE
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import Seen, flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import caches_in, refuse_opaque
-from graphplan.capture.weight_branches import BRANCHES
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -143,14 +142,14 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
     """The capture, with the casts of autocast, and what a backward pass reads."""
     if model_copy.method != "forward" and all(node.op != "call_function" for node in found.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")
-    losses = found.module.meta.pop(LOSSES, ())
-    for text in found.module.meta.pop(KEPT_BY_HOOKS, ()):
+    left: AssignedState = found.module.meta.pop(STATE)
+    for text in left.kept_by_hooks:
         model_copy.warn_once(text)
-    _refuse_parted(found.module.meta.pop(ASSIGNED, {}), model_copy)
-    asked = found.module.meta.pop(BRANCHES, ())
-    found = replace(found, branches=tuple(branch.renamed(model_copy.first_name) for branch in asked))
+    _refuse_parted(left.assigned(model_copy.module), model_copy)
+    branches = tuple(branch.renamed(model_copy.first_name) for branch in left.branches)
+    found = replace(found, branches=branches)
     if keep_grad:
-        for name in losses:
+        for name in left.losses:
             model_copy.warn_once(
                 f"forward leaves {name} with a gradient: a placed model does not, so that a loss made of it "
                 "gives none. Return it instead"
@@ -158,10 +157,9 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
         keep_what_is_read(found)
         _tell_of_history(found, model_copy)
     write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
-    goes_by_values = found.module.meta.pop(GOES_BY_VALUES, True)
-    return _named_apart(
-        found if goes_by_values else replace(found, attributes=_attributes_of(found, model_copy))
-    )
+    if not left.goes_by_values:
+        found = replace(found, attributes=_attributes_of(found, model_copy))
+    return _named_apart(found)
 
 
 def _attributes_of(found: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
@@ -299,14 +297,8 @@ def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
 @contextmanager
 def _untouched_attributes(module: nn.Module) -> Iterator[None]:
     """Give tensor attributes their values back: tracing an operation that writes to one runs it."""
-    kept = [
-        (tensor, tensor._version, tensor.clone())
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-        for tensor in flatten(value, Seen())[0]
-        if type(tensor) is torch.Tensor
-    ]
+    found = (tensor for *_, tensor in plain_tensors(module) if type(tensor) is torch.Tensor)
+    kept = [(tensor, tensor._version, tensor.clone()) for tensor in found]
     try:
         yield
     finally:

@@ -25,9 +25,6 @@ from graphplan.capture.structure import written_arguments
 
 aten = torch.ops.aten
 
-BRANCHES = "graphplan_branches"
-"""Of a traced module's ``meta``: its branches."""
-
 ValueOf = Callable[[str], torch.Tensor | None]
 """The weight of a name, as it is now; None where it has no values."""
 

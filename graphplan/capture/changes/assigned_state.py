@@ -30,6 +30,7 @@ from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
 from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
+from graphplan.capture.weight_branches import WeightBranch
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
@@ -75,7 +76,14 @@ class _Change:
 
 
 class AssignedState:
-    """What modules, and the objects in their attributes, assign in one trace: see the module's text."""
+    """What modules, and the objects in their attributes, assign in one trace: see the module's text.
+
+    Attributes:
+        losses: attributes that have a gradient, such as losses for others to add.
+        makes_tensors: whether the next call may go by tensors that this one has made.
+        goes_by_values: whether the trace went by the value of a tensor.
+        kept_by_hooks: what is to be said of hooks that store something outside of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = set(map(id, model.modules()))
@@ -87,12 +95,12 @@ class AssignedState:
         self._changes: list[_Change] = []
         self._requiring = set[int]()  # ids of buffers that required a gradient before
         self._with_history: list[str] = []
-        self.losses: list[str] = []  # attributes that have a gradient, such as losses for others to add
+        self.losses: list[str] = []
         self.data = AssignedData(model)
-        self._read: list[torch.Tensor] = []
-        self._program: Any = None
+        self.branches: list[WeightBranch] = []
         self.makes_tensors = False
         self.goes_by_values = False
+        self.kept_by_hooks: list[str] = []
 
     def note_value(self) -> None:
         """Know that the trace has gone by the value of a tensor."""
@@ -184,8 +192,7 @@ class AssignedState:
     @contextmanager
     def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
         """A block in which modules have what the traced call has left; whether the next call may go by it."""
-        self._program, self._read = program, _read(program)
-        carried = self._carried(self._read)
+        carried = self._carried(_read(program))
         grown = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
         self.makes_tensors = bool(carried or grown or self._made)
         plain = any(one.is_plain for one in self._changes)
@@ -200,8 +207,16 @@ class AssignedState:
                     one.owner[one.name] = _without_trace(one.after)
             yield bool(new)
 
-    def refuse_other(self, again: AssignedState, program: torch.export.ExportedProgram) -> None:
-        """Raise KeptStateError where the next call, ``again``, is another by what this one has left."""
+    def refuse_other(
+        self,
+        traced: torch.export.ExportedProgram,
+        again: AssignedState,
+        program: torch.export.ExportedProgram,
+    ) -> None:
+        """Raise KeptStateError where the next call is another by what this one, ``traced``, has left.
+
+        ``again`` and ``program`` are of the next.
+        """
         for key, one in self._made.items():
             once = one.before is not None and one.after is None
             if once or key in again._made or key in again._written:
@@ -210,7 +225,7 @@ class AssignedState:
                     "graph, a buffer keeps its shape and type"
                 )
         read, changed = _read(program), {(id(one.owner), one.name) for one in again._changes}
-        for one in again._carried(read) + self._carried(self._read):
+        for one in again._carried(read) + self._carried(_read(traced)):
             kept = (id(one.owner), one.name) not in changed and _any_of(
                 self._tensors_in(one.owner[one.name]), read
             )
@@ -222,16 +237,13 @@ class AssignedState:
             if _any_of(self._tensors_in(one.owner.get(one.name)), written):
                 raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
-        if plain and not self._is_repeated(program):
+        # what the next call reads of new tensors, the first has made
+        described = _writes_to_state if self.makes_tensors else _operations
+        if plain and described(traced) != described(program):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
                 "graph does not. If only the first differs, call the model before you place it"
             )
-
-    def _is_repeated(self, program: torch.export.ExportedProgram) -> bool:
-        """Whether the next call does the same; what it reads of new tensors, the first has made."""
-        described = _writes_to_state if self.makes_tensors else _operations
-        return described(self._program) == described(program)
 
 
 def nothing_from_before(label: str, name: str, what: str) -> str:
