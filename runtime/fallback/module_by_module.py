@@ -23,7 +23,7 @@ from torch import nn
 from graphplan.capture.changes.attribute_data import is_plain
 from graphplan.capture.changes.attribute_snapshots import contents_of
 from graphplan.capture.eager_run import is_same
-from graphplan.capture.model.modes import Modes, read_modes, write_modes
+from graphplan.capture.model.modes import ModeReader, Modes
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import (
     BoundCall,
@@ -350,7 +350,7 @@ def _following(
     Hooks that the model registers while it runs are the tree's own, and stay: transformers does so once, at
     the first call that is to return all hidden states.
     """
-    write_modes(tree, read_modes(whole))
+    ModeReader(tree).write(tree, ModeReader(whole).read(whole))
     _share_tensors(whole, tree)
     parts, mine = list(whole.modules()), list(tree.modules())
     given: list[tuple[dict[int, Any], dict[int, Any]]] = []

@@ -31,7 +31,7 @@ from graphplan.capture.model.model_weights import (
     named_tensors,
     plain_attributes,
 )
-from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
+from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.transformers.caches import know_caches
@@ -129,7 +129,8 @@ class ModelCopy:
     @property
     def modes(self) -> Modes:
         """Of the copy."""
-        return replace(read_modes(self.module), step=self.step, autocast=self.autocast)
+        found = ModeReader(self.module).read(self.module)
+        return replace(found, step=self.step, autocast=self.autocast)
 
     def compute_on(self, device_types: Iterable[str]) -> None:
         """Trace for these types of devices, under the autocast that is on for them now."""
@@ -148,7 +149,7 @@ class ModelCopy:
         Raises:
             PlanError: an adapter is active that the copy does not have.
         """
-        write_modes(self.module, modes)
+        ModeReader(self.module).write(self.module, modes)
         if modes.step is not None:  # the code of functions and checkpoints goes by what requires a gradient
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad = name in modes.step.trained

@@ -161,16 +161,6 @@ def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
     return next(iter(found), None)
 
 
-def read_modes(module: nn.Module) -> Modes:
-    """The modes of a module now."""
-    return ModeReader(module).read(module)
-
-
-def write_modes(module: nn.Module, modes: Modes) -> None:
-    """As :meth:`ModeReader.write`."""
-    ModeReader(module).write(module, modes)
-
-
 def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
     there = {
         adapter
