@@ -38,3 +38,9 @@ def private(owner: Any, name: str, package: str) -> Any:
             f"{here}.{name} is not in {package} {version(package)}; graphplan needs it, and was tested with "
             f"{package} {', '.join(TESTED[package])}: install one of these, or a newer graphplan"
         ) from error
+
+
+def place(owner: Any, name: str, package: str) -> tuple[Any, str]:
+    """Where such an attribute is, to be replaced; GraphplanError likewise."""
+    private(owner, name, package)
+    return owner, name

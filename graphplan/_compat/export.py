@@ -11,7 +11,7 @@ from torch.export import _trace as export_trace
 from torch.export import dynamic_shapes
 from torch.fx.experimental import proxy_tensor
 
-from graphplan._compat import private
+from graphplan._compat import place, private
 
 NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
 """What ``torch.export`` writes for the module of a node that no module has called."""
@@ -32,16 +32,12 @@ def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
 
 def assignment_hook() -> tuple[Any, str]:
     """What an export calls to be told of the buffers that the traced module itself assigns."""
-    name = "register_buffer_assignment_hook"
-    private(export_trace, name, "torch")
-    return export_trace, name
+    return place(export_trace, "register_buffer_assignment_hook", "torch")
 
 
 def graph_maker() -> tuple[Any, str]:
     """By what an export traces."""
-    name = "make_fx"
-    private(export_trace, name, "torch")
-    return export_trace, name
+    return place(export_trace, "make_fx", "torch")
 
 
 def paths_of(tracer: Any, module: Any) -> Sequence[str]:

@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
-from graphplan._compat import private
+from graphplan._compat import place, private
 from graphplan.errors import GraphplanError
 
 _ABSENT = object()
@@ -70,9 +70,7 @@ def never_compiled(function: _Function) -> _Function:
 
 def mask_reader() -> tuple[Any, str]:
     """What reads a mask of ``nn.Transformer`` to see whether it is causal: a kernel may be faster then."""
-    name = "_detect_is_causal_mask"
-    private(transformer, name, "torch")
-    return transformer, name
+    return place(transformer, "_detect_is_causal_mask", "torch")
 
 
 def run_after_backward(function: Callable[[], None]) -> bool:
@@ -97,16 +95,12 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 
 def inference_switch() -> tuple[Any, str]:
     """What ``torch.inference_mode`` enters: code of torch and of models alike."""
-    name = "_InferenceMode"
-    private(torch._C, name, "torch")
-    return torch._C, name
+    return place(torch._C, "_InferenceMode", "torch")
 
 
 def backward_engine() -> tuple[Any, str]:
     """What ``torch.autograd.grad`` and ``backward`` call."""
-    name = "_engine_run_backward"
-    private(torch.autograd, name, "torch")
-    return torch.autograd, name
+    return place(torch.autograd, "_engine_run_backward", "torch")
 
 
 def global_hooks() -> list[dict[int, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from graphplan._compat import Replacement, private
+from graphplan._compat import Replacement, place, private
 
 RECORDERS = ("_output_capturing_hooks_installed", "_forward_hooks")
 """Attributes that change when a model is first to return hidden states or attentions: a flag, and hooks."""
@@ -32,8 +32,7 @@ def uncast_inputs() -> Replacement:
     """What has the exporter leave the types of inputs: it asks for the model's, to cast them."""
     from transformers.exporters import utils
 
-    private(utils, "module_dtype", "transformers")
-    return utils, "module_dtype", lambda _own: lambda _model: None
+    return *place(utils, "module_dtype", "transformers"), lambda _own: lambda _model: None
 
 
 def _imported(path: str) -> Any:
@@ -54,39 +53,26 @@ def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     return private(table, "_local_mapping", "transformers")
 
 
-def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str, str, str]]:
-    """The module of five functions, and their names.
+def functions_of_masks() -> list[tuple[Any, str]]:
+    """Where functions of masks are.
 
     What decide whether eager attention has a mask, if it is causal and if it is not; what finds several texts
     in a row by positions; what makes the function that keeps these apart; what makes one function of several
-    that all must allow a token.
+    that all must allow a token; what makes masks by ``vmap``, and the mode that it needs.
     """
     from transformers import masking_utils
 
     packed = "find_packed_sequence_indices", "packed_sequence_mask_function"
     names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", *packed, "and_masks")
-    for name in names:
-        private(masking_utils, name, "transformers")
-    return masking_utils, names
+    mapped = "_vmap_expansion_sdpa", "TransformGetItemToIndex"
+    return [place(masking_utils, name, "transformers") for name in (*names, *mapped)]
 
 
-def functions_of_mapped_masks() -> tuple[ModuleType, tuple[str, str]]:
-    """The module of two names, and these: what makes masks by ``vmap``, and the mode that it needs."""
-    from transformers import masking_utils
-
-    names = "_vmap_expansion_sdpa", "TransformGetItemToIndex"
-    for name in names:
-        private(masking_utils, name, "transformers")
-    return masking_utils, names
-
-
-def vision_stand_in() -> tuple[ModuleType, str]:
+def vision_stand_in() -> tuple[Any, str]:
     """What the exporter traces for the attention of vision encoders: its module and name."""
     from transformers.exporters import exporter_dynamo
 
-    name = "_reshaped_vision_attention_forward"
-    private(exporter_dynamo, name, "transformers")
-    return exporter_dynamo, name
+    return place(exporter_dynamo, "_reshaped_vision_attention_forward", "transformers")
 
 
 def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) -> type:

@@ -17,7 +17,7 @@ kernels, and no square.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import node_of
 from graphplan._compat.transformers import functions_of_masks, local_entries
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.transformers.mapped_masks import broadcast_masks
+from graphplan.capture.transformers.mapped_masks import broadcasting
 
 aten = torch.ops.aten
 
@@ -128,16 +128,18 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    module, (ignored, both_ways, found, packed, joined) = functions_of_masks()
+    ignored, both_ways, found, packed, joined, expansion, indexing = functions_of_masks()
+    looked_up = getattr(*indexing)  # as operations that vmap knows: tensor[number] asks for the number
     with patched(
-        Patch.of(module, ignored, lambda own: _asking(own, masks)),
-        Patch.of(module, both_ways, _asking_both_ways),
-        Patch.of(module, found, _finding),
-        Patch.of(module, packed, _keeping_apart),
-        Patch.of(module, joined, _joining),
+        Patch.of(*ignored, lambda own: _asking(own, masks)),
+        Patch.of(*both_ways, _asking_both_ways),
+        Patch.of(*found, _finding),
+        Patch.of(*packed, _keeping_apart),
+        Patch.of(*joined, _joining),
+        Patch.of(*expansion, lambda own: broadcasting(own, looked_up)),
+        Patch.of(*indexing, lambda _: nullcontext),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
         _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
-        *broadcast_masks(),
     ):
         yield
 

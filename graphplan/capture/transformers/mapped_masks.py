@@ -14,7 +14,6 @@ shows that. A mask of any other function is made as in eager, and its trace is r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphplan._compat.traced_tensors import node_of
-from graphplan._compat.transformers import functions_of_mapped_masks
-from graphplan.capture.thread_patches import Patch
 
 aten = torch.ops.aten
 
@@ -34,17 +31,9 @@ _NUMBERS = {aten.new_zeros, aten.new_ones, aten.new_full}
 """Operations whose results depend on none of their inputs' values and, where they are numbers, sizes."""
 
 
-def broadcast_masks() -> tuple[Patch, Patch]:
-    """Patches by which a trace broadcasts where that is the same as ``vmap``."""
-    module, (expansion, indexing) = functions_of_mapped_masks()
-    looked_up = getattr(module, indexing)  # as operations that vmap knows: tensor[number] asks for the number
-    return (
-        Patch.of(module, expansion, lambda own: _broadcasting(own, looked_up)),
-        Patch.of(module, indexing, lambda _: nullcontext),
-    )
+def broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Callable[..., Any]:
+    """What makes masks, by broadcasting where that is the same as ``vmap``, whose mode ``looked_up`` is."""
 
-
-def _broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Callable[..., Any]:
     def expansion(sees: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def mask(*positions: torch.Tensor) -> torch.Tensor:
             made = _broadcast(sees, positions)
