@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,9 +224,9 @@ def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad
 
 
 def read_examples(
-    model_copy: ModelCopy, args: Sequence[Any], kwargs: Mapping[str, Any] | None, asked: PlanOptions
-) -> Callable[[Compiler], Sequence[EntryCall]]:
-    """What gives a compiler the caller's calls, with their weights; it rehearses a function that makes them.
+    asked: PlanOptions, args: Sequence[Any], kwargs: Mapping[str, Any] | None, compiler: Compiler
+) -> list[EntryCall]:
+    """The caller's calls, with their weights; a function that makes them is rehearsed.
 
     Raises:
         InputError: they are not what :func:`graphplan.plan` takes.
@@ -238,7 +237,7 @@ def read_examples(
     if callable(calls):
         if weights is not None:
             raise InputError("calls is a function, whose calls are counted: leave weights out")
-        return partial(rehearse, calls)
+        return rehearse(calls, compiler)
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
         raise InputError(
             "calls must be a list of example inputs, each a mapping of names or a pair (args, kwargs)"
@@ -254,8 +253,8 @@ def read_examples(
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not (0 < weight < math.inf):
             raise InputError(f"weights must be positive numbers, not {weight!r}")
-    found = [_bound(model_copy, call, float(weight)) for call, weight in zip(calls, counts, strict=True)]
-    return lambda _compiler: found
+    pairs = zip(calls, counts, strict=True)
+    return [_bound(compiler.model_copy, call, float(weight)) for call, weight in pairs]
 
 
 def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -156,7 +157,7 @@ def partition(
     with_rules = replace(request.options, constraints=rules)
     placer = Placer(topology, with_rules, strict is True, source, check, warm, given)
     if asked.calls is not None:
-        return placer.place_together(model, model_copy, read_examples(model_copy, args, kwargs, asked))
+        return placer.place_together(model, model_copy, partial(read_examples, asked, args, kwargs))
     call = read_example(request, args, kwargs)
     if call is None:
         warn(_WAITS.format(type(model).__name__))

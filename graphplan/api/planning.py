@@ -164,6 +164,5 @@ def plan(
     request = read_request(model, topology, asked, Options(return_outputs=return_outputs))
     compiler = Compiler(request.model_copy, topology, request.options)
     if asked.calls is not None:
-        find = read_examples(request.model_copy, args, kwargs, asked)
-        return compiler.plan_together(find(compiler))[0].plan
+        return compiler.plan_together(read_examples(asked, args, kwargs, compiler))[0].plan
     return plan_first(compiler, require_example(request, args, kwargs))[0].plan
