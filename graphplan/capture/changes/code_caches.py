@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphplan._compat.export import TRACED_NUMBERS
 from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
-from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
+from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
@@ -137,10 +137,8 @@ def _top(module: Any) -> str:
 
 def _items(table: Any) -> list[tuple[Any, Any]]:
     if isinstance(table, CellType):
-        try:
-            return [("cell_contents", table.cell_contents)]
-        except ValueError:  # it is empty yet
-            return []
+        inside = content_of(table)
+        return [] if inside is EMPTY else [("cell_contents", inside)]
     return list(vars(table).items()) if isinstance(table, type) else items_of(table)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+EMPTY = object()
+"""What is in a cell that is not yet filled."""
 
 _CALLED = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -26,8 +30,20 @@ def function_of(hook: Any) -> Any:
 
 def names_in(function: FunctionType) -> set[str]:
     """Names of globals and attributes in the code of a function, and in what is defined in it."""
-    codes, found = [function.__code__], set[str]()
-    for code in codes:
-        found.update(code.co_names)
-        codes += [one for one in code.co_consts if type(one) is CodeType]
-    return found
+    return {name for code in codes_in(function.__code__) for name in code.co_names}
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of what is defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def content_of(cell: CellType) -> Any:
+    """What a variable around a function holds; ``EMPTY`` before it is set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from logging import Logger
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,13 +31,12 @@ from graphplan.capture.changes.attribute_snapshots import (
     items_of,
     snapshot,
 )
-from graphplan.capture.changes.model_functions import function_of, hooks_of, names_in
+from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
 
 _CONTAINERS = (dict, list, set, deque)
 _CODE = (FunctionType, MethodType, functools.partial)
 _REFERRING: tuple[Any, ...] = (tuple, weakref.ref, *weakref.ProxyTypes)
 _UNWATCHED = (ModuleType, type, Logger)  # a logger keeps for itself which levels are on
-_EMPTY = object()
 
 _KEPT = (
     "{} stores something outside of the model. It runs in the trace alone, and in no call of the placed "
@@ -102,7 +102,7 @@ def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
     own = held_by(model) if hooks else set[int]()
     for said, hook in hooks:
         closed = getattr(function_of(hook), "__closure__", None) or ()
-        cells += [(said, cell, _content(cell, _EMPTY)) for cell in closed]
+        cells += [(said, cell, content_of(cell)) for cell in closed]
         for value in _referred(hook):
             table = value if issubclass(type(value), _CONTAINERS) else attributes_behind(value)
             is_attribute = id(value) in own and (table is value or isinstance(value, nn.Module))
@@ -114,10 +114,10 @@ def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
     finally:
         told = []
         for said, cell, before in cells:
-            if _content(cell, _EMPTY) is not before:
+            if content_of(cell) is not before:
                 told.append(said)
                 del cell.cell_contents
-                if before is not _EMPTY:
+                if before is not EMPTY:
                     cell.cell_contents = before
         for said, known in tables.values():
             if not known.is_of(known.value):
@@ -143,7 +143,7 @@ def _referred(hook: Any) -> Iterator[Any]:
     function = function_of(hook)
     found = [function, *_globals(function)]
     if isinstance(function, FunctionType):
-        found += [*map(_content, function.__closure__ or ()), *_defaults(function)]
+        found += _inside(function)
     while isinstance(hook, functools.partial):
         found += [*hook.args, *hook.keywords.values()]
         hook = hook.func
@@ -151,18 +151,6 @@ def _referred(hook: Any) -> Iterator[Any]:
         owner = value.__self__ if type(value) in (MethodType, BuiltinMethodType) else value
         if not issubclass(type(owner), _UNWATCHED):
             yield owner
-
-
-def _content(cell: CellType, empty: Any = None) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty yet
-        return empty
-
-
-def _defaults(function: FunctionType) -> Iterator[Any]:
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
 
 
 class _References:
@@ -239,13 +227,14 @@ class _References:
         if value.__kwdefaults__:
             made.__kwdefaults__ = {name: self.referring(one) for name, one in value.__kwdefaults__.items()}
         for cell, own in zip(cells, closed, strict=True):
-            if (inside := _content(own, _EMPTY)) is not _EMPTY:
+            if (inside := content_of(own)) is not EMPTY:
                 cell.cell_contents = self.referring(inside)
 
 
 def _inside(value: Any) -> list[Any]:
     if type(value) is FunctionType:
-        return [*map(_content, value.__closure__ or ()), *_defaults(value)]
+        defaults = value.__defaults__ or (), (value.__kwdefaults__ or {}).values()
+        return [*map(content_of, value.__closure__ or ()), *chain(*defaults)]
     if type(value) is functools.partial:
         return [value.func, *value.args, *value.keywords.values()]
     if type(value) is MethodType:

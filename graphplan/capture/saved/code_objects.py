@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from graphplan.capture.changes.model_functions import codes_in
+
 _TORCH = f"{Path(torch.__file__).parent}/"
 _GRAPHPLAN = f"{Path(__file__).parents[2]}/"
 _STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
@@ -78,7 +80,7 @@ def code_parts(code: types.CodeType) -> Iterator[object]:
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The global names that a function reads, with those that it reads of its user's modules."""
     names, attributes = dict[str, None](), dict[str, None]()
-    for code in _codes(function.__code__):
+    for code in codes_in(function.__code__):
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 names[str(instruction.argval)] = None
@@ -92,10 +94,3 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             if file and not is_of_versions(file):
                 known = vars(value)
                 yield from ((f"{name}.{one}", known[one]) for one in attributes if one in known)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)

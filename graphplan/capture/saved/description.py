@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import SERVED_BY
+from graphplan.capture.changes.model_functions import EMPTY, content_of
 from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.saved.code_objects import (
@@ -267,9 +268,8 @@ class Description:
                 self._briefly(value)
 
     def _cell(self, cell: Any, where: str, code: types.CodeType) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not yet filled
+        value = content_of(cell)
+        if value is EMPTY:
             return
         function = function_of(value) if callable(value) and not isinstance(value, type) else None
         if function is not None:
