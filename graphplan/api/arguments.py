@@ -82,11 +82,7 @@ def read_request(
 
 
 def read_model(model: Any) -> nn.Module:
-    """The module to trace.
-
-    Raises:
-        InputError: it is none, or one that something else runs in its place.
-    """
+    """The module to trace."""
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
         what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
@@ -132,11 +128,7 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
 
 
 def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
-    """The rules, with sparse weights on the CPU where devices are simulated: these hold none.
-
-    Raises:
-        DeviceError: there is no CPU among the devices.
-    """
+    """The rules, with sparse weights on the CPU where devices are simulated: these hold none."""
     sparse = [name for name, tensor in weights.tensors.items() if tensor.layout is not torch.strided]
     if not sparse or all(spec.type != SIMULATED for spec in topology.devices):
         return constraints
@@ -158,12 +150,7 @@ def _names_of(group: object) -> str | tuple[str, ...]:
 
 
 def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:
-    """Options of ``torch.compile``; None where nothing is to be compiled.
-
-    Raises:
-        InputError: neither a flag nor options.
-        DeviceError: a device is simulated, and cannot be compiled for.
-    """
+    """Options of ``torch.compile``; None where nothing is to be compiled."""
     if compile is False:
         return None
     if compile is not True and not isinstance(compile, Mapping):
@@ -203,11 +190,7 @@ def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Save
 
 
 def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad: bool) -> Topology:
-    """The devices of a plan, with the budgets that are given now, if any are.
-
-    Raises:
-        PlanError: these are of other devices.
-    """
+    """The devices of a plan, with the budgets that are given now, if any are."""
     topology = plan.topology
     if max_memory is None:
         return topology

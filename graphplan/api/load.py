@@ -156,11 +156,7 @@ def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
 
 
 def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Module]:
-    """The class that the config names.
-
-    Raises:
-        CheckpointError: none that may be used.
-    """
+    """The class that the config names."""
     import transformers  # optional package
 
     names = list(getattr(config, "architectures", None) or ())

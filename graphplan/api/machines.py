@@ -94,11 +94,7 @@ def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions, *, grad
 
 
 def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
-    """How many stages each machine has, at most.
-
-    Raises:
-        InputError: the arguments do not go with the schedule.
-    """
+    """How many stages each machine has, at most."""
     each, schedule, count = asked.stages_per_machine, asked.schedule, asked.microbatches
     if schedule != "interleaved":
         if each is not None and each != 1:

@@ -19,9 +19,6 @@ def read_training(
     """What is to be trained, and how; None for a forward pass alone.
 
     ``unsupported``: name -> value of arguments that are not combined with training.
-
-    Raises:
-        InputError: an argument is not what it should be, or no parameter requires a gradient.
     """
     if not asked.train:
         return None

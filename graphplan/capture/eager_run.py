@@ -175,11 +175,7 @@ def _raised(
 
 
 def _own(name: str, leaf: Any) -> Any:
-    """A leaf of a call for a trial, which may change the caller's objects.
-
-    Raises:
-        InputError: it cannot be copied.
-    """
+    """A leaf of a call for a trial, which may change the caller's objects."""
     if isinstance(leaf, torch.Tensor):
         return leaf
     try:

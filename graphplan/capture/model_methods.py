@@ -37,11 +37,7 @@ def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
 
 
 def entry_named(model: nn.Module, name: str) -> str:
-    """The entry of what a caller writes as ``"decode"``, ``"vae.decode"`` or ``"text_model"``.
-
-    Raises:
-        InputError: the model has neither such a submodule nor such a method.
-    """
+    """The entry of what a caller writes as ``"decode"``, ``"vae.decode"`` or ``"text_model"``."""
     parts = dict(model.named_modules())
     path, _, method = name.rpartition(".")
     if name in parts:

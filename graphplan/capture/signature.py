@@ -114,11 +114,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
-    """Bind arguments to the parameters of ``forward``.
-
-    Raises:
-        InputError: they do not fit the signature.
-    """
+    """Bind arguments to the parameters of ``forward``."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -99,12 +99,7 @@ def as_typed(message: str) -> str:
 
 
 def require_writable(*paths: Path | None, read: Iterable[Path | None] = ()) -> None:
-    """Refuse files that cannot be written before the work that would be lost with them.
-
-    Raises:
-        InputError: a folder in place of a file, a file in a folder that is not there, one file twice, or one
-            of those that are ``read``.
-    """
+    """Refuse files that cannot be written before the work that would be lost with them."""
     inputs = {path.resolve() for path in read if path is not None}
     seen: set[Path] = set()
     for path in filter(None, paths):

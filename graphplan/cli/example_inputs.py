@@ -28,9 +28,6 @@ def example_inputs(model: Any, batch: int, length: int | None) -> Inputs:
         batch: sequences, images or recordings.
         length: tokens of a text or samples of a recording; None for 512 tokens, or as many as the model
             takes if these are fewer, and for 16,000 samples.
-
-    Raises:
-        InputError: a kind of input that cannot be made of the configuration.
     """
     config, main = model.config, model.main_input_name
     taken = inspect.signature(model.forward).parameters

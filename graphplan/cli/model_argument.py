@@ -52,11 +52,7 @@ class Ask:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype.
-
-        Raises:
-            InputError: torch has no floating dtype of that name.
-        """
+        """The dtype."""
         if self.dtype is None:
             return None
         found = getattr(torch, self.dtype, None)
@@ -92,9 +88,6 @@ def load_named(word: str, ask: Ask) -> NamedModel:
             factory is called without arguments, and returns a module, or a module and its example inputs:
             a mapping, or a tuple.
         ask: of what dtype it is, and what its example inputs are.
-
-    Raises:
-        InputError: nothing of that name, or no model comes of it.
     """
     path = Path(word)
     with working(f"building {word}"):

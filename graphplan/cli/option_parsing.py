@@ -42,11 +42,7 @@ def _pairs(
 
 
 def read_budgets(words: Sequence[str]) -> dict[DeviceKey, str] | None:
-    """``KEY=BYTES`` each, several in one with commas; None where there are none.
-
-    Raises:
-        BudgetError: a word that is no such pair, or a key that is given twice.
-    """
+    """``KEY=BYTES`` each, several in one with commas; None where there are none."""
     found: dict[DeviceKey, str] = {}
     parts = (part for whole in words for part in whole.split(","))
     for key, size in _pairs(parts, "--max-memory", "KEY=BYTES, as 0=24GiB or cpu=64GiB", BudgetError):
@@ -59,11 +55,7 @@ def read_budgets(words: Sequence[str]) -> dict[DeviceKey, str] | None:
 
 
 def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``.
-
-    Raises:
-        DeviceError: a word that is none, or a pair that is given twice.
-    """
+    """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``."""
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
     form = "KEY-KEY=BYTES a second, above 0, as 0-1=450GB"
     for pair, speed in _pairs(words, "--link", form, DeviceError):

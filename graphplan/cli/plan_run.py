@@ -88,11 +88,7 @@ def run_plan(
 
 
 def on_simulated_devices(plan: Plan) -> Plan:
-    """The same plan for simulated accelerators.
-
-    Raises:
-        InputError: it is for none that can be simulated.
-    """
+    """The same plan for simulated accelerators."""
     accelerators = plan.topology.accelerators
     if not accelerators:
         raise InputError("the plan is for no accelerator: there is nothing to simulate")

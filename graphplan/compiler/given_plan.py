@@ -23,11 +23,7 @@ from graphplan.passes.training.knapsack import Savings, savings_of
 
 
 def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
-    """Pass: the placement of a plan, of as many calls.
-
-    Raises:
-        PlanError: it is of another model, of other examples, sizes, devices or versions, or passes a budget.
-    """
+    """Pass: the placement of a plan, of as many calls."""
     plans = plan.calls
     if len(plans) != len(state.members):
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")

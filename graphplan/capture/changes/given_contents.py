@@ -87,11 +87,7 @@ class GivenContents:
             )
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
-        """By changed argument, what became of the lists and dicts in it; and what stands for all in it.
-
-        Raises:
-            NoGraphError: something was changed that is no list or dict of an argument by name.
-        """
+        """By changed argument, what became of the lists and dicts in it; and what stands for all in it."""
         changed = {key: held for key, held in self._held.items() if held.is_changed}
         found: dict[str, list[tuple[Given, Any]]] = {}
         for held in changed.values():

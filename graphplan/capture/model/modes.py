@@ -147,11 +147,7 @@ class ModeReader:
 
 
 def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
-    """The type that autocast is on for, on any of these device types.
-
-    Raises:
-        InputError: it is on for several, with different types.
-    """
+    """The type that autocast is on for, on any of these device types."""
     kinds = {CPU if kind == SIMULATED else kind for kind in device_types}  # simulated values are the CPU's
     found = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     if len(found) > 1:

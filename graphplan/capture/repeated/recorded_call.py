@@ -244,11 +244,7 @@ class CallRecorder:
             return None
 
     def finish(self, result: Any) -> RecordedCall:
-        """What was traced.
-
-        Raises:
-            UnlikeError: it reads or changes what a copy would not.
-        """
+        """What was traced."""
         call = self.call
         self._require_caches_as_held()
         if self._unlike is not None:

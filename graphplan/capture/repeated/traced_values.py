@@ -97,11 +97,7 @@ def _size(value: Any) -> Any:
 def take_apart(
     value: Any, tracer: Any, guarded: list[GuardedInteger], shared: tuple[type, ...]
 ) -> TracedValue:
-    """Take a value apart; ``shared`` are classes of objects of which only the identity counts.
-
-    Raises:
-        UnlikeError: there is something in it of which nothing is known.
-    """
+    """Take a value apart; ``shared`` are classes of objects of which only the identity counts."""
     containers: list[Any] = []
 
     def is_leaf(part: Any) -> bool:

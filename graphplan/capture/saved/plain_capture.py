@@ -33,11 +33,7 @@ _METHODS = ("size", "stride", "storage_offset")
 
 
 def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A capture as JSON, and its constants.
-
-    Raises:
-        NotSavedError: something of it cannot be written.
-    """
+    """A capture as JSON, and its constants."""
     signature = capture.signature
     if capture.parts or capture.signature.prepared is not None:
         raise NotSavedError(_DECIDED)

@@ -54,11 +54,7 @@ class GraphWriter:
         self._places: dict[str, dict[str, int]] = {name: {} for name in self.tables}
 
     def graph(self, module: fx.GraphModule) -> dict[str, Any]:
-        """A graph, with those of its control-flow operations.
-
-        Raises:
-            NotSavedError: something in it cannot be written.
-        """
+        """A graph, with those of its control-flow operations."""
         nodes = [self._node(node) for node in module.graph.nodes]
         inner: dict[str, Any] = {}
         for node in module.graph.find_nodes(op="get_attr"):
@@ -140,11 +136,7 @@ class GraphMaker:
         self._paths = [{key: tuple(entry) for key, *entry in path} for path in tables["paths"]]
 
     def module(self, plain: dict[str, Any]) -> fx.GraphModule:
-        """The graph, in a module that has the graphs of its control-flow operations.
-
-        Raises:
-            NotSavedError: this process lacks an operator, or it is not what a trace makes.
-        """
+        """The graph, in a module that has the graphs of its control-flow operations."""
         root = nn.Module()
         for name, inner in plain["inner"].items():
             setattr(root, name, self.module(inner))

@@ -150,11 +150,7 @@ _MADE: dict[str, Callable[..., Any]] = {
 
 
 def plain_target(target: Any) -> Any:
-    """What a node calls, by name.
-
-    Raises:
-        NotSavedError: it is no operator of torch, nor a function of numbers.
-    """
+    """What a node calls, by name."""
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
@@ -175,22 +171,14 @@ def _is_of_numbers(module: str, name: str) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """A name of a node or an attribute, which is written into code.
-
-    Raises:
-        NotSavedError: it is none.
-    """
+    """A name of a node or an attribute, which is written into code."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise NotSavedError(f"{name!r} is no name")
     return name
 
 
 def made_target(plain: Any) -> Any:
-    """What :func:`plain_target` names.
-
-    Raises:
-        NotSavedError: it is not registered in this process.
-    """
+    """What :func:`plain_target` names."""
     if isinstance(plain, str):
         return checked_name(plain)
     kind, *names = plain

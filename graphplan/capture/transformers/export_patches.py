@@ -108,9 +108,6 @@ def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, r
 
     ``own`` and ``traced`` have the code of the classes, as it is and as it was traced; ``read`` has names of
     the weights that the trace reads, one of each.
-
-    Raises:
-        CaptureError: there is one.
     """
     tensors = _named(module)
     known = {id(tensors[name]) for name in read if name in tensors}

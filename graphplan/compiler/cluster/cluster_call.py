@@ -31,11 +31,7 @@ class Wires:
         self.nodes = {node.name: node for node in capture.graph.nodes}
 
     def of(self, name: str) -> Wire:
-        """A value of the graph.
-
-        Raises:
-            CaptureError: it is no tensor.
-        """
+        """A value of the graph."""
         described = self._described(name)
         if not isinstance(described, TensorMeta):
             raise CaptureError(

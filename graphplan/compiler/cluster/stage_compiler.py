@@ -36,11 +36,7 @@ class StageModule(nn.Module):
     """Holds weights under the names that they have in the model; its placed copy runs the stage's graph."""
 
     def forward(self, *values: torch.Tensor, **trace: tuple[()]) -> Any:
-        """Nothing: only its graph says what it computes.
-
-        Raises:
-            InputError: the call has modes for which no graph was cut.
-        """
+        """Nothing: only its graph says what it computes."""
         del values, trace
         raise InputError(
             "a stage runs only as the model was placed: under the same autocast, with the same parameters "
@@ -149,11 +145,7 @@ def stage_source(
 
 
 def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
-    """A module with these weights of a model, which it shares: each under all of its names.
-
-    Raises:
-        PlanError: one is noted on a parameter that is not among them.
-    """
+    """A module with these weights of a model, which it shares: each under all of its names."""
     root, wanted = StageModule(), set(names)
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
         if first in wanted and name not in weights.noted:  # what is comes with its parameter

@@ -32,9 +32,6 @@ def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
     """The stage with its training step; as it is where nothing that it computes has a gradient.
 
     It is for the sizes of these values that it takes, or for those that the plan is for.
-
-    Raises:
-        CaptureError: gradients would have to pass a stage of which no parameter requires one.
     """
     if source.trained.isdisjoint(source.cut.outputs):
         return source
