@@ -225,7 +225,7 @@ def _require_part(whole: Wire, part: Wire, count: int) -> None:
 
 
 def read_on_all(machines: Sequence[MaxMemory], what: str, action: Callable[[], Made]) -> Made:
-    """Do something on every rank before :func:`partition_machines`; where it fails on one, raise on all."""
+    """Do something on every rank before all else; where it fails on one, raise on all."""
     _require_list(machines)
     require_group(len(machines))
     return on_all(what, action)
@@ -248,15 +248,13 @@ def partition_machines(
 
     ``everywhere``: whether all ranks get results, or the last only.
     """
-    _require_list(machines)
-    require_group(len(machines))
 
     def read_for_ranks() -> Cluster:
         if asked.train:
             require_backward_stages()
         return read_cluster(machines, asked, grad=grad)
 
-    cluster = on_all("reading machines=", read_for_ranks)
+    cluster = read_on_all(machines, "reading machines=", read_for_ranks)
     example = on_all("reading the model", lambda: _example(model, cluster, asked, args, kwargs, grad=grad))
     request = example.request
     weights = request.model_copy.weights.tensors

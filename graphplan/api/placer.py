@@ -76,7 +76,6 @@ class Placer:
         plan: to carry out, in place of a search.
         warm: whether allocators reserve the planned bytes of activations now.
         in_place: whether the modules of the model become those of the placed one.
-        compiler: of the model, where one was made already, as for a stage of a model.
         moved_for: bytes of the inputs for which the weights were moved last.
         homes: where weights are already; None before the first plan.
         known_plan: the plan that put them there.
@@ -93,7 +92,6 @@ class Placer:
     warm: bool = False
     plan: PlanData | None = None
     in_place: bool = False
-    compiler: Compiler | None = None
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
@@ -187,8 +185,6 @@ class Placer:
         return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside=plan, retries=True)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
-        if self.compiler is not None:
-            return self.compiler
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
@@ -205,8 +201,7 @@ class Placer:
     @property
     def _may_move(self) -> bool:
         """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
-        settled = self.plan is not None or self.compiler is not None or DISK in self.topology
-        settled |= self.beside is not None
+        settled = self.plan is not None or self.beside is not None or DISK in self.topology
         return not (settled or self.options.grad or self.options.training is not None)
 
     def attached(

@@ -62,9 +62,10 @@ class RankStage:
         if options.training is not None:
             cut = with_step(cut)
         compiler = cut.compiler(topology, options, stage.plan)
-        placer = Placer(topology, options, strict=True, source=source, compiler=compiler)
-        placed = placer.place(cut.module, cut.model_copy, cut.example("cpu"))
-        return cls(index, after, own, compiler, placed)
+        planned = compiler.plan(cut.example("cpu"))
+        compiler.commit(planned)
+        placer = Placer(topology, options, strict=True, source=source, plan=stage.plan)
+        return cls(index, after, own, compiler, placer.attached(cut.module, compiler, [planned]))
 
     def serve(
         self, cut: StageSource, wires: Wires, flight: Flight, shared: Set[str], *, trains: bool
