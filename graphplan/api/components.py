@@ -75,26 +75,20 @@ def partition_pipeline(
         Exception: what the pipeline itself raises, unchanged.
     """
     models = _models_of(pipe)
-    if run is None:
-        if isinstance(pipe, Mapping):
-            raise InputError("a dict of models cannot be called: give run=, a function that uses the models")
-        run = _call_of(example)
-    elif example:
+    if run is None and isinstance(pipe, Mapping):
+        raise InputError("a dict of models cannot be called: give run=, a function that uses the models")
+    if run is not None and example:
         raise InputError(f"give run= or the example's arguments, not both: {', '.join(example)}")
-    rehearse = run
+    own = copy.deepcopy(example)  # a generator among them would be used up
 
     def calls(components: nn.Module) -> None:
-        rehearse(_with(_copied(pipe, models), models, components))
+        rehearsed = _with(_copied(pipe, models), models, components)
+        rehearsed(**own) if run is None else run(rehearsed)
 
     placed = partition(Components(models), max_memory, calls=calls, **(options or {}))
     found = _with(PlacedComponents(pipe) if isinstance(pipe, Mapping) else copy.copy(pipe), models, placed)
     found.graphplan = placed
     return found
-
-
-def _call_of(example: Mapping[str, Any]) -> Callable[[Any], Any]:
-    own = copy.deepcopy(dict(example))  # a generator among them would be used up
-    return lambda pipe: pipe(**own)
 
 
 def _models_of(pipe: Any) -> dict[str, nn.Module]:

@@ -26,6 +26,7 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.errors import GraphplanError, InfeasibleError, InputError
+from graphplan.versioned_json import encode
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
@@ -256,13 +257,13 @@ def compare(
     from graphplan.cli.model_argument import Ask, load_named
     from graphplan.cli.model_plans import compared
     from graphplan.cli.option_parsing import read_topology
-    from graphplan.cli.result_text import comparison_digest, comparison_text
+    from graphplan.cli.result_text import comparison_text
 
     topology = read_topology(max_memory, device, link, measured, reserve)
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     rows = compared(named, topology)
     if as_json:
-        print_json({"model": named.name, "inputs": named.inputs, "planners": comparison_digest(rows)})
+        print_json({"model": named.name, "inputs": named.inputs, "planners": list(map(encode, rows))})
     else:
         print(f"{named.name}, example inputs: {named.inputs}\n\n{comparison_text(rows)}")
     if not rows[0].feasible:

@@ -13,7 +13,6 @@ from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
-from graphplan.versioned_json import encode
 
 if TYPE_CHECKING:  # what makes them takes seconds to import, which a plan that is shown does not wait for
     from graphplan.cli.demo import DemoResult
@@ -81,11 +80,6 @@ def run_text(result: RunResult) -> str:
     if result.simulated:
         lines.append("accelerators were simulated on the CPU: peaks are theirs, times are not")
     return "\n".join(lines)
-
-
-def comparison_digest(rows: Sequence[Baseline]) -> list[dict[str, Any]]:
-    """The figures of :func:`comparison_text`, one mapping a planner."""
-    return list(map(encode, rows))
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:
