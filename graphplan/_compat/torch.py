@@ -73,9 +73,15 @@ def mask_reader() -> tuple[Any, str]:
     return place(transformer, "_detect_is_causal_mask", "torch")
 
 
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass."""
+    inside: bool = private(torch._C, "_current_graph_task_id", "torch")() != -1
+    return inside
+
+
 def run_after_backward(function: Callable[[], None]) -> bool:
     """Run a function at the end of the backward pass that this thread is in; whether it is in one."""
-    if private(torch._C, "_current_graph_task_id", "torch")() == -1:
+    if not in_backward():
         return False
     engine = private(torch.autograd.Variable, "_execution_engine", "torch")
     engine.queue_callback(function)

@@ -97,7 +97,7 @@ class Rehearsal:
     @contextmanager
     def model(self) -> Iterator[Any]:
         """The model, with its own methods, to make calls of."""
-        shell = _shell_of(self)
+        shell = self._shell = _shell_of(self)
         link(shell)
         try:
             yield shell
@@ -107,7 +107,7 @@ class Rehearsal:
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """One call."""
         call = bind_call(signature, args, kwargs)
-        with as_written():
+        with as_written(self._shell):
             capture = self.compiler.captures.traced(call, entry).capture
         made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         known = next((one for one in self.calls if one.capture is capture), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,11 +49,9 @@ def set_aside(hooks: Sequence[Hooks]) -> Iterator[None]:
             table.update(found)
 
 
-def added_hooks(
-    module: nn.Module, known: Collection[Hook] = ()
-) -> Iterator[tuple[Hook, Mapping[int, Callable[..., Any]]]]:
-    """The hooks of submodules that are not among these, each with its table."""
-    for at, part in enumerate(module.modules()):
-        for name in _CALLED if at else ():
-            found = vars(part)[name]
-            yield from (((at, name, n), found) for n in found if (at, name, n) not in known)
+def hooks_of(module: nn.Module) -> frozenset[Hook]:
+    """All hooks of submodules."""
+    parts = enumerate(module.modules())
+    return frozenset(
+        (at, name, number) for at, part in parts if at for name in _CALLED for number in vars(part)[name]
+    )

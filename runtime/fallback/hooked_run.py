@@ -226,6 +226,11 @@ def _tell_recurrent(module: nn.Module) -> None:
         list_weights_anew(module)
 
 
+def entry_of(tree: nn.Module, entry: str) -> Any:
+    """What an entry runs: of the model, its ``forward``, as what is around that runs around all."""
+    return method_of(tree, entry) if entry else patched_forward(tree)
+
+
 def run_hooked(
     tree: nn.Module, entry: str, call: HookedRun, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -237,7 +242,7 @@ def run_hooked(
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
-        run = method_of(tree, entry) if entry else patched_forward(tree)  # what is around it runs around all
+        run = entry_of(tree, entry)
         if isinstance(run, nn.Module):
             with together:
                 return run(*args, **kwargs)

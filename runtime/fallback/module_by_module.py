@@ -4,27 +4,24 @@ What a forward computes between its modules may need things together, which nobo
 running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
 two bring what operations want together to where their module's weights are, and all to the caller's device.
 
-A module that has graphs runs as a tree of modules of its own over the same weights, which other threads read
-meanwhile. One that has none runs itself, so that what its code keeps in attributes is kept.
+The module runs itself, as in eager: what its code keeps in attributes is kept, and hooks see its submodules.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan.capture.changes.attribute_data import is_plain
-from graphplan.capture.changes.attribute_snapshots import contents_of
 from graphplan.capture.eager_run import is_same
-from graphplan.capture.model.modes import ModeReader, Modes
-from graphplan.capture.model.shared_attributes import copy_to_run
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
@@ -39,10 +36,9 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError, SimulatedOutOfMemoryError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
-from graphplan.runtime.fallback.added_hooks import Hook, Hooks, added_hooks, hooks_beside
+from graphplan.runtime.fallback.added_hooks import Hook, Hooks, hooks_beside, hooks_of
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
-from graphplan.runtime.fallback.short_names import unplaced, written_class
 
 STAYS = Way("where their weights are", returns=False)
 RETURNS = Way("where their weights are, results copied back")
@@ -51,14 +47,11 @@ _WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=Tru
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
-_TORCHS = {*vars(nn.Module()), "forward"}
-_KIND = "_is_full_backward_hook"  # of a module's backward hooks, without which torch calls none
 
 _ANOTHER_WAY = (
     "graphplan runs this call without a graph, its modules {}, as one like it was found to run. If eager "
     "runs it, partition the model with this call as the example"
 )
-_GONE = object()  # in place of an attribute that is not there
 
 
 @dataclass
@@ -97,10 +90,6 @@ class Untraced:
     def __str__(self) -> str:
         return f"hooks run the model: {self.reason}"
 
-    def run(self, plain: nn.Module, entry: str, call: BoundCall, *, keeps_grad: bool) -> Any:
-        """Run a call, of any structure, of the model as its own class."""
-        return _run(plain, entry, call, self, self.main, keeps_grad=keeps_grad)
-
 
 @dataclass
 class Modulewise:
@@ -108,35 +97,33 @@ class Modulewise:
 
     Attributes:
         forms: of the calls.
-        tree: of the modules that run them, while none does.
-        running: the tree of the call that runs, the innermost.
-        traced: of the hooks of submodules, those that the graphs were traced with, which are of what runs.
+        traced: those hooks of submodules that graphs were traced with, or that such a call has added.
         names: of each submodule, the attributes and parameters that the graphs were traced from.
         left: whether a call has left something in attributes of the module.
-        apart: the place of a submodule, and an attribute that says which hooks the tree has: it stays there.
     """
 
     forms: list[CallForm] = field(default_factory=list)
-    tree: nn.Module | None = None
-    running: nn.Module | None = None
-    traced: Collection[Hook] = frozenset()
+    traced: frozenset[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
     left: bool = False
-    apart: set[tuple[int, str]] = field(default_factory=set)
 
     def watch(self, module: nn.Module) -> None:
         """Know a module as its graphs were traced; a copy of one that is known is as that was."""
         if not self.names:
-            self.traced = frozenset(hook for hook, _ in added_hooks(module))
+            self.traced = hooks_of(module)
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
-        """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now."""
-        return hooks_beside(self.traced, self.names, parts)
+        """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now.
+
+        None where a call has exchanged modules: hooks are known by the places of these.
+        """
+        same = len(parts) + 1 == len(self.names)
+        return hooks_beside(self.traced, self.names, parts) if same else []
 
     def copy(self) -> Modulewise:
         """That of a copy of the module."""
-        return Modulewise(list(self.forms), traced=self.traced, names=self.names)
+        return replace(self, forms=list(self.forms), left=False)
 
     def note(
         self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
@@ -160,52 +147,6 @@ class Modulewise:
                 return form
         return None
 
-    def run(
-        self,
-        whole: nn.Module,
-        form: CallForm,
-        call: BoundCall,
-        instead: torch.device | None = None,
-        *,
-        keeps_grad: bool,
-    ) -> Any:
-        """Run a call over the weights of the placed module; modules on the CPU compute ``instead``, if given.
-
-        Raises:
-            CaptureError: no way of running works.
-            Exception: what the model itself raises for this call; torch's own RuntimeError with a note.
-        """
-        if self.tree is None:
-            self.apart.clear()
-        tree, outer = _shared(unplaced(whole)) if self.tree is None else self.tree, self.running
-        self.tree, self.running = None, tree  # a call from a hook of this one has a tree of its own
-        hooks, around = _hook_count(tree), whole if outer is None else outer
-        before: list[dict[str, Any]] = []
-        try:
-            with _following(tree, whole, self.traced, self.names):
-                _share_data(around, tree, self.apart)
-                before += [dict(vars(part)) for part in tree.modules()]
-                if outer is not None:
-                    _share_tensors(outer, tree)
-                result = _run(tree, form.entry, call, form, form.main or instead, keeps_grad=keeps_grad)
-        finally:  # buffers that were made anew before an error stay, as in eager
-            self.running, exchanged = outer, _exchanged(tree, whole)
-            if exchanged is None:
-                self.tree = tree
-                if _hook_count(tree) > hooks:  # its own, and attributes that say so
-                    self.apart |= {(at, name) for at, _, name, _ in _differing(tree, around, before)}
-                self.left |= _share_data(tree, around, self.apart, before)
-                if outer is None:
-                    _take_back(tree, whole)
-                else:
-                    _share_tensors(tree, outer)
-        if exchanged is not None:
-            raise CaptureError(
-                f"the call has put a module of another class at {exchanged!r}, which a placed model does "
-                "not: make such a call of the model before you place it"
-            )
-        return result
-
 
 def computes_instead(plan: PlanData) -> torch.device | None:
     """The accelerator on which modules on the CPU compute, where the CPU may not."""
@@ -213,8 +154,8 @@ def computes_instead(plan: PlanData) -> torch.device | None:
     return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
 
-def _run(
-    tree: nn.Module,
+def run_by_modules(
+    module: nn.Module,
     entry: str,
     call: BoundCall,
     known: CallForm | Untraced,
@@ -222,16 +163,42 @@ def _run(
     *,
     keeps_grad: bool,
 ) -> Any:
-    """What an entry returns in the way that is known of calls like this; the first of them finds it."""
-    _refuse_autocast(tree)
+    """What an entry of the model returns, in the way that is known of calls like this.
+
+    The first of them finds it. Modules on the CPU compute ``instead``, if it is given.
+
+    Raises:
+        CaptureError: no way of running works.
+        Exception: what the model itself raises for this call; torch's own RuntimeError with a note.
+    """
+    _refuse_autocast(module)
     device = device_of_inputs(call)
-    way = known.way = known.way or _first_way(tree, entry, call, device, instead, keeps_grad)
+    way = known.way = known.way or _first_way(module, entry, call, device, instead, keeps_grad)
     try:
-        return run_hooked(tree, entry, HookedRun(way, device, instead), call.args, call.kwargs)
+        return run_hooked(module, entry, HookedRun(way, device, instead), call.args, call.kwargs)
     except RuntimeError as error:
         if type(error) is RuntimeError:  # torch's, as of mixed devices; others are the model's, or of memory
             error.add_note(_ANOTHER_WAY.format(way.name))
         raise
+
+
+@contextmanager
+def with_same_buffers(module: nn.Module) -> Iterator[None]:
+    """A block after which the values of buffers that the model has made anew are in those that it had."""
+    before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for table, known in before:
+            for name, own in known.items():
+                made = table.get(name)
+                if own is None or made is None or made is own:
+                    continue
+                if (own.shape, own.dtype) == (made.shape, made.dtype):
+                    own.detach().copy_(made)
+                    table[name] = own
+                else:
+                    table[name] = made.to(own.device)
 
 
 def _first_way(
@@ -329,158 +296,6 @@ def _any_size(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf if is_plain(leaf) or isinstance(leaf, type) else ObjectLeaf(type(leaf))
     return TensorLeaf(leaf.dtype, (None,) * leaf.dim(), stride=())
-
-
-def _shared(plain: nn.Module) -> nn.Module:
-    """A tree of modules of its own over the same parameters and buffers."""
-    memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
-    tree = copy_to_run(plain, memo)
-    for part in tree.modules():  # the placed module's own, which run around the call, or are followed
-        for name in _HOOK_TABLES:
-            vars(part)[name].clear()
-    return tree
-
-
-@contextmanager
-def _following(
-    tree: nn.Module, whole: nn.Module, traced: Collection[Hook], names: Sequence[Collection[str]]
-) -> Iterator[None]:
-    """A block with the modes, the tensors, and the hooks of submodules, that the placed module has now.
-
-    Hooks that the model registers while it runs are the tree's own, and stay: transformers does so once, at
-    the first call that is to return all hidden states.
-    """
-    ModeReader(tree).write(tree, ModeReader(whole).read(whole))
-    _share_tensors(whole, tree)
-    parts, mine = list(whole.modules()), list(tree.modules())
-    given: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for part, runs in zip(parts[1:], mine[1:], strict=True):
-        theirs, own = vars(part), vars(runs)
-        own[_KIND] = theirs[_KIND]
-        given += [(own[name], dict(theirs[name])) for name in _HOOK_TABLES if theirs[name]]
-    for table, hooks in given:
-        kept = dict(table)
-        table.clear()  # they run in this order
-        table.update({**hooks, **kept})
-    for (at, name, number), added in added_hooks(whole, traced):
-        vars(mine[at])[name][number] = _told_of(parts[at], names[at], added, number)
-    try:
-        yield
-    finally:
-        for table, hooks in given:
-            for number in hooks:
-                table.pop(number, None)
-
-
-def _told_of(
-    part: nn.Module, names: Collection[str], hooks: Mapping[int, Callable[..., Any]], number: int
-) -> Callable[..., Any]:
-    """A hook that is told of the placed module's own part, which it may look up, as the one that runs is.
-
-    It reads there what forward has assigned. What it assigns is for the one that runs; the part keeps it too
-    where it is not among ``names``, which the graphs were traced from.
-    """
-
-    def told(mine: nn.Module, *given: Any) -> Any:
-        if number not in hooks:  # removed since the call began
-            return None
-        own, runs = vars(part), vars(mine)
-        kept, fixed = dict(own), {"_modules", *_HOOK_TABLES}
-        shown = {name for name in runs if name in names or _is_other_data(own.get(name, _GONE), runs[name])}
-        shown -= fixed
-        own.update({name: runs[name] for name in shown})
-        before = dict(own)
-        try:
-            return hooks[number](part, *given)
-        finally:
-            for name in (before.keys() | own.keys()) - fixed:
-                untouched = own.get(name, _GONE) is before.get(name, _GONE)
-                if not untouched:
-                    _put(runs, name, own.get(name, _GONE))
-                if name in names or (untouched and name in shown):
-                    _put(own, name, kept.get(name, _GONE))
-
-    return told
-
-
-def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is _GONE:
-        table.pop(name, None)
-    else:
-        table[name] = value
-
-
-def _share_tensors(of: nn.Module, to: nn.Module) -> None:
-    for part, mine in zip(of.modules(), to.modules(), strict=True):
-        mine._parameters.update(part._parameters)
-        mine._buffers.update(part._buffers)
-
-
-def _share_data(
-    of: nn.Module,
-    to: nn.Module,
-    apart: Collection[tuple[int, str]],
-    before: Sequence[dict[str, Any]] = (),
-) -> bool:
-    """Have what another tree has in attributes, where that is data: the very objects. Whether any is new.
-
-    What it had ``before``, too, is left alone: hooks, and other threads, may have changed that meanwhile.
-    """
-    differing = _differing(of, to, before)
-    found = [(own, name, value) for at, own, name, value in differing if (at, name) not in apart]
-    for own, name, value in found:
-        _put(own, name, value)
-    return bool(found)
-
-
-def _differing(
-    of: nn.Module, to: nn.Module, before: Sequence[dict[str, Any]] = ()
-) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
-    """What another tree has in attributes: the place of the submodule, its attributes here, name, value."""
-    for at, (part, mine) in enumerate(zip(of.modules(), to.modules(), strict=True)):
-        theirs, own = vars(part), vars(mine)
-        for name in (theirs.keys() | own.keys()) - _TORCHS:
-            value, other = theirs.get(name, _GONE), own.get(name, _GONE)
-            untouched = value is other or (before and value is before[at].get(name, _GONE))
-            if not untouched and _is_data(value) and _is_data(other):
-                yield at, own, name, value
-
-
-def _hook_count(tree: nn.Module) -> int:
-    return sum(len(vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES)
-
-
-def _is_other_data(here: Any, there: Any) -> bool:
-    return here is not there and _is_data(here) and (here is _GONE or _is_data(there))
-
-
-def _is_data(value: Any) -> bool:
-    """Whether nothing in it can refer to a module."""
-    if isinstance(value, dict | list | tuple | set):
-        inside = contents_of(value)  # nothing of a class derived from these
-        return len(inside) == len(value) * (2 if isinstance(value, dict) else 1) and all(
-            map(_is_data, inside)
-        )
-    return value is _GONE or is_plain(value) or isinstance(value, torch.Tensor)
-
-
-def _exchanged(tree: nn.Module, whole: nn.Module) -> str | None:
-    """The path of a module that a tree has no more, or has anew, or that is another now."""
-    kinds = [{path: written_class(part) for path, part in of.named_modules()} for of in (tree, whole)]
-    return min((path for path, _ in kinds[0].items() ^ kinds[1].items()), default=None)
-
-
-def _take_back(tree: nn.Module, whole: nn.Module) -> None:
-    """Give the placed module the values of buffers that the model has made anew."""
-    for mine, part in zip(tree.modules(), whole.modules(), strict=True):
-        for name, own in part._buffers.items():
-            made = mine._buffers.get(name)
-            if own is not None and made is not None and made is not own:
-                if (own.shape, own.dtype) == (made.shape, made.dtype):
-                    own.detach().copy_(made)
-                else:
-                    part._buffers[name] = own = made.to(own.device)
-                mine._buffers[name] = own
 
 
 @contextmanager

@@ -99,14 +99,11 @@ def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
     return plain
 
 
-def patched_forward(plain: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` of a model; of one over the attributes of a placed module, the one that this runs."""
-    own = vars(plain)
-    found: Callable[..., Any] = plain.forward
-    if "_graphplan" in own:
-        found = own.get(PATCHED) or getattr_static(type(plain), "forward").__get__(plain)
-        if isinstance(found, MethodType) and vars(found.__self__) is own:
-            found = MethodType(found.__func__, plain)
+def patched_forward(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of a model; of a placed module, the one that its graphs are of."""
+    found: Callable[..., Any] = module.forward
+    if "_graphplan" in vars(module):
+        found = vars(module).get(PATCHED) or getattr_static(original_class(module), "forward").__get__(module)
     return found
 
 

@@ -96,9 +96,11 @@ def serve(
             state.start = state.retry
             return None
         return ServedByModules(entry, call)
-    guard = state.guard  # None while another thread places the module anew
-    if guard is not None and guard.hooked():
-        return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+    if state.hooked():
+        with state.turns:  # those that a call in another thread has for its time are none
+            hooked = state.hooked()
+        if hooked:
+            return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     if state.stale:
         call = bind_call(signature, args, kwargs)
         form = state.modulewise.find(entry, call, modes)

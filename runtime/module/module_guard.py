@@ -31,24 +31,23 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module, which is given as its graphs were traced, with so many hooks.
+    """Notices changes of one module, which is given as its graphs were traced.
 
     ``values`` has, by their names, the tensors in attributes in whose places others may be, as last seen.
     """
 
-    def __init__(self, module: nn.Module, hooks: int) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._see(_Snapshot(module))
-        self._traced_hooks = hooks
 
     def _see(self, now: _Snapshot) -> None:
         reading = now.reading
         self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
         self._seen = now
 
-    def hooked(self) -> bool:
-        """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
+    def hooked(self, traced: int) -> bool:
+        """Whether submodules have more hooks than so many, or all modules have some."""
         hooked = any(self._seen.reading.hooks)  # most tables are empty, and this is sooner known than a count
-        return (hooked and self._seen.hook_count() > self._traced_hooks) or any(global_hooks())
+        return (hooked and self._seen.hook_count() > traced) or any(global_hooks())
 
     @property
     def parts(self) -> list[nn.Module]:

@@ -166,11 +166,15 @@ class ModuleState:
         if self.start is None and self.untraced is None:
             self.modulewise.watch(module)
             self.reader = self.new_reader(module)
-            self.guard = ModuleGuard(module, len(self.modulewise.traced))
+            self.guard = ModuleGuard(module)
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
         return ModeReader(module, self.device_types)
+
+    def hooked(self) -> bool:
+        """Whether submodules have hooks that graphs do not call."""
+        return self.guard is not None and self.guard.hooked(len(self.modulewise.traced))
 
     def begin_again(self, module: nn.Module, why: str) -> None:
         """Have the module placed anew at its next call, and say why."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Self
@@ -30,9 +31,17 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import CaptureError, InfeasibleError, InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
-from graphplan.runtime.fallback.added_hooks import set_aside
+from graphplan.runtime.fallback.added_hooks import Hook, hooks_of, set_aside
 from graphplan.runtime.fallback.graph_modules import graph_methods
-from graphplan.runtime.fallback.module_by_module import computes_instead, device_of_inputs
+from graphplan.runtime.fallback.hooked_run import entry_of
+from graphplan.runtime.fallback.module_by_module import (
+    CallForm,
+    Untraced,
+    computes_instead,
+    device_of_inputs,
+    run_by_modules,
+    with_same_buffers,
+)
 from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
 from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
@@ -41,7 +50,7 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import Served, ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_state import Code, ModuleState
-from graphplan.runtime.module.placed_parts import as_written, link
+from graphplan.runtime.module.placed_parts import as_written, link, runs_as_written
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
@@ -78,15 +87,14 @@ class PlacedModule(ShortNames, KeptInPlace):
         result = super().__call__(*args, **kwargs)
         if "forward" not in self.__dict__ or not self._graphplan.return_outputs:
             return result
-        given = tensors_in((args, kwargs))
-        return sent(result, given[0].device, self) if given else result
+        return _at_inputs(self, result, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
         return self._graphplan_enter("", self._graphplan.signature, args, kwargs)
 
-    def _graphplan_entry(self) -> tuple[nn.Module, str]:
-        return self, ""
+    def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
+        return None if runs_as_written(self) else (self, "")
 
     @never_compiled
     def _graphplan_enter(
@@ -100,6 +108,8 @@ class PlacedModule(ShortNames, KeptInPlace):
         """Run an entry of the module on its own arguments."""
         if is_exported():
             raise PlanError(_EXPORTED)
+        if runs_as_written(self):  # called by its own code, or a hook
+            return _at_inputs(self, entry_of(self, entry)(*args, **kwargs), args, kwargs)
         if is_on_one_device():
             with as_outside():
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
@@ -161,8 +171,14 @@ class PlacedModule(ShortNames, KeptInPlace):
         _follow(self, self._graphplan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _notice_changes(self)
+        with self._graphplan.turns:
+            _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
+
+
+def _at_inputs(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
+    given = tensors_in((args, kwargs))
+    return sent(result, given[0].device, module) if given else result
 
 
 def _run(
@@ -322,30 +338,43 @@ def _notice_changes(module: PlacedModule) -> None:
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
     state, call = module._graphplan, served.call
-    keeps_grad = state.keep_grad or state.step is not None
-    ran: nn.Module | None = module
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
-    if served.form is None:
-        assert state.untraced is not None
-        with as_written():
-            result = state.untraced.run(_as_original(module), served.entry, call, keeps_grad=keeps_grad)
-    else:
-        instead = computes_instead(PlacedView(module).plan)
-        result = state.modulewise.run(module, served.form, call, instead, keeps_grad=keeps_grad)
-        ran = state.modulewise.tree
+    keeps_grad = state.keep_grad or state.step is not None
+    with as_written(module):
+        if served.form is None:
+            assert state.untraced is not None
+            known: CallForm | Untraced = state.untraced
+            result = run_by_modules(module, served.entry, call, known, known.main, keeps_grad=keeps_grad)
+        else:
+            instead = served.form.main or computes_instead(PlacedView(module).plan)
+            with _beside_graphs(module, state, served.form):
+                result = run_by_modules(
+                    module, served.entry, call, served.form, instead, keeps_grad=keeps_grad
+                )
+    return sent(result, device_of_inputs(call), module) if state.return_outputs else result
+
+
+@contextmanager
+def _beside_graphs(module: PlacedModule, state: ModuleState, form: CallForm) -> Iterator[None]:
+    """A call without a graph, of a module that may have graphs: what it leaves there makes these stale.
+
+    Not where the model adds hooks of its own, as transformers does at the first call that is to return all
+    hidden states: graphs go on as they were traced. In a call with the user's hooks, these may have done so.
+    """
+    hooks = hooks_of(module)
+    try:
+        with with_same_buffers(module):
+            yield
+    finally:
+        added = frozenset[Hook]() if form.hooked else hooks_of(module) - hooks
+        state.modulewise.traced |= added
         if state.guard is not None:
-            state.stale = _change(module) or state.stale
+            state.modulewise.left |= not state.guard.same(module)
+            changed = _change(module)
+            state.stale = changed if changed and not added else state.stale
             state.guard.accept(module)
-    return sent(result, device_of_inputs(call), ran) if state.return_outputs else result
-
-
-def _as_original(module: PlacedModule) -> nn.Module:
-    """The very attributes of a module, as its own class."""
-    plain = object.__new__(original_class(module))
-    object.__setattr__(plain, "__dict__", vars(module))
-    return plain
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:

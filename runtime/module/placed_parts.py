@@ -27,7 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from graphplan._compat.torch import call_of, call_without_compiled, set_call
+from graphplan._compat.torch import call_of, call_without_compiled, in_backward, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import signature_of
 from graphplan.capture.structure import leaves_of
@@ -50,14 +50,24 @@ _own_thread = threading.local()
 
 
 @contextmanager
-def as_written() -> Iterator[None]:
-    """A block in which submodules and methods, called in this thread, run their own code."""
-    before = getattr(_own_thread, "as_written", False)
-    _own_thread.as_written = True
+def as_written(whole: nn.Module) -> Iterator[None]:
+    """A block in which a module, its submodules and methods, called in this thread, run their own code."""
+    before = getattr(_own_thread, "as_written", ())
+    _own_thread.as_written = (*before, whole)
     try:
         yield
     finally:
         _own_thread.as_written = before
+
+
+def runs_as_written(whole: nn.Module) -> bool:
+    """Whether this thread is in a block of :func:`as_written` of this module."""
+    return any(one is whole for one in getattr(_own_thread, "as_written", ()))
+
+
+def _is_computed_again(whole: Any) -> bool:
+    """Whether a part of a call that ran without a graph is run by ``torch.utils.checkpoint``, likely."""
+    return in_backward() and bool(whole._graphplan.modulewise.forms)
 
 
 class _Link:
@@ -82,14 +92,14 @@ class _Link:
         Raises:
             PlanError: there is no whole any more.
         """
-        if getattr(_own_thread, "as_written", False):
-            return None
         whole = self._whole()
         if whole is None:
             raise PlanError(
                 f"{self._path!r} is a submodule of a placed model that is gone: keep the model that "
                 "partition returned as long as its submodules are called"
             )
+        if runs_as_written(whole) or _is_computed_again(whole):
+            return None
         found: Any = whole
         for name in self._path.split("."):
             found = None if found is None else found._modules.get(name)

@@ -20,6 +20,7 @@ from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.module_state import Code, ModuleState
+from graphplan.runtime.module.placed_parts import runs_as_written
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.training.training_step import starts_of
 from graphplan.runtime.module.weight_binding import BoundCode
@@ -111,7 +112,8 @@ class ShortNames(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name != "graphplan" and (name.startswith("_") or name not in vars(PlacedView)):
+            hidden = name.startswith("_") or name not in vars(PlacedView) or runs_as_written(self)
+            if name != "graphplan" and hidden:
                 raise
         view = PlacedView(self)
         return view if name == "graphplan" else getattr(view, name)

@@ -82,6 +82,8 @@ class AssignedState:
         losses: attributes that have a gradient, such as losses for others to add.
         makes_tensors: whether the next call may go by tensors that this one has made.
         goes_by_values: whether the trace went by the value of a tensor.
+        data: what the code assigns the ``data`` of.
+        branches: of the code, that go by weights.
         kept_by_hooks: what is to be said of hooks that store something outside of the model.
     """
 
