@@ -56,7 +56,7 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     row(1, 2, "throughput")  # imports and first-use caches
     rows = [row(126, 64, kind) for kind in ("throughput", "latency")]
-    print(table(list(rows[0]), [list(one.values()) for one in rows]))
+    print(table(rows))
     print(f"wrote {write('cluster_planning', {'devices': DEVICES, 'rows': rows})}")
 
 

@@ -69,11 +69,7 @@ def main() -> None:
         again = graphplan.plan(model, budgets, devices=profiled, **options)
         row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}
         rows.append({**row, "by its profile / measured": again.makespan / seconds})
-    shown = [
-        [row["model"], f"{1e3 * row['seconds']:.2f}", *(f"{row[k]:.2f}" for k in list(row)[2:])]
-        for row in rows
-    ]
-    print(table(["model", "ms", *list(rows[0])[2:]], shown))
+    print(table(rows))
     name = "estimates" if key == "cpu" else "gpu_estimates"
     print(f"wrote {write(name, {'device': arguments.device, 'measured': str(measured), 'rows': rows})}")
 

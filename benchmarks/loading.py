@@ -165,9 +165,8 @@ def main() -> None:
         for way, found in zip(WAYS, fills, strict=True)
     ]
     print(f"{size / 1e9:.2f} GB, best of {ROUNDS}\n")
-    print(table(list(rows[0]), [[row["way"], *(f"{v:.4f}" for v in list(row.values())[1:])] for row in rows]))
-    print("\ngraphplan.load, sizes in bytes:")
-    print(table(list(loads[0]), [[f"{figure:.3g}" for figure in row.values()] for row in loads]))
+    print(table(rows))
+    print(f"\ngraphplan.load, sizes in bytes:\n{table(loads)}")
     print(f"wrote {write('loading', {'bytes': size, 'rounds': ROUNDS, 'rows': rows, 'loads': loads})}")
 
 

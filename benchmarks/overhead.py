@@ -138,9 +138,7 @@ def main() -> None:
     rows = list[dict[str, Any]]()
     for workload in (linears(), llama(), llama(tokens=128)):
         rows += measure(workload, GENERATIONS if workload.tokens else ROUNDS, key)
-    figures = ("best_ms", "median_ms", "ratio_of_best", "ratio_of_median")
-    cells = [[row["workload"], row["form"], *(f"{row[key]:.2f}" for key in figures)] for row in rows]
-    print(table(("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median"), cells))
+    print(table(rows))
     clock = "processor" if key == "cpu" else "wall"
     method = f"{clock} time of one process and one thread, forms in turn, garbage collection off"
     rounds = {"rounds": ROUNDS, "generations": GENERATIONS}

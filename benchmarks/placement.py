@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from instances import INSTANCES, Instance, random_chain
 from report import RESULTS, parser_of, table, write
 
 from graphplan.errors import InfeasibleError
-from graphplan.integrations.accelerate.comparison import LESS, Baseline
-from graphplan.message_text import size_text
+from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.params import Limits
 
@@ -39,11 +38,6 @@ class Run:
     cpu_seconds: float
     wall_seconds: float
     proof: str
-
-    @property
-    def effort(self) -> str:
-        """The limit in words."""
-        return "default" if self.limit is None else f"{self.limit:g} s"
 
     @property
     def gap(self) -> float:
@@ -99,64 +93,31 @@ def _run(instance: Instance, limit: float | None) -> Run:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def plan_table(results: Sequence[Result]) -> str:
+def plan_table(results: Iterable[Result]) -> str:
     """A line for each run."""
-    header = ["instance", "operations", "devices", "effort", "ms", "ratio to best", "gap", "CPU s", "wall s"]
-    return table([*header, "proof"], [line for result in results for line in _plan_lines(result)])
-
-
-def _plan_lines(result: Result) -> list[list[str]]:
-    instance = result.instance
-    sizes = [instance.name, str(len(instance.graph.operations)), str(len(instance.topology.devices))]
-    if result.error:
-        return [[*sizes, *["-"] * 6, result.error]]
-    return [
-        [
-            *sizes,
-            run.effort,
-            f"{1e3 * run.seconds:.3f}",
-            f"{run.seconds / result.best:.4f}",
-            f"{100 * run.gap:.2f} %",
-            f"{run.cpu_seconds:.2f}",
-            f"{run.wall_seconds:.2f}",
-            run.proof,
-        ]
+    return table(
+        {
+            "instance": result.instance.name,
+            **asdict(run),
+            "gap": run.gap,
+            "ratio to best": run.seconds / result.best,
+        }
+        for result in results
         for run in result.runs
-    ]
+    )
 
 
-def totals(results: Sequence[Result]) -> str:
-    """Seconds of planning, of all instances together, for each effort."""
-    lines = []
-    for effort in dict.fromkeys(run.effort for result in results for run in result.runs):
-        runs = [run for result in results for run in result.runs if run.effort == effort]
-        cpu, wall = sum(run.cpu_seconds for run in runs), sum(run.wall_seconds for run in runs)
-        lines.append(f"{effort}: {cpu:.1f} CPU s, {wall:.1f} s of wall time for {len(runs)} instances")
-    return "\n".join(lines)
-
-
-def ratio_table(results: Sequence[Result]) -> str:
-    """Our time divided by the baselines', of the instances that have some."""
-    compared = [result for result in results if result.others]
-    names = [other.name for other in compared[0].others] if compared else []
-    rows = []
-    for result in compared:
-        ms = "-" if result.main is None else f"{1e3 * result.main.seconds:.3f}"
-        cells = [_ratio_cell(result, other) for other in result.others]
-        rows.append([result.instance.name, ms, *cells, ", ".join(result.beaten_by()) or "none"])
-    return table(["instance", "ms", *names, "beaten by"], rows)
-
-
-def _ratio_cell(result: Result, other: Baseline) -> str:
-    if other.seconds is None:
-        return other.error[:40]
-    ms = f"{1e3 * other.seconds:.3f} ms"
-    if other.first_over and LESS in other.strategy:
-        ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {size_text(other.first_over)}"
-    if other.over:
-        return f"over by {size_text(other.over)} ({ms})"
-    ratio, mark = result.ratio(other), "  !" if other.name in result.beaten_by() else ""
-    return ms if ratio is None else f"{ratio:.4f} ({ms}){mark}"
+def ratio_table(results: Iterable[Result]) -> str:
+    """Our time divided by that of each baseline, and by how many bytes it is over a budget."""
+    return table(
+        {
+            "instance": result.instance.name,
+            **{b.name: {"ratio": result.ratio(b), "over": b.over, "error": b.error} for b in result.others},
+            "beaten by": ", ".join(result.beaten_by()),
+            "error": result.error,
+        }
+        for result in results
+    )
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -214,10 +175,9 @@ def main(
         results.append(measure(makers[name](), limits))
         path = keep(results)
         print(f"{len(results)}/{len(options.instances)} {name}", flush=True)
-    print(f"\n{plan_table(results)}\n{totals(results)}")
+    print(f"\n{plan_table(results)}")
     print("\nOur time divided by the baselines' (at most 1 is wanted), under the same evaluator")
     print(ratio_table(results))
-    print("first: the map as users ask for it, where it exceeds a budget   !: faster than ours")
     print(f"wrote {path}")
 
 

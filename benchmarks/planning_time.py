@@ -114,27 +114,6 @@ def model_row(name: str, known: Model) -> dict[str, Any]:
     return {"model": name, **best, "plain": plain}
 
 
-def model_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each model: stages, plain export, and how often that is in what comes before the search."""
-    lines = []
-    for row in rows:
-        before = sum(row["seconds"][stage] for stage in ("copy", "capture", "annotate"))
-        line = [row["model"], row["operations"], *(f"{s:.2f}" for s in row["seconds"].values())]
-        ratios = [f"{s:.2f} ({before / s:.2f} x)" for s in row["plain"].values()]
-        lines.append([*line, *ratios])
-    return table(["model", "operations", *rows[0]["seconds"], *rows[0]["plain"]], lines)
-
-
-def stage_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each depth."""
-    lines = []
-    for row in rows:
-        total = sum(row["seconds"].values())
-        lines.append([row["layers"], row["operations"], *(f"{s:.2f}" for s in row["seconds"].values())])
-        lines[-1] += [f"{total:.2f}", f"{total / row['layers']:.3f}", f"{100 * row['gap']:.2f} %"]
-    return table(["layers", "operations", *rows[0]["seconds"], "total s", "s / layer", "gap"], lines)
-
-
 # -- the search alone ------------------------------------------------------------------------------
 
 
@@ -184,18 +163,16 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     stages(llama_70b(1), 2)  # imports and first-use caches
     depths = [{"layers": layers, **stages(llama_70b(layers), MODEL_DEVICES)} for layers in LAYERS]
-    print(stage_table(depths))
+    print(table(depths))
     models = [model_row(name, known) for name, known in FULL_SIZE.items()]
-    print("\n" + model_table(models))
+    print("\n" + table(models))
     rows: list[Row] = []
     for kind in KINDS:
         search(kind, OPERATIONS[0], DEVICES[0])  # first-use caches
         rows += [search(kind, size, cards) for size in OPERATIONS for cards in DEVICES]
-    lines = [[r.kind, r.operations, r.devices, f"{r.seconds:.2f}", f"{100 * r.gap:.1f} %"] for r in rows]
-    print("\n" + table(["graph", "operations", "devices", "CPU s", "gap"], lines))
-    for law in laws(rows):
-        print(f"{law.kind}, {law.devices} devices: {law.scale:.3g} s x operations^{law.exponent:.2f}")
     searches = {"searches": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws(rows)]}
+    for found in searches.values():
+        print("\n" + table(found))
     planned = {"devices": MODEL_DEVICES, "rows": depths, "models": models}
     print(f"wrote {write('planning_time', {**planned, **searches})}")
 

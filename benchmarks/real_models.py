@@ -129,31 +129,13 @@ class Measured:
 # -- tables and results ----------------------------------------------------------------------------
 
 
-def header(rows: Sequence[Row]) -> list[str]:
-    names = ["model", "weights GB", "activations GB", "offloaded GB", "buffers GB", "within", "ms", "gap"]
-    others = [(f"{other.name}: offloaded GB", "ms", "first over MB") for other in rows[0].others]
-    return [*names, "planning s", *itertools.chain.from_iterable(others)]
-
-
-def cells(row: Row) -> list[str]:
+def shown(row: Row) -> dict[str, Any]:
     """One line of the table."""
-    line = [f"{row.model} {row.case}", f"{row.weights / 1e9:.2f}", f"{row.activations / 1e9:.3f}"]
-    if row.error:
-        line += ["-"] * 5 + [row.error.partition(":")[0]]
-    else:
-        line += [f"{row.offloaded / 1e9:.3f}", f"{row.buffer / 1e9:.3f}", "yes" if row.within else "NO"]
-        line += [f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %", f"{row.planning:.1f}"]
-    return line + [cell for other in row.others for cell in _other_cells(row, other)]
-
-
-def _other_cells(row: Row, other: Baseline) -> list[str]:
-    if other.seconds is None:
-        return ["-", other.error[:30], "-"]
-    ms = f"{1e3 * other.seconds:.2f}"
-    first = f"{other.first_over / 1e6:.0f}" if other.first_over else "-"
-    over = f" over {other.over / 1e6:.0f} MB" if other.over else ""
-    mark = "  !" if other.name in row.beaten_by() else ""
-    return [f"{other.offloaded / 1e9:.3f}", ms + over + mark, first]
+    others = {
+        other.name: {"offloaded": other.offloaded, "seconds": other.seconds, "over": other.over}
+        for other in row.others
+    }
+    return {**asdict(row), "others": others, "beaten by": ", ".join(row.beaten_by())}
 
 
 def as_data(row: Row) -> dict[str, Any]:
@@ -194,10 +176,7 @@ def main() -> None:
         gc.collect()
         keep(rows, failed)
     if rows:
-        print(table(header(rows), [cells(row) for row in rows]))
-        print("first over: of the map as users ask for it; where that passes a budget, less is given to it")
-    beaten = [f"{row.model} {row.case}" for row in rows if row.beaten_by()]
-    print(f"a map that keeps the budgets is faster on: {', '.join(beaten) or 'none'}")
+        print(table(map(shown, rows)))
     print(f"wrote {keep(rows, failed)}")
 
 

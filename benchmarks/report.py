@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,8 +83,25 @@ def finished(call: Callable[[], T], device: torch.device) -> T:
     return result
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    return "\n".join(table_lines(header, [list(map(str, row)) for row in rows]))
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each row, a column for each figure that one has: those of a group are ``group figure``."""
+    flat = [dict(_flat(row)) for row in rows]
+    header = list(dict.fromkeys(name for row in flat for name in row))
+    return "\n".join(table_lines(header, [[_cell(row.get(name)) for name in header] for row in flat]))
+
+
+def _flat(row: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{group}{name} ")
+        else:
+            yield f"{group}{name}", value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def recorded(name: str, results: Path = RESULTS) -> dict[str, Any]:

@@ -248,16 +248,12 @@ def main() -> None:
         rows = manager.list()
         mp.spawn(measure, (port, speeds, rows), nprocs=RANKS)
         found = list(rows)
-    lines = []
     for row in found:
         row["ratios"] = {
             figure: {kind: row[figure][kind] / row[figure]["ours"] for kind in CUTS[1:]}
             for figure in ("seconds", "busiest", "estimated")
         }
-        ratios = [f"{row['ratios'][figure][kind]:.2f}" for figure in row["ratios"] for kind in CUTS[1:]]
-        lines.append([row["model"], f"{1e3 * row['seconds']['ours']:.1f}", *ratios])
-    heads = [f"{kind}, {figure}" for figure in ("seconds", "busiest", "estimated") for kind in CUTS[1:]]
-    print(table(["model", "ours (ms)", *heads], lines))
+    print(table({"model": row["model"], "ours": row["seconds"]["ours"], **row["ratios"]} for row in found))
     print(f"wrote {write('stages', {'rounds': ROUNDS, 'microbatches': MICROBATCHES, 'rows': found})}")
 
 

@@ -12,10 +12,10 @@ from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
 from packing import items, pack, sizes_of
-from placement import Result, Run, measure, plan_table, ratio_table, recorded, totals
+from placement import Result, Run, measure, plan_table, ratio_table, recorded
 from placement import keep as keep_placements
 from planning_time import Row, laws
-from real_models import Measured, cells, header, keep
+from real_models import Measured, keep, shown
 from real_models import Row as RealRow
 from report import table
 from second_set import draws, second_set
@@ -282,15 +282,13 @@ def test_the_results_know_a_plan_of_each_of_the_first_set() -> None:
 
 def test_placement_prints_plans_and_ratios(instances: dict[str, Instance]) -> None:
     result = measure(instances["segformer-two"], [None, 2.0])
-    assert [run.effort for run in result.runs] == ["default", "2 s"]
+    assert [run.limit for run in result.runs] == [None, 2.0]
     main = result.main
     assert main is result.runs[0]
     assert all(run.lower_bound <= run.seconds and run.cpu_seconds > 0 for run in result.runs)
     assert result.best <= main.seconds
-    plans = plan_table([result])
-    assert f"{1e3 * main.seconds:.3f}" in plans
-    assert totals([result]).startswith(f"default: {main.cpu_seconds:.1f} CPU s")
-    assert "over by 1.0 GiB" in ratio_table([result])
+    assert f"{main.seconds:.4g}" in plan_table([result])
+    assert str(next(other.over for other in result.others if other.over)) in ratio_table([result])
 
 
 def run_of(limit: float | None, seconds: float, bound: float = 0.0) -> Run:
@@ -309,7 +307,7 @@ def test_who_is_faster_within_the_budgets_beats_us(instances: dict[str, Instance
     cheat = Baseline("cheat", seconds=0.5, over=1)
     result = Result(instances["unet"], [run_of(2, 1.0, 1.0)], [slower, faster, cheat])
     assert result.beaten_by() == ["faster"]
-    assert "2.0000 (500.000 ms)  !" in ratio_table([result])
+    assert "faster ratio" in ratio_table([result])
 
 
 def test_new_placements_replace_old_ones_and_the_best_is_kept(
@@ -369,8 +367,7 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     largest = max(weight.nbytes for weight in measured.graph.weights.values())
     assert 0 < forced.buffer <= 2 * largest
     assert 0.98 <= use_beside_buffers(measured, "1x0.7") <= 1.001
-    text = table(header(rows), [cells(row) for row in rows])
-    assert "resnet-152 2x0.55" in text
+    assert "resnet-152" in table(map(shown, rows))
 
 
 def test_results_of_a_model_take_the_place_of_older_ones(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def main() -> int:
     failed = False
     for name in options.only:
         row = run_campaign(name, CAMPAIGNS[name], options)
-        print(table(["campaign", *row["counts"]], [[name, *row["counts"].values()]]))
+        print(table([{"campaign": name, **row["counts"]}]))
         failed |= bool(row["violations"])
         save(name, row)
     return int(failed)

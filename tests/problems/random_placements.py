@@ -163,10 +163,6 @@ def by_kind(found: Iterable[Record]) -> dict[str, dict[str, Any]]:
     return {name: summary(groups[name]) for name in sorted(groups)}
 
 
-def _cell(figure: object) -> str:
-    return "-" if figure is None else f"{figure:.4g}" if isinstance(figure, float) else str(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -186,8 +182,7 @@ def main() -> None:
         for text in record.violations:
             tqdm.write(f"{record.text} | {text}")
     kinds = by_kind(found)
-    columns = list(next(iter(kinds.values())))
-    print(table(["", *columns], [[name, *map(_cell, row.values())] for name, row in kinds.items()]))
+    print(table({"kind": name, **row} for name, row in kinds.items()))
     wrong = [f"{record.text} | {text}" for record in found for text in record.violations]
     print(f"{len(wrong)} violations in {len(found)} problems")
     worst = sorted((each for each in found if each.ratio), key=lambda each: -(each.ratio or 0))[:20]

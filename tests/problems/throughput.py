@@ -280,13 +280,8 @@ def main() -> None:
         print(f"no workloads in {chosen.folder}")
         return
     rows = [row(workload, chosen.seconds) for workload in found]
-    lines = [[_text(value) for value in one.values()] for one in rows]
-    print(table(list(rows[0]), lines))
+    print(table(rows))
     print(f"wrote {write('throughput', {'seconds': chosen.seconds, 'unit': 'ms', 'rows': rows})}")
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
