@@ -275,7 +275,7 @@ class Recorder(fx.Interpreter):
 
     def _load(self, node: fx.Node, step: Load) -> Any:
         stream = self.env[node.args[0]]  # type: ignore[index]  # the stream is the first argument
-        queues = stream.call.storage.queues
+        queues = stream.storage.queues
         copies = getattr(queues, "copies", None)  # without a stream of their own copies are the host's
         place = self.plan.devices[step.device]
         queues.copies_wait(stream.segments[step.segment].free)  # the copy begins when its slot is free

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,15 +46,18 @@ class _Storage:
         self.device, self.queues = device, queues
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.user: object = None  # stands for the stream whose slots the last call's events are about
-        self.busy = False  # a call is under way, or has broken off
+        self.left = 0  # segments that are to be released: a call is under way, or has broken off
         self.entries = 0  # how often a call has begun, or gone on after another
         self.staging: Staging | None = None  # for what is streamed from files
         weakref.finalize(self, self.queues.settle).atexit = False
 
-    def enter(self, user: object) -> None:
-        """A call begins. After one of another structure, or one that broke off, all work is waited for."""
-        follows = self.user is user and not self.busy
-        self.busy = True
+    def enter(self, user: object, segments: int) -> None:
+        """A call begins, or goes on, with so many segments.
+
+        After one of another structure, or one that broke off, all work is waited for.
+        """
+        follows = self.user is user and self.left <= 0
+        self.left = segments
         self.entries += 1
         self.queues.enter()
         if not follows:
@@ -82,46 +84,13 @@ class _Storage:
         self.queues.enter()  # what this stream did with the memory before comes first
 
 
-class _CallProgress:
-    """How far the call under way has come. It knows no segment: cycles would keep device memory."""
-
-    def __init__(self, storage: _Storage) -> None:
-        self.storage, self.left = storage, 0
-        self.user = object()
-
-    def begin(self, segments: int) -> None:
-        """The first segment is about to be loaded."""
-        self.storage.enter(self.user)
-        self.left = segments
-
-    def resume(self) -> None:
-        """A further segment is about to be loaded: by a backward pass, other calls may have come before."""
-        if self.storage.user is not self.user:
-            self.storage.enter(self.user)
-
-    def released(self) -> None:
-        """One more segment is released; that of the last ends the call."""
-        self.left -= 1
-        if not self.left:
-            self.storage.busy = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A slot's bytes, and the events that tell when it can be read and when it can be loaded anew."""
-
-    place: torch.Tensor
-    ready: Any
-    free: Any
-
-
 class _LoadedSegment:
     """A segment's place in host memory and in the prefetch buffer; what a lowered graph passes on.
 
     Args:
         segment: as planned.
-        slot: that it is loaded into.
-        call: to be told of its release.
+        slot: bytes that it is loaded into, and the events at which these can be read, and loaded anew.
+        storage: that has the slot. It knows no segment: cycles would keep device memory.
         weights: on the host.
         source: its bytes in one piece in host memory, or None.
         parts: offset -> its bytes where they are in files; none where it is in memory.
@@ -130,16 +99,16 @@ class _LoadedSegment:
     def __init__(
         self,
         segment: PrefetchSegment,
-        slot: _Slot,
-        call: _CallProgress,
+        slot: tuple[torch.Tensor, Any, Any],
+        storage: _Storage,
         weights: Sequence[torch.Tensor],
         source: torch.Tensor | None,
         parts: Mapping[int, torch.Tensor],
     ) -> None:
         self.parts = parts
-        self.call, self.names, self.queues = call, segment.weights, call.storage.queues
-        self.ready, self.free = slot.ready, slot.free
-        self.place, self.source = slot.place[: segment.nbytes], source
+        self.storage, self.names, self.queues = storage, segment.weights, storage.queues
+        place, self.ready, self.free = slot
+        self.place, self.source = place[: segment.nbytes], source
         self.views = tuple(
             shaped(self.place[offset : offset + tensor_bytes(weight)], weight)
             for offset, weight in zip(segment.offsets, weights, strict=True)
@@ -150,10 +119,10 @@ class _LoadedSegment:
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
         """Enqueue the copy, behind the last reader of what is in the slot."""
-        self.entry = self.call.storage.entries
+        self.entry = self.storage.entries
         self.queues.copies_wait(self.free)
         in_place = tuple(map(_layout, weights)) == self.layouts
-        staging = self.call.storage.staging
+        staging = self.storage.staging
         if in_place and self.parts and staging is not None:
             staging.copy(self.place, self.parts)
         elif in_place and self.source is not None:
@@ -179,10 +148,10 @@ class _LoadedSegment:
         Raises:
             PlanError: another call has begun since it was loaded.
         """
-        if self.entry != self.call.storage.entries:
+        if self.entry != self.storage.entries:
             raise PlanError(_CALLED_WITHIN)
         self.queues.record_work(self.free)
-        self.call.released()
+        self.storage.left -= 1
 
 
 class WeightStream:
@@ -202,10 +171,10 @@ class WeightStream:
         weights: Mapping[str, torch.Tensor],
         memory: ModuleStreams,
     ) -> None:
-        self.call = _CallProgress(storage)
+        self.storage, self.user = storage, object()
         new = storage.queues.event
         slots = [
-            _Slot(storage.bytes[start : start + nbytes], new(), new())
+            (storage.bytes[start : start + nbytes], new(), new())
             for start, nbytes in zip(buffer.starts, buffer.slots, strict=True)
         ]
         self.segments = []
@@ -216,17 +185,18 @@ class WeightStream:
                 parts = dict(zip(segment.offsets, map(flat_bytes, here), strict=True))
                 storage.stage(segment.nbytes)
             source = None if parts else memory.in_one_piece(segment, [weight.data_ptr() for weight in here])
-            self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
+            self.segments.append(_LoadedSegment(segment, slot, storage, here, source, parts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
         return self  # a copy of generated code uses the same buffer; a copy of the module makes its own
 
     def load(self, index: int, *weights: torch.Tensor) -> _LoadedSegment:
-        """Enqueue the copy of a segment; that of the first begins a call."""
-        if index == 0:
-            self.call.begin(len(self.segments))
-        else:
-            self.call.resume()
+        """Enqueue the copy of a segment; that of the first begins a call.
+
+        Before others, other calls may have come: those of a backward pass.
+        """
+        if index == 0 or self.storage.user is not self.user:
+            self.storage.enter(self.user, len(self.segments) - index)
         segment = self.segments[index]
         segment.load(weights)
         return segment

@@ -287,9 +287,9 @@ def test_after_an_exception_the_next_call_is_right() -> None:
             with pytest.raises(IndexError):
                 placed(X, bad)
             storage = next(iter(placed._graphplan.streams.storages.values()))
-            assert storage.busy
+            assert storage.left
         assert largest_difference(run_placed(machine, placed, (X, good)), model(X, good)) < 1e-5
-        assert not storage.busy
+        assert not storage.left
 
 
 def test_after_an_interrupt_the_next_call_is_right() -> None:
