@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from accelerate.utils import get_max_memory
 
+from graphplan._compat.torch import compiling, current_mode, without_current_mode
 from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.topology import SIMULATED, DeviceKey
 
@@ -40,10 +41,14 @@ class _Current:
 current_machine = _Current()
 
 
-def suspended() -> AbstractContextManager[None]:
+@contextmanager
+def suspended() -> Iterator[None]:
     """A block that a simulated machine does not see, so that a trace is what it is without it."""
-    machine = current_machine.get()
-    return nullcontext() if machine is None else machine.suspended()
+    if not getattr(current_mode(), "simulates", False):
+        yield
+        return
+    with without_current_mode(), compiling("default"):
+        yield
 
 
 def unmetered() -> AbstractContextManager[None]:

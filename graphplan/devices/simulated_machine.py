@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphplan._compat.torch import compiling, current_mode, run_after_backward, without_current_mode
+from graphplan._compat.torch import run_after_backward
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError
 from graphplan.message_text import readable_bytes
@@ -92,15 +92,6 @@ class SimulatedMachine:
             yield
         finally:
             self.paused -= 1
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """A block in which operations are not intercepted, and functions are compiled."""
-        if not getattr(current_mode(), "simulates", False):
-            yield
-            return
-        with without_current_mode(), compiling("default"):
-            yield
 
     def take(self, index: int, nbytes: int) -> None:
         """Allocate; raise SimulatedOutOfMemoryError beyond the capacity."""

@@ -95,9 +95,6 @@ class HookedRun:
             return result
         back = running.given.undo(lambda tensor: tensor.to(device))
         back.holder = running.module
-        for one in running.copies:
-            if one.written and one.here.shape == one.original.shape:
-                one.give_back()
         if not self.way.returns:
             back.replace = lambda tensor: tensor
         return back.within(result)
@@ -125,16 +122,14 @@ class _Running:
         kept: the places of its own tensors that others stand for while it runs, with them and their copies.
         noted: the attributes of these, and of objects that are noted on them, those of their copies, now and
             as they were.
-        noted_tensors: copies of the tensors among them.
         given: what it has in place of its inputs' tensors.
-        copies: those of its inputs' tensors.
+        copies: those of its inputs' tensors, and of the tensors among what is noted.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
         self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
         self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        self.noted_tensors: list[_Copy] = []
         self.copies: list[_Copy] = []
         self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
 
@@ -167,7 +162,7 @@ class _Running:
                 continue
             if isinstance(one, torch.Tensor):
                 known[id(one)] = moved(one, self.device)
-                self.noted_tensors.append(_Copy(one, known[id(one)]))
+                self.copies.append(_Copy(one, known[id(one)]))
             elif is_looked_into(one) and any(noted_tensors(one)):
                 known[id(one)] = copy.copy(one)
                 self._bring_notes(one, known[id(one)], known)
@@ -179,8 +174,8 @@ class _Running:
         """Have the tensors again, with what was written to their copies."""
         for own, mine, before in self.noted:
             own.update({name: mine[name] for name in before if mine[name] is not before[name]})
-        for one in self.noted_tensors:
-            if one.written:
+        for one in self.copies:
+            if one.written and one.here.shape == one.original.shape:
                 one.give_back()
         for table, name, tensor, one in self.kept:
             found = table[name]
