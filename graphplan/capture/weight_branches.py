@@ -9,7 +9,8 @@ which serves calls for as long as the answer is the same::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,9 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import node_of, untraced
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import memories, written_memories
 
 aten = torch.ops.aten
 
@@ -92,8 +92,11 @@ class WeightBranches:
         """What ``operation`` returns, of which the code will know the value; or the value itself."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         nodes = {id(one): node for one in given if (node := node_of(one, tracer)) is not None}
-        needed = _computed_from(tracer.graph, nodes.values())
-        if len(nodes) < len(given) or not all(node in self._names or _is_settled(node) for node in needed):
+        if len(nodes) < len(given) or not self._are_settled(_computed_from(nodes.values(), {})):
+            return operation()
+        writers = _writers(tracer.graph)
+        needed = _computed_from(nodes.values(), writers)
+        if not self._are_settled(needed):
             return operation()
         names = tuple(self._names[node] for node in needed if node in self._names)
         values = [self._value_of(name) for name in names]
@@ -102,7 +105,7 @@ class WeightBranches:
         line = calling_line()
         if line in self._answered:
             asked = tree_map_only(torch.Tensor, lambda one: nodes[id(one)], (args, kwargs))
-            question = self._question(needed, func, *asked)
+            question = self._question(needed, writers.keys(), func, *asked)
             with untraced():
                 answer = _asked(question, values)
             self.found.append(WeightBranch(question, names, repr(answer)))
@@ -122,16 +125,20 @@ class WeightBranches:
         self._answered |= new
         return bool(new)
 
-    def _question(self, needed: Iterable[fx.Node], func: Any, args: Any, kwargs: Any) -> fx.GraphModule:
+    def _are_settled(self, nodes: Iterable[fx.Node]) -> bool:
+        return all(node in self._names or _is_settled(node) for node in nodes)
+
+    def _question(
+        self, needed: Iterable[fx.Node], written: Set[int], func: Any, args: Any, kwargs: Any
+    ) -> fx.GraphModule:
         """A function of the weights that are among the nodes; it writes to copies of them."""
         found, made = fx.Graph(), dict[fx.Node, fx.Node]()
         given = {node: found.placeholder(node.name) for node in needed if node in self._names}
         for node in needed:
             if node in given:
-                written = _is_written(node)
-                made[node] = (
-                    found.call_function(aten.clone.default, (given[node],)) if written else given[node]
-                )
+                made[node] = given[node]
+                if not written.isdisjoint(memories(node)):
+                    made[node] = found.call_function(aten.clone.default, (given[node],))
             else:
                 made[node] = found.node_copy(node, made.__getitem__)
                 made[node].meta.clear()  # which holds on to tensors
@@ -140,7 +147,16 @@ class WeightBranches:
         return fx.GraphModule(nn.Module(), found)
 
 
-def _computed_from(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """What has been written to so far: the memory, and by which nodes."""
+    found = defaultdict[int, list[fx.Node]](list)
+    for node in graph.nodes:
+        for memory in written_memories(node):
+            found[memory].append(node)
+    return found
+
+
+def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]]) -> list[fx.Node]:
     """Nodes, all that these are computed from, and all that has written to what these read, in order."""
     todo, found = list(nodes), set[fx.Node]()
     while todo:
@@ -148,27 +164,8 @@ def _computed_from(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         if node not in found:
             found.add(node)
             todo += node.all_input_nodes
-            if _is_written(node):
-                todo += _writers(graph, {storage_of(one) for one in _tensors(node)})
+            todo += [writer for memory in memories(node) for writer in writers.get(memory, ())]
     return sorted(found)
-
-
-def _writers(graph: fx.Graph, storages: Set[Any]) -> Iterator[fx.Node]:
-    """What has written to any of these memories."""
-    for node in graph.nodes:
-        written = written_arguments(node.target, node.args, node.kwargs)
-        tensors = (one for argument in written if isinstance(argument, fx.Node) for one in _tensors(argument))
-        if any(storage_of(one) in storages for one in tensors):
-            yield node
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_written(node: fx.Node) -> bool:
-    """Whether something has been written to what a node makes, once it was made."""
-    return any(one._version for one in _tensors(node))
 
 
 def _is_settled(node: fx.Node) -> bool:

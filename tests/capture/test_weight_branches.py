@@ -210,3 +210,20 @@ def test_data_of_weights_is_read_and_written(machine: Any) -> None:
     found, expected = placed.linear.weight, eager.linear.weight
     assert torch.equal(found.cpu(), expected)
     assert largest_difference(found.grad.cpu(), expected.grad) < 1e-4
+
+
+def test_running_statistics_are_written_before_they_are_asked(machine: Any) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16, momentum=1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            return x * 2 if self.norm.running_mean[0] > 1 else x
+
+    with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+        graphplan.partition(Normed(), machine.max_memory, (X,), strict=True)
+    eager = Normed().eval()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    assert largest_difference(placed(X), eager(X)) < 1e-6
