@@ -225,3 +225,23 @@ def test_an_error_names_the_machine_and_budgets_that_do() -> None:
 def test_a_model_with_too_few_cuts_is_refused() -> None:
     with pytest.raises(graphplan.InfeasibleError, match=r"where the model can be cut"):
         planned([{"cpu": "1GiB"}] * 4, model=stack(1), stages_per_machine=8)
+
+
+class Skip(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self
+        kept = x = torch.relu(first(x))
+        for layer in others:
+            x = torch.relu(layer(x))
+        return x + kept
+
+
+def test_an_error_names_budgets_that_do_for_another_search_too() -> None:
+    """They were found by what the search that failed had learnt, which the next one does not know."""
+    model, x = Skip(*(nn.Linear(16, 16, bias=False) for _ in range(4))), torch.empty(2, 16, device="meta")
+    machines: list[Any] = [{0: 1964}, {0: 1964}]
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        planned(machines, model=model, x=x, microbatches=2)
+    for (machine, key), nbytes in caught.value.needed.items():
+        machines[machine] = {**machines[machine], key: nbytes}
+    check(planned(machines, model=model, x=x, microbatches=2), machines)

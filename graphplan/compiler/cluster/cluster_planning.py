@@ -87,10 +87,10 @@ class StageSearch:
     boundaries: Boundaries = field(init=False)
     estimates: Estimates = field(init=False)
     placement: StagePlacement = field(init=False)
-    placed: dict[Stretch, StepPlan | None] = field(default_factory=dict)
-    known: dict[Hashable, StepPlan | None] = field(default_factory=dict)
-    refused: CaptureError | None = None
-    fullest: str = ""
+    placed: dict[Stretch, StepPlan | None] = field(init=False, default_factory=dict)
+    known: dict[Hashable, StepPlan | None] = field(init=False, default_factory=dict)
+    refused: CaptureError | None = field(init=False, default=None)
+    fullest: str = field(init=False, default="")
 
     def run(self) -> ClusterPlan:
         """The best plan that is found.
@@ -329,7 +329,7 @@ class StageSearch:
         return InfeasibleError(said)
 
     def _of(self, cluster: Cluster) -> StageSearch:
-        return replace(self, cluster=cluster, placed={}, known={}, refused=None, fullest="")
+        return replace(self, cluster=cluster)
 
     def _trimmed(self, grown: StageSearch, stages: Sequence[Stretch]) -> Cluster:
         """The machines with no more beside their own budgets than stages of grown ones take."""

@@ -36,7 +36,7 @@ class InterleavedSearch(StageSearch):
         growth: class of machines -> (cuts, cuts) factors by which stretches need more than was estimated.
     """
 
-    growth: dict[int, Floats] = field(default_factory=dict)
+    growth: dict[int, Floats] = field(init=False, default_factory=dict)
 
     @property
     def table_count(self) -> int:
