@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, round_up
+from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
@@ -272,30 +273,52 @@ class Arrays:
 
         At least: inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
         """
-        graph, found = self.graph, np.zeros((self.computing, len(self.units)))
-        cpu = self.problem.topology.cpu
+        found = np.zeros((self.computing, len(self.units)))
         for unit, members in enumerate(self.units):
-            for operation in (self.operations[i] for i in members):
-                roots: dict[str, int] = {}
-                fixed: list[tuple[DeviceKey, int]] = []
-                for name in operation.inputs:
-                    value, root = graph.values.get(name), graph.root(name)
-                    if value is None and name in self.problem.fixed_weights:
-                        fixed.append((self.problem.fixed_weights[name], graph.weights[name].nbytes))
-                    elif value is not None and value.is_tensor and root not in graph.weights:
-                        roots[root] = max(roots.get(root, 0), self._least_held(name))
-                made = [graph.values[name].nbytes for name in operation.outputs]
-                for d, spec in enumerate(self.specs):
-                    at_host = d == self.host
-                    mine = [
-                        nbytes for root, nbytes in roots.items() if not (at_host and root in graph.inputs)
-                    ]
-                    for home, nbytes in fixed:  # what is in CPU memory may pass prefetch buffers
-                        if home != spec.key and not (home == cpu and spec.is_accelerator):
-                            mine.append(nbytes)
-                    parts = [*mine, *made, operation.workspace_on(spec.type)]
-                    found[d, unit] = max(found[d, unit], sum(self._allocated(spec, n) for n in parts))
+            for i in members:
+                np.maximum(found[:, unit], self._working_set(self.operations[i]), out=found[:, unit])
         return found
+
+    def _working_set(self, operation: Operation) -> Floats:
+        """(devices that compute,) bytes: see :attr:`working_sets`."""
+        graph, fixed = self.graph, self.problem.fixed_weights
+        made = [graph.values[name].nbytes for name in operation.outputs]
+        read: dict[str, int] = {}
+        copied: list[tuple[DeviceKey, int]] = []
+        for name in operation.inputs:
+            value, root = graph.values.get(name), graph.root(name)
+            if value is None and name in fixed:
+                copied.append((fixed[name], graph.weights[name].nbytes))
+            elif value is not None and value.is_tensor and root not in graph.weights:
+                read[root] = max(read.get(root, 0), self._least_held(name))
+        found = np.zeros(self.computing)
+        for spec, alike in self._kinds:
+            sizes = [*read.values(), *made, operation.workspace_on(spec.type)]
+            found[alike] = sum(self._allocated(spec, nbytes) for nbytes in sizes)
+            for home, nbytes in copied:
+                found[alike & self._copies_from[home]] += self._allocated(spec, nbytes)
+        if self.host < self.computing:  # where inputs are already
+            spec = self.specs[self.host]
+            given = [nbytes for name, nbytes in read.items() if name in graph.inputs]
+            found[self.host] -= sum(self._allocated(spec, nbytes) for nbytes in given)
+        return found
+
+    @cached_property
+    def _kinds(self) -> list[tuple[DeviceSpec, Bools]]:
+        """Of each type of device, one, and which are such: allocators of these round alike."""
+        kinds = {spec.type: spec for spec in reversed(self.specs)}
+        return [(one, np.array([spec.type == kind for spec in self.specs])) for kind, one in kinds.items()]
+
+    @cached_property
+    def _copies_from(self) -> dict[DeviceKey, Bools]:
+        """Home of weights -> which devices hold a copy: what is in CPU memory may pass prefetch buffers."""
+        cpu, homes = self.problem.topology.cpu, set(self.problem.fixed_weights.values())
+        return {
+            home: np.array(
+                [home != spec.key and not (home == cpu and spec.is_accelerator) for spec in self.specs]
+            )
+            for home in homes
+        }
 
     def _measure(self) -> None:
         self.made_bytes, self.copied_bytes = np.zeros((2, len(self.names), len(self.keys)))
