@@ -180,7 +180,7 @@ def _read_staged(
         while under_way:
             finish()
     finally:
-        queues.drain()  # before the buffers go
+        queues.settle()  # before the buffers go
 
 
 def _places(batch: Sequence[Read], buffer: torch.Tensor) -> Iterator[torch.Tensor]:

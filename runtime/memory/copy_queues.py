@@ -45,11 +45,8 @@ class Queues:
     def wait(self, event: Any) -> None:
         """Let the host wait for an event."""
 
-    def drain(self) -> None:
-        """Let the host wait until all copies are done: before the host memory that they read goes."""
-
     def settle(self) -> None:
-        """Let the host wait until all copies and all work are done: before the memory of both goes."""
+        """Let the host wait until all copies and all work are done: before memory goes that they use."""
 
 
 class CudaQueues(Queues):
@@ -90,9 +87,6 @@ class CudaQueues(Queues):
 
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
-
-    def drain(self) -> None:
-        self.copies.synchronize()
 
     def settle(self) -> None:
         self.copies.synchronize()

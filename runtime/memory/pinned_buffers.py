@@ -65,5 +65,5 @@ class Staging:
                 self.queues.copy(target[begin:end], buffer[: end - begin])
                 self.give(index)
             except BaseException:  # an interrupt in between: the buffer is read, and no event says so
-                self.queues.drain()
+                self.queues.settle()
                 raise

@@ -68,7 +68,7 @@ class _Storage:
         """Have buffers for copies of segments of up to so many bytes from files."""
         nbytes = min(nbytes, STAGED_BYTES)
         if self.staging is None or self.staging.nbytes < nbytes:
-            self.queues.drain()
+            self.queues.settle()
             self.staging = None  # before the larger ones are there
             self.staging = Staging(self.queues, nbytes, _BUFFERS, pinned=self.device.type == "cuda")
 

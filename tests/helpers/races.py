@@ -116,9 +116,6 @@ class ClockedQueues:
     def join(self) -> None:
         self.log.wait(COPIES, self.log.snapshot(WORK))
 
-    def drain(self) -> None:
-        pass
-
     def settle(self) -> None:
         pass
 
@@ -234,7 +231,5 @@ class DelayedQueues(ClockedQueues):
     def work_waits(self, event: Any) -> None:
         event.done.result()
 
-    def drain(self) -> None:
+    def settle(self) -> None:
         self.pool.submit(lambda: None).result()
-
-    settle = drain
