@@ -19,7 +19,7 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
-from graphplan.runtime.fallback.module_by_module import CallForm
+from graphplan.runtime.fallback.module_by_module import CallForm, Untraced
 from graphplan.runtime.module.dispatch_cache import find_route
 from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
@@ -55,11 +55,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServedByModules:
-    """A call that no program serves, and its form; None where that of every call is served so."""
+    """A call that no program serves, and what is known of those like it."""
 
     entry: str
     call: BoundCall
-    form: CallForm | None = None
+    known: CallForm | Untraced
 
 
 def serve(
@@ -83,7 +83,7 @@ def serve(
         GraphplanError: the call has a new structure, and cannot be captured or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
-        return ServedByModules(entry, bind_call(signature, args, kwargs))
+        return ServedByModules(entry, bind_call(signature, args, kwargs), state.untraced)
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
         reader = state.reader = state.new_reader(module)
@@ -95,7 +95,7 @@ def serve(
         if state.modulewise.find(entry, call, modes) is None:
             state.start = state.retry
             return None
-        return ServedByModules(entry, call)
+        return ServedByModules(entry, call, state.untraced)
     if state.hooked():
         with state.turns:  # those that a call in another thread has for its time are none
             hooked = state.hooked()

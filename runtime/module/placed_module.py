@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Self
@@ -36,7 +36,6 @@ from graphplan.runtime.fallback.graph_modules import graph_methods
 from graphplan.runtime.fallback.hooked_run import entry_of
 from graphplan.runtime.fallback.module_by_module import (
     CallForm,
-    Untraced,
     computes_instead,
     device_of_inputs,
     run_by_modules,
@@ -341,18 +340,14 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
-    keeps_grad = state.keep_grad or state.step is not None
-    with as_written(module):
-        if served.form is None:
-            assert state.untraced is not None
-            known: CallForm | Untraced = state.untraced
-            result = run_by_modules(module, served.entry, call, known, known.main, keeps_grad=keeps_grad)
-        else:
-            instead = served.form.main or computes_instead(PlacedView(module).plan)
-            with _beside_graphs(module, state, served.form):
-                result = run_by_modules(
-                    module, served.entry, call, served.form, instead, keeps_grad=keeps_grad
-                )
+    keeps_grad, known = state.keep_grad or state.step is not None, served.known
+    instead = known.main
+    beside: AbstractContextManager[None] = nullcontext()
+    if isinstance(known, CallForm):
+        instead = instead or computes_instead(PlacedView(module).plan)
+        beside = _beside_graphs(module, state, known)
+    with as_written(module), beside:
+        result = run_by_modules(module, served.entry, call, known, instead, keeps_grad=keeps_grad)
     return sent(result, device_of_inputs(call), module) if state.return_outputs else result
 
 
