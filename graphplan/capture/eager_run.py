@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, storage_of
-from graphplan.capture.changes.assigned_state import restored_buffers
+from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
@@ -167,7 +167,8 @@ def _raised(
     args, kwargs = unflatten(list(map(_own, leaf_names(call), leaves)), call.spec)
     try:
         outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
-        with quiet(), undrawn(module), outside[0], outside[1], mode, restored_buffers(module):
+        buffers = restored(part._buffers for part in module.modules())
+        with quiet(), undrawn(module), outside[0], outside[1], mode, buffers:
             copy_context().run(run, *args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error

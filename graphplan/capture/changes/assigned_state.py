@@ -15,7 +15,7 @@ of these it is shows in a trace of the call that comes next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_not
 from typing import Any
@@ -42,11 +42,6 @@ WRITTEN = "written to in place"
 
 class KeptStateError(NoGraphError):
     """A call leaves in attributes what the next goes by: the model itself is to run, and no copy of it."""
-
-
-def restored_buffers(module: nn.Module) -> AbstractContextManager[None]:
-    """A block after which the modules of a tree have the buffers that they had."""
-    return restored(part._buffers for part in module.modules())
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from graphplan.capture.saved.plain_values import NotSavedError
 from graphplan.capture.saved.source_files import state_of
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic, slice)
 _CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _OF_PROCESS = ("_original_object_hash", "_abc_impl")  # hashes of transformers' GenerationConfig; caches
@@ -146,8 +146,6 @@ class Description:
             self.note("pattern", value.pattern, value.flags)
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self.note("array", value.dtype, value.shape, value.tobytes())
-        elif isinstance(value, slice):
-            self.note(repr(value))
         elif isinstance(value, pytree.TreeSpec):
             self.add((value.type, value.context, value.children()), where)
         elif _is_of_python(type(value)):
