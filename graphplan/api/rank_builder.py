@@ -20,7 +20,7 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.capture.sizes.microbatches import Divided
 from graphplan.compiler.capture_cache import Captures
-from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
+from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result
 from graphplan.compiler.cluster.cluster_planning import Cluster
 from graphplan.compiler.cluster.stage_compiler import StageSource, stage_source
 from graphplan.compiler.pipeline import AHEAD
@@ -196,7 +196,7 @@ class RankBuilder:
             )
         return ClusterCall(
             self._runner(key, wires, 1 if stay else self.plan.microbatches),
-            lambda part: traced_inputs(capture, part),
+            capture.inputs_in,
             [wires.of(name) for name in results_of(capture, caches_stay=stay)],
             lambda results, call: rebuild_result(capture, wires, results, call),
             self._ranks[-1],

@@ -114,6 +114,10 @@ class Capture:
         """The graph: weights and inputs are placeholders, results one flat tuple."""
         return self.module.graph
 
+    def inputs_in(self, call: BoundCall) -> dict[str, Any]:
+        """What the graph takes in a call, by node name."""
+        return dict(zip(self.inputs, self.signature.traced(call).leaves, strict=True))
+
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The flattened results: nodes, and constants that pass through."""

@@ -205,8 +205,7 @@ def _named_apart(found: Capture) -> Capture:
 
 def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
     """The capture, with sizes that the data decides as in the example."""
-    traced = found.signature.traced(call)
-    values = dict(zip(found.inputs, traced.leaves, strict=True))
+    values = found.inputs_in(call)
     for node, name in found.weights.items():
         tensor = found.constants.get(name, model_copy.weights.tensors.get(name))
         if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:

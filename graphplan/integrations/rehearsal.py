@@ -121,8 +121,7 @@ class Rehearsal:
         return self._answer(capture, known.number, call)
 
     def _answer(self, capture: Capture, number: int, call: BoundCall) -> Any:
-        traced = capture.signature.traced(call)
-        sizes = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
+        sizes = sizes_of_call(capture.graph, capture.inputs, list(capture.inputs_in(call).values()))
         flat = [_zeros(result, sizes) for result in capture.outputs]
         self._kept.append(flat)
         self._made |= {id(t): (number, i) for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}

@@ -25,7 +25,7 @@ class Wires:
 
     def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:
         self.trained = trained
-        self.capture, self.inputs = capture, traced_inputs(capture, micro)
+        self.capture, self.inputs = capture, capture.inputs_in(micro)
         here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
         self.sizes = {**capture.sizes, **here}
         self.nodes = {node.name: node for node in capture.graph.nodes}
@@ -63,12 +63,6 @@ class Wires:
         return torch.empty(self.of(name).shape, dtype=self.of(name).dtype)
 
 
-def traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
-    """The inputs of a graph in a call, by name."""
-    traced = capture.signature.traced(part)
-    return dict(zip(capture.inputs, traced.leaves, strict=True))
-
-
 def rebuild_result(
     capture: Capture, wires: Wires, results: Mapping[str, torch.Tensor], call: BoundCall
 ) -> Any:
@@ -80,7 +74,7 @@ def rebuild_result(
         elif item.name in results:
             flat.append(results[item.name])
         elif item.name in wires.inputs:
-            flat.append(traced_inputs(capture, call)[item.name])
+            flat.append(capture.inputs_in(call)[item.name])
         else:
             flat.append(wires.absent(item.name))
     given = {name: call.kwargs[name] for name in capture.given}
