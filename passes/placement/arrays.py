@@ -324,11 +324,13 @@ class Arrays:
         self.made_bytes, self.copied_bytes = np.zeros((2, len(self.names), len(self.keys)))
         self.workspace = np.zeros((self.computing, self.count + 1))
         sizes = self.nbytes.astype(np.int64).tolist()
-        for d, spec in enumerate(self.specs):
-            self.made_bytes[: self.values, d] = [self._allocated(spec, v.nbytes) for v in self.tensors]
-            self.copied_bytes[:, d] = [self._allocated(spec, nbytes) for nbytes in sizes]
+        for spec, alike in self._kinds:
+            made = [self._allocated(spec, value.nbytes) for value in self.tensors]
+            copied = [self._allocated(spec, nbytes) for nbytes in sizes]
             workspace = [operation.workspace_on(spec.type) for operation in self.operations]
-            self.workspace[d, :-1] = [self._allocated(spec, nbytes) for nbytes in workspace]
+            for d in np.flatnonzero(alike):
+                self.made_bytes[: self.values, d], self.copied_bytes[:, d] = made, copied
+                self.workspace[d, :-1] = [self._allocated(spec, nbytes) for nbytes in workspace]
 
     @cached_property
     def views(self) -> tuple[Ints, list[Ints]]:

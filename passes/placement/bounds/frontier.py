@@ -219,8 +219,11 @@ class Frontier:
         """Whether a copy to some device costs more from one device than from another."""
         if value.maker < 0:
             return False
-        makers = self._makers(value)
-        return any(len({value.seconds[h, d] for h in makers if h != d}) > 1 for d in range(self.devices))
+        makers = np.array(self._makers(value))
+        seconds, own = value.seconds[makers, : self.devices], makers[:, None] == np.arange(self.devices)
+        least = np.where(own, np.inf, seconds).min(axis=0, initial=np.inf)
+        most = np.where(own, -np.inf, seconds).max(axis=0, initial=-np.inf)
+        return bool((least < most).any())
 
     # -- steps ---------------------------------------------------------------------------------------
 

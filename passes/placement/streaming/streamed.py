@@ -250,7 +250,8 @@ class StreamedSearch:
         They are those that fill a slot, or all that go into it where these are not enough.
         """
         arrays, frontier = self.arrays, self.guide
-        mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
+        units = np.unique(arrays.unit_of[devices == device])
+        mine = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
         mine = [i for i in mine if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
         filling = [i for i in mine if arrays.nbytes[i] * PARAMS.slot_ratio > slot]
         if np.isfinite(slot) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
