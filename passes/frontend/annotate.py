@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.devices.machine import suspended
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Schedule
@@ -72,7 +73,7 @@ class Annotator:
 
     def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
         reader = GraphReader(self.capture, self.weights, kinds)
-        with silenced("torch._subclasses.fake_tensor"):
+        with silenced("torch._subclasses.fake_tensor"), suspended():  # no operation computes anything
             reader.read(self.interpreter, schedule, usual)
         graph = reader.graph()
         graph.verify()

@@ -99,13 +99,17 @@ class Interpreter:
             return {"": self._compute_scalar(node, leaves, spec)}
         effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
+        runs: dict[torch.device, Effect] = {}  # a type without a backend here has those of the CPU
         for device_type in self.device_types:
+            device = _fake_device(device_type)
             try:
-                run = run_fake(node.target, leaves, spec, _fake_device(device_type), self.mode)
+                if device not in runs:
+                    runs[device] = run_fake(node.target, leaves, spec, device, self.mode)
             except Exception as error:  # a kernel without a fake may raise anything
                 if not effects:
                     return {"": self._recorded(node, error)}
                 continue  # Operation.workspace_on takes the largest that is known
+            run = runs[device]
             workspace[device_type] = run.workspace[""]
             if device_type == "cuda" and self.bench is not None:
                 results = sum(one.nbytes for one in run.results)

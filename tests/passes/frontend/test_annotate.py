@@ -17,7 +17,7 @@ from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.frontend import fake_operation
+from graphplan.passes.frontend import fake_interpreter, fake_operation
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.fake_operation import Effect, run_fake
 from graphplan.passes.frontend.flop_formulas import flops_of
@@ -25,6 +25,7 @@ from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.schedule.transfers import build_schedule
+from graphplan.runtime.simulate.simulated_backend import SimulationMode
 
 
 def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
@@ -345,6 +346,37 @@ def test_what_is_moved_arrives_dense(part: Any) -> None:
     assert stays.operations["reshape"].bytes_accessed == moved.operations["reshape"].bytes_accessed == 0
     together = build_schedule(stays, topology, Assignment(dict.fromkeys(devices, 0), {}), 0)
     assert annotator.graph(together).operations["reshape"].bytes_accessed == 256
+
+
+def test_for_a_card_that_is_not_here_operations_run_as_for_the_cpu_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[Any] = []
+
+    def run(target: Any, *rest: Any) -> Effect:
+        ran.append(target)
+        return run_fake(target, *rest)
+
+    monkeypatch.setattr(fake_interpreter, "run_fake", run)
+    graph = graph_of(nn.Linear(4, 4), torch.ones(2, 4), types=("cpu", "cuda"))
+    assert ran == [torch.ops.aten.linear.default]
+    assert set(graph.operations["linear"].workspace) == {"cpu", "cuda"}
+
+
+def test_a_simulated_machine_is_not_asked_for_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def dispatch(_mode: Any, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.append(func)
+        return func(*args, **(kwargs or {}))
+
+    model_copy = ModelCopy(nn.Linear(37, 3))
+    with simulate({0: "1MiB"}):
+        found = capture(model_copy, model_copy.bind((torch.ones(2, 37),), {}))
+        monkeypatch.setattr(SimulationMode, "__torch_dispatch__", dispatch)
+        graph = Annotator(found, model_copy.weights, ["sim", "cpu"]).graph()
+    assert not asked
+    assert set(graph.operations["linear"].workspace) == {"cpu", "sim"}
 
 
 def test_of_two_readings_every_value_has_its_larger_bytes() -> None:
