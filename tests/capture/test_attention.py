@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from builders import largest_difference
-from shortcuts import short_search
 from torch import nn
 from torch.nn import functional
 
@@ -76,7 +75,7 @@ def test_results_and_gradients_are_those_of_eager(name: str, simulated: bool) ->
     options, given = CASES[name]
     model = Attention(**options)
     expected = step(copy.deepcopy(model), given)
-    with graphplan.simulate({0: "1MiB"}) as machine, short_search():
+    with graphplan.simulate({0: "1MiB"}) as machine:
         budgets = machine.max_memory if simulated else {"cpu": "1GiB"}
         placed = graphplan.partition(model, budgets, tuple(given), train=True)
         for found, one in zip(step(placed, given), expected, strict=True):

@@ -10,7 +10,6 @@ import accelerate
 import pytest
 import torch
 import transformers
-from shortcuts import short_search
 from torch import nn
 from training_steps import ROOMY, gap, gradients_of, needed, step_of
 
@@ -61,13 +60,12 @@ def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
     inputs = batch_of(rows(2))
     expected = losses(llama(), tmp_path)
     assert len(expected) == 20
-    with short_search():
-        size = needed(llama(), inputs, optimizer=ADAMW)
-        with graphplan.simulate({0: int(0.7 * size)}) as machine:
-            budgets = {**machine.max_memory, "cpu": ROOMY}
-            placed = graphplan.partition(llama(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
-            assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
-            assert machine.peak_bytes(0) <= budgets[0]
+    size = needed(llama(), inputs, optimizer=ADAMW)
+    with graphplan.simulate({0: int(0.7 * size)}) as machine:
+        budgets = {**machine.max_memory, "cpu": ROOMY}
+        placed = graphplan.partition(llama(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+        assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
+        assert machine.peak_bytes(0) <= budgets[0]
 
 
 def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> None:
@@ -80,7 +78,7 @@ def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> 
     example = {**batch_of(rows(2)), "num_items_in_batch": torch.ones_like(calls[0]["num_items_in_batch"])}
     model = llama()
     model.config.use_cache = False
-    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+    with graphplan.simulate({0: "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=example, train=True, optimizer=ADAMW)
         losses(placed, tmp_path)
         assert len(placed.plans) == 1
@@ -90,7 +88,7 @@ def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> 
 def test_gradient_checkpointing_is_left_to_the_plan(tmp_path: Path) -> None:
     """The Trainer would add a hook to the embeddings, with which the model ran module by module."""
     expected, inputs = losses(llama(), tmp_path), batch_of(rows(2))
-    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+    with graphplan.simulate({0: "1GiB"}) as machine:
         placed = graphplan.partition(llama(), machine.max_memory, kwargs=inputs, train=True, optimizer=ADAMW)
         with pytest.warns(graphplan.GraphplanWarning) as told:
             found = losses(placed, tmp_path, gradient_checkpointing=True)
@@ -105,7 +103,7 @@ def test_gradient_checkpointing_of_an_adapters_model_is_too() -> None:
     peft: Any = pytest.importorskip("peft")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).train()
     inputs = batch_of(rows(2))
-    with short_search(), graphplan.simulate({0: "1GiB"}) as machine:
+    with graphplan.simulate({0: "1GiB"}) as machine:
         placed = graphplan.partition(copy.deepcopy(adapted), machine.max_memory, kwargs=inputs, train=True)
         for one in (placed, placed.base_model.model):
             with pytest.warns(graphplan.GraphplanWarning, match="left to its plan"):
@@ -132,16 +130,15 @@ class Plain(nn.Module):
 def test_trainers_do_not_move_a_plain_module(tmp_path: Path) -> None:
     inputs = batch_of(rows(2))
     expected = losses(Plain(), tmp_path)
-    with short_search():
-        size = needed(Plain(), inputs, optimizer=ADAMW)
-        with graphplan.simulate({0: int(0.7 * size)}) as machine:
-            budgets = {**machine.max_memory, "cpu": ROOMY}
-            placed = graphplan.partition(Plain(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
-            devices = [weight.device for weight in placed.parameters()]
-            assert len(set(devices)) == 2
-            assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
-            assert accelerate.Accelerator(cpu=True).prepare(placed) is placed
-            assert [weight.device for weight in placed.parameters()] == devices
+    size = needed(Plain(), inputs, optimizer=ADAMW)
+    with graphplan.simulate({0: int(0.7 * size)}) as machine:
+        budgets = {**machine.max_memory, "cpu": ROOMY}
+        placed = graphplan.partition(Plain(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+        devices = [weight.device for weight in placed.parameters()]
+        assert len(set(devices)) == 2
+        assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
+        assert accelerate.Accelerator(cpu=True).prepare(placed) is placed
+        assert [weight.device for weight in placed.parameters()] == devices
 
 
 def test_accelerate_does_not_move_a_module_of_one_parameter() -> None:
@@ -161,16 +158,15 @@ def test_an_adapter_trains_on_a_base_that_is_streamed() -> None:
 
     inputs = batch_of(rows(2))
     eager = adapted()
-    with short_search():
-        size = needed(copy.deepcopy(eager), inputs, optimizer=ADAMW)
-        with graphplan.simulate({0: size // 2}) as machine:
-            budgets = {**machine.max_memory, "cpu": ROOMY}
-            placed = graphplan.partition(adapted(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
-            assert placed.plan.streamed_bytes
-            for model in (placed, eager):
-                step_of(model, inputs)
-            found = gradients_of(placed)
-            assert gap(found, gradients_of(eager)) < 1e-5
-            assert {name for name, gradient in found.items() if gradient is not None} == {
-                name for name in found if "lora" in name
-            }
+    size = needed(copy.deepcopy(eager), inputs, optimizer=ADAMW)
+    with graphplan.simulate({0: size // 2}) as machine:
+        budgets = {**machine.max_memory, "cpu": ROOMY}
+        placed = graphplan.partition(adapted(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+        assert placed.plan.streamed_bytes
+        for model in (placed, eager):
+            step_of(model, inputs)
+        found = gradients_of(placed)
+        assert gap(found, gradients_of(eager)) < 1e-5
+        assert {name for name, gradient in found.items() if gradient is not None} == {
+            name for name in found if "lora" in name
+        }

@@ -92,8 +92,7 @@ def test_one_accelerator_with_the_cpu(size: int, share: float) -> None:
 
 
 def test_two_accelerators(size: int) -> None:
-    with short_search():
-        plan = check_training(stack(), batch(), {0: int(0.65 * size), 1: int(0.65 * size)})
+    plan = check_training(stack(), batch(), {0: int(0.65 * size), 1: int(0.65 * size)})
     assert {stage.device for stage in plan.stages} == {0, 1}
 
 
@@ -140,7 +139,7 @@ def test_a_model_that_returns_its_caches_beside_the_loss() -> None:
 
 def test_gradients_accumulate_and_scale_as_in_eager() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         for model in (placed, eager):
             for seed in range(3):
@@ -151,7 +150,7 @@ def test_gradients_accumulate_and_scale_as_in_eager() -> None:
 
 def test_a_gradient_scaler_and_clipping_over_two_devices() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
         placed = graphplan.partition(
             own, machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW, pin={"head": 1, "embed": 0}
         )
@@ -172,7 +171,7 @@ def test_a_gradient_scaler_and_clipping_over_two_devices() -> None:
 
 def test_hooks_of_parameters_see_gradients_as_in_eager() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         seen: dict[str, list[float]] = {"placed": [], "eager": []}
         for what, model in (("placed", placed), ("eager", eager)):
@@ -209,7 +208,7 @@ def test_weights_that_their_hooks_change_are_read_before(both: bool) -> None:
         weight.grad = None
 
     eager, x = Products(), torch.randn(4, 8)
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, copy.deepcopy(eager), kwargs={"x": x}, train_outputs=["one", "two"])
         for model in (placed, eager):
             for weight in model.parameters():
@@ -238,7 +237,7 @@ def test_weights_that_their_hooks_change_are_copied_before() -> None:
         done.append("second" if any(weight is model.second for model in (placed, eager)) else "first")
 
     pin = {name: "cpu" for name, _ in eager.named_parameters()}
-    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine:
         placed = partitioned(
             machine, copy.deepcopy(eager), kwargs={"x": x}, train_outputs="one", pin=pin, cpu_compute=False
         )
@@ -256,7 +255,7 @@ def test_weights_that_their_hooks_change_are_copied_before() -> None:
 
 def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, kwargs=batch())
         seen: dict[nn.Module, list[str]] = {placed: [], eager: []}
         for model, calls in seen.items():
@@ -275,7 +274,7 @@ def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
 
 def test_custom_loss_of_results_outside_of_the_model() -> None:
     eager, own, inputs = stack(), stack(), {"ids": batch()["ids"]}
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, kwargs=inputs, train_outputs="logits")
         for model in (placed, eager):
             torch.manual_seed(1)
@@ -285,7 +284,7 @@ def test_custom_loss_of_results_outside_of_the_model() -> None:
 
 
 def test_a_gradient_by_a_result_that_is_not_trained_is_an_error() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         result = placed(**batch())
         with pytest.raises(RuntimeError, match=r"'logits'.*'loss' alone.*train_outputs="):
@@ -296,7 +295,7 @@ def test_a_gradient_by_a_result_that_is_not_trained_is_an_error() -> None:
 
 def test_one_of_two_results_in_the_loss() -> None:
     eager, own = stack().eval(), stack().eval()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, train_outputs=["loss", "logits"])
         for model in (placed, eager):
             result = model(**batch())
@@ -308,7 +307,7 @@ def test_one_of_two_results_in_the_loss() -> None:
 
 def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
     eager, own = stack().eval(), stack().eval()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         before = machine.live_bytes(0)
         with torch.no_grad():
@@ -321,7 +320,7 @@ def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
 def test_evaluation_between_forward_and_backward(size: int) -> None:
     eager, own = stack(), stack()
     budgets = {0: int(0.7 * size), **CPU}  # what is evaluated in between takes more
-    with graphplan.simulate({0: 2 * size, **CPU}), short_search():
+    with graphplan.simulate({0: 2 * size, **CPU}):
         placed = graphplan.partition(
             own,
             budgets,
@@ -345,8 +344,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     model = stack()
     model.layers[0].requires_grad_(False)
     model.embed.requires_grad_(False)
-    with short_search():
-        plan = check_training(model, batch(), {0: ROOMY})
+    plan = check_training(model, batch(), {0: ROOMY})
     beside = {weight.name: weight.beside for weight in plan.graph.weights.values()}
     assert beside["layers.0.up.weight"] == ()
     assert len(beside["layers.1.up.weight"]) == 3
@@ -356,7 +354,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
 
 def test_requires_grad_switched_later_is_another_structure() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         for model in (placed, eager):
             step_of(model, batch())
@@ -369,7 +367,7 @@ def test_requires_grad_switched_later_is_another_structure() -> None:
 
 
 def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         model = stack()
         model.embed.requires_grad_(False)
         placed = partitioned(machine, model)
@@ -385,7 +383,7 @@ def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
 def test_steps_of_all_parameters_at_once_over_two_devices(how: dict[str, bool]) -> None:
     eager, own = stack(layers=1), stack(layers=1)
     made = functools.partial(ADAMW, lr=1e-3, **how)
-    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
         placed = partitioned(machine, own, optimizer=made, pin={"head": 1, "embed": 0})
         for model in (placed, eager):
             optimizer = made(model.parameters())
@@ -400,7 +398,7 @@ def test_steps_of_all_parameters_at_once_over_two_devices(how: dict[str, bool]) 
 
 def test_autocast_in_bfloat16() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, train=True)
         for model in (placed, eager):
             torch.manual_seed(0)
@@ -425,8 +423,7 @@ def test_an_lstm_on_the_cpu() -> None:
     torch.manual_seed(0)
     own, inputs = Recurrent(), {"x": torch.randn(2, 3, 8)}
     eager = copy.deepcopy(own)
-    with short_search():
-        placed = graphplan.partition(own, CPU, kwargs=inputs, strict=True, train=True)
+    placed = graphplan.partition(own, CPU, kwargs=inputs, strict=True, train=True)
     for model in (placed, eager):
         step_of(model, inputs)
     assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
@@ -435,23 +432,21 @@ def test_an_lstm_on_the_cpu() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_step_of_the_optimizer_is_no_change_of_a_recurrent_layer(kind: Any) -> None:
     """These layers have their weights in a list too."""
-    with warnings.catch_warnings(), short_search():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_training(kind(8, 8), {"input": torch.randn(3, 2, 8)}, {0: ROOMY}, exact=False)
 
 
 def test_a_fused_optimizer() -> None:
     fused = functools.partial(ADAMW, fused=True)
-    with short_search():
-        check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=fused, exact=False)
+    check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=fused, exact=False)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bool) -> None:
     made = functools.partial(kind, foreach=foreach)
-    with short_search():
-        check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=made, exact=False)
+    check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=made, exact=False)
 
 
 def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
@@ -466,7 +461,7 @@ def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
 
 
 def test_dropout_is_that_of_the_seed_and_another_for_another() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         losses = [float(step_of(placed, batch(), seed)) for seed in (1, 1, 2)]
         assert losses[0] == losses[1] != losses[2]
@@ -477,10 +472,9 @@ def test_batch_norm_statistics_change_once_a_step() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
     )
-    with short_search():
-        inputs = {"input": torch.randn(4, 3, 16, 16)}
-        room = needed(model, inputs, optimizer=ADAMW)
-        check_training(model, inputs, {0: int(0.8 * room), **CPU})
+    inputs = {"input": torch.randn(4, 3, 16, 16)}
+    room = needed(model, inputs, optimizer=ADAMW)
+    check_training(model, inputs, {0: int(0.8 * room), **CPU})
 
 
 def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
@@ -493,14 +487,13 @@ def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.relu(self.linear(x)) * self.scale.exp()
 
-    with short_search():
-        plan = check_training(Scaled(), {"x": torch.randn(256, 64)}, {0: ROOMY})
+    plan = check_training(Scaled(), {"x": torch.randn(256, 64)}, {0: ROOMY})
     assert plan.graph.weights["scale"].beside == (4, 4, 4)
 
 
 def test_copies_and_pickles_train_too() -> None:
     eager, own = stack(), stack()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         copied, unpickled = copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))
         step_of(eager, batch())
@@ -654,7 +647,7 @@ def test_parameters_of_inference_mode_are_placed_at_the_first_call() -> None:
 def test_what_is_noted_on_parameters_stays() -> None:
     own = stack()
     own.head.bias.no_decay = True  # type: ignore[union-attr]  # as optimizers are told
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         assert placed.head.bias.no_decay
         assert copy.deepcopy(placed).head.bias is not placed.head.bias
@@ -676,7 +669,7 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
 ) -> None:
     own, inputs, peak = stack(), batch(), size_of_one_batch
     assert peak < size
-    with graphplan.simulate({0: int(share * peak), **CPU}) as machine, short_search():
+    with graphplan.simulate({0: int(share * peak), **CPU}) as machine:
         placed = graphplan.partition(
             copy.deepcopy(own), machine.max_memory, kwargs=inputs, train=True, **ONE_BATCH
         )
@@ -713,7 +706,7 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
 
 def test_gradients_that_a_hook_keeps_are_its_own() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    with graphplan.simulate({0: "1MiB"}) as machine, short_search():
+    with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
         kept: list[torch.Tensor] = []
         for parameter in placed.parameters():
@@ -728,11 +721,10 @@ def test_nothing_of_a_training_step_stays_on_disk() -> None:
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(8, 64)
     options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
     budgets = {0: 100 << 10, "cpu": 100 << 10, "disk": ROOMY}
-    with short_search():
-        with pytest.raises(graphplan.InfeasibleError, match="0 bytes of weights left on disk") as caught:
-            graphplan.plan(model, budgets, (x,), **options)
-        assert "save_pretrained" not in str(caught.value)
-        plan = graphplan.plan(model, dict(caught.value.needed), (x,), **options)
+    with pytest.raises(graphplan.InfeasibleError, match="0 bytes of weights left on disk") as caught:
+        graphplan.plan(model, budgets, (x,), **options)
+    assert "save_pretrained" not in str(caught.value)
+    plan = graphplan.plan(model, dict(caught.value.needed), (x,), **options)
     assert "disk" not in plan.placement.values()
     assert "optimizer" in str(plan)
 
@@ -746,7 +738,7 @@ def test_what_accumulate_gradients_goes_with() -> None:
 
 
 def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
-    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
         plan = graphplan.plan(
             stack(), machine.max_memory, kwargs=batch(), train=True, pin={"layers.1": 1, "layers.0": 0}
         )
@@ -760,7 +752,7 @@ def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None
 
 
 def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         loss = placed(**batch())["loss"]
         loss.backward(retain_graph=True)
@@ -789,7 +781,7 @@ def _replace(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [_assign, _write_data, _replace])
 def test_weights_replaced_before_backward_are_an_error(change: Callable[[nn.Module], None]) -> None:
     x = torch.randn(3, 8, requires_grad=True)
-    with short_search(), graphplan.simulate({0: ROOMY}) as machine:
+    with graphplan.simulate({0: ROOMY}) as machine:
         model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
         placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
         loss = placed(x).sum()
@@ -800,20 +792,18 @@ def test_weights_replaced_before_backward_are_an_error(change: Callable[[nn.Modu
 
 def test_a_functional_call_says_what_to_do() -> None:
     x = torch.randn(3, 8, requires_grad=True)
-    with short_search():
-        placed = graphplan.partition(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), CPU, (x,), train=True)
-        others = {name: value.detach() * 2 for name, value in placed.named_parameters()}
-        loss = torch.func.functional_call(placed, others, (x,)).sum()
-        with pytest.raises(RuntimeError, match="grad=True instead of train=True"):
-            loss.backward()
+    placed = graphplan.partition(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), CPU, (x,), train=True)
+    others = {name: value.detach() * 2 for name, value in placed.named_parameters()}
+    loss = torch.func.functional_call(placed, others, (x,)).sum()
+    with pytest.raises(RuntimeError, match="grad=True instead of train=True"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("what", ["result", "input"])
 def test_what_is_saved_and_changed_before_backward_is_an_error(what: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8)
-    with short_search():
-        placed = graphplan.partition(model, CPU, kwargs={"input": x}, train=True)
+    placed = graphplan.partition(model, CPU, kwargs={"input": x}, train=True)
     for each in (placed, model):
         result = each(x)
         loss = result.sum()
@@ -828,7 +818,7 @@ def test_inputs_that_require_gradients_later_get_them() -> None:
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
     eager, mine, theirs = copy.deepcopy(model), nn.Linear(8, 8), nn.Linear(8, 8)
     theirs.load_state_dict(mine.state_dict())
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, model, kwargs={"input": x})
         for each, before in ((placed, mine), (eager, theirs)):
             each(x).pow(2).sum().backward()
@@ -859,7 +849,7 @@ def test_the_gradient_of_an_input_alone_leaves_those_of_parameters(budgets: dict
             ]
         return found
 
-    with graphplan.simulate({0: ROOMY}), short_search():
+    with graphplan.simulate({0: ROOMY}):
         inputs = (x.clone().requires_grad_(),)
         placed = graphplan.partition(copy.deepcopy(model), budgets, inputs, train=True, strict=True)
         for a, b in zip(adversarial(placed), adversarial(model), strict=True):
@@ -870,7 +860,7 @@ def test_gradients_of_inputs() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
     eager, mine, theirs = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, model, kwargs={"input": mine})
         placed(mine).pow(2).sum().backward()
         eager(theirs).pow(2).sum().backward()
@@ -889,7 +879,7 @@ def test_gradients_of_inputs_are_where_each_input_is() -> None:
 
     model, x, y = Product(), *torch.randn(2, 3, 8)
     eager = [x.clone().requires_grad_(), y.clone().requires_grad_()]
-    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, "cpu": ROOMY}) as machine:
         mine = [x.clone().requires_grad_(), y.to("sim:0").requires_grad_()]
         placed = partitioned(machine, model, kwargs=dict(zip("xy", eager, strict=True)))
         placed(*mine).backward()
@@ -914,10 +904,7 @@ def wide() -> int:
 
 
 def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
-    with short_search():
-        plan = check_training(
-            deep_stack(), wide_batch(), {0: int(0.6 * wide), **CPU}, offload_activations=False
-        )
+    plan = check_training(deep_stack(), wide_batch(), {0: int(0.6 * wide), **CPU}, offload_activations=False)
     again = [op for op in plan.graph.operations.values() if op.repeats]
     assert again
     assert all(op.backward for op in again)
@@ -927,8 +914,7 @@ def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
 
 
 def test_activations_wait_in_cpu_memory(wide: int) -> None:
-    with short_search():
-        plan = check_training(deep_stack(), wide_batch(), {0: int(0.4 * wide), **CPU}, recompute=False)
+    plan = check_training(deep_stack(), wide_batch(), {0: int(0.4 * wide), **CPU}, recompute=False)
     kept = [op.name for op in plan.graph.operations.values() if op.offloads]
     assert kept
     assert {plan.schedule.assignment.operations[name] for name in kept} == {"cpu"}
@@ -948,7 +934,7 @@ def test_the_bound_holds_whatever_is_saved() -> None:
 
 
 def test_explain_says_what_is_saved_and_what_computing_it_again_takes() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         plan = graphplan.plan(deep_stack(), machine.max_memory, kwargs=wide_batch(), train=True)
         found = plan.explain("layers.1")
     rows = 16 * 64
@@ -967,7 +953,7 @@ def test_largest_batch_is_the_last_that_fits(size: int) -> None:
 
 
 def test_both_can_be_forbidden(wide: int) -> None:
-    with graphplan.simulate({0: int(0.6 * wide)}) as machine, short_search():
+    with graphplan.simulate({0: int(0.6 * wide)}) as machine:
         with pytest.raises(graphplan.InfeasibleError):
             partitioned(machine, deep_stack(), kwargs=wide_batch(), recompute=False)
         plan = partitioned(machine, deep_stack(), kwargs=wide_batch()).plan
@@ -988,7 +974,7 @@ def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
     torch.manual_seed(0)
     model = Branching().eval()
     eager = copy.deepcopy(model)
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             placed = graphplan.partition(model, machine.max_memory, kwargs=batch(), train=True)
@@ -1005,7 +991,7 @@ def test_a_sparse_gradient_is_left_to_autograd() -> None:
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)), batch()["ids"]
     eager = copy.deepcopy(model)
-    with short_search(), pytest.warns(graphplan.GraphplanWarning, match="gradient of '0.weight' is sparse"):
+    with pytest.warns(graphplan.GraphplanWarning, match="gradient of '0.weight' is sparse"):
         placed = graphplan.partition(model, CPU, args=(ids,), train=True)
     for each in (placed, eager):
         each(ids).sum().backward()
@@ -1030,7 +1016,7 @@ def test_sizes_that_values_decide_are_left_to_autograd() -> None:
 
 
 def test_the_optimizers_state_is_counted(size: int) -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY}) as machine:
         plan = functools.partial(graphplan.plan, stack(), machine.max_memory, kwargs=batch(), train=True)
         held = [
             plan(**options).peaks[0].weights
@@ -1097,7 +1083,7 @@ def test_a_model_without_loss_or_parameters_to_train() -> None:
 
 
 def test_a_plan_of_a_step_is_data() -> None:
-    with graphplan.simulate({0: ROOMY, **CPU}) as machine, short_search():
+    with graphplan.simulate({0: ROOMY, **CPU}) as machine:
         plan = graphplan.plan(stack(), machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW)
         again = graphplan.Plan.from_json(plan.to_json())
         again.verify()
@@ -1134,7 +1120,7 @@ def test_a_plan_of_a_step_is_carried_out_without_a_search(
 
 def test_a_step_is_profiled(wide: int, tmp_path: Path) -> None:
     eager = deep_stack()
-    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
+    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine:
         placed = partitioned(machine, deep_stack(), kwargs=wide_batch())
         machine.reset_peaks()
         step_of(placed, wide_batch())
@@ -1153,7 +1139,7 @@ def test_a_step_is_profiled(wide: int, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_on_the_devices() -> None:
-    with graphplan.simulate({0: ROOMY}) as machine, short_search(), warnings.catch_warnings():
+    with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
         placed = partitioned(machine, stack())
         result = placed(**batch())
         del placed, result

@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 from builders import largest_difference
-from shortcuts import short_search
 from torch import nn
 
 import graphplan
@@ -52,7 +51,7 @@ def test_gradients_of_one_element_and_of_none(shape: tuple[int, ...]) -> None:
 def test_gradients_of_inputs_alone_take_no_memory_for_those_of_weights() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     x = torch.randn(16, 64, requires_grad=True)
-    with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine, short_search():
+    with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
         copies = placed._graphplan.gradients
         torch.autograd.grad(placed(x).sum(), x)
@@ -91,7 +90,7 @@ def test_gradients_come_to_weights_on_the_cpu_and_add_up() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     x = torch.randn(16, 64)
-    with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine, short_search():
+    with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
         assert {p.device.type for p in placed.parameters()} == {"cpu", "sim"}
         held = []
