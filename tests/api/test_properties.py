@@ -15,6 +15,7 @@ from graphplan import Graph, Operation, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 
 SLOW = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -103,8 +104,8 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int])
 def test_what_is_said_to_be_needed_does(graph: Graph, share: int) -> None:
     budgets = {0: share * 512, 1: share * 512}
     try:
-        place(Problem(graph, read_max_memory(budgets), "cpu"))
+        place(Problem(graph, read_max_memory(budgets), "cpu"), Limits(effort=0.2, proves=False))
     except graphplan.InfeasibleError as error:
         needed = read_max_memory(error.needed)
-        solution = place(Problem(graph, needed, "cpu"))
+        solution = place(Problem(graph, needed, "cpu"), Limits(effort=0.2, proves=False))
         check_schedule(graph, needed, solution.evaluation.schedule)

@@ -360,7 +360,7 @@ def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_le
 def _seeing(tower: str) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     text = transformers.LlamaConfig(vocab_size=120, **sizes, **heads, **tokens)

@@ -95,7 +95,7 @@ def same_steps(placed: nn.Module, eager: nn.Module, calls: list[dict[str, torch.
     [("text", 0.5), ("image", 0.5), ("image", 1.5), pytest.param("text", 1.5, marks=pytest.mark.slow)],
 )
 def test_a_second_trace_serves_all_other_sizes(kind: str, share: float) -> None:
-    made, of = (Text(blocks=2), text_of) if kind == "text" else (Image(), image_of)
+    made, of = (Text(), text_of) if kind == "text" else (Image(), image_of)
     eager, first = copy.deepcopy(made), of(4, 8)
     budgets: Mapping[Any, int] = {0: int(share * needed(made, first)), "cpu": 1 << 30}
     with graphplan.simulate(budgets) as machine:

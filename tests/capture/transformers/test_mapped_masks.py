@@ -18,21 +18,28 @@ transformers = pytest.importorskip("transformers")
 LENGTH = 12
 
 
-def gemma3() -> Any:
+def gemma3(layers: list[str]) -> Any:
     """With images, whose tokens see each other."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     image = {**sizes, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4, "vision_use_head": False}
-    layers = ["sliding_attention", "full_attention"]
-    text = {**TEXT, "head_dim": 8, "sliding_window": 8, "layer_types": layers}
+    kinds = {"num_hidden_layers": len(layers), "layer_types": layers}
+    text = {**TEXT, **kinds, "head_dim": 8, "sliding_window": 8}
     config = transformers.Gemma3Config(
         text_config=text, vision_config=image, mm_tokens_per_image=4, image_token_index=5
     )
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-def test_tokens_of_an_image_see_each_other_in_a_graph() -> None:
-    model, ids = gemma3(), torch.randint(6, 96, (2, LENGTH))
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ["sliding_attention"],
+        pytest.param(["sliding_attention", "full_attention"], marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_an_image_see_each_other_in_a_graph(layers: list[str]) -> None:
+    model, ids = gemma3(layers), torch.randint(6, 96, (2, LENGTH))
     ids[:, 2:6] = 5
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 5).long()}
     inputs["attention_mask"][1, :2] = 0
