@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,10 @@ def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     path = request.node.path.relative_to(Path(__file__).parent)
     little = any(path.is_relative_to(one) for one in SEARCH_LITTLE)
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
-    from shortcuts import known_operations, short_search
+    from shortcuts import short_search
 
-    if full or not little:
+    with nullcontext() if full or not little else short_search():
         yield
-    else:
-        with short_search(), known_operations():
-            yield
 
 
 @pytest.fixture
