@@ -43,6 +43,17 @@ def plain_flags() -> list[Replacement]:
     return [(torch.Tensor, "item", _read_flag)]
 
 
+def plain_texts(has_value: Callable[[Any], bool]) -> list[Replacement]:
+    """What to replace for the text of a number that ``has_value`` to be asked for, as ``int(...)`` is.
+
+    Of itself it is that of a symbol: ``f"{flag.item()}"`` is ``"u0"``. So are those of sizes and of what
+    inputs decide, which are mostly in messages: they go on varying.
+    """
+    plain = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    names = ("__repr__", "__format__")
+    return [(kind, name, partial(_written, has_value, plain[kind])) for kind in plain for name in names]
+
+
 def exact_bounds() -> list[Replacement]:
     """What to replace for sizes that the data decides to have bounds with which torch computes exactly.
 
@@ -67,6 +78,15 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return bool(found) if plain and not _is_torchs(sys._getframe(1)) else found
 
     return compare
+
+
+def _written(has_value: Callable[[Any], bool], plain: type, own: Callable[..., str]) -> Callable[..., str]:
+    def text(number: Any, *form: str) -> str:
+        if _is_torchs(sys._getframe(1)) or not has_value(number):
+            return own(number, *form)
+        return format(plain(number), *form) if form else repr(plain(number))
+
+    return text
 
 
 def _asking_for_ones(own: Callable[..., Any]) -> Callable[..., Any]:

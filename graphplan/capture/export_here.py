@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
 from graphplan._compat.export_work import less_work
-from graphplan._compat.symbolic_numbers import exact_bounds, plain_flags
+from graphplan._compat.symbolic_numbers import exact_bounds, plain_flags, plain_texts
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan._compat.value_reads import value_reads
 from graphplan._compat.whole_numbers import WholeNumbers
@@ -223,7 +223,8 @@ def exporting(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
     values = value_reads(state.note_value, branches.read)
-    replaced = [*plain_flags(), *exact_bounds(), *passed_assertions(), *less, *values]
+    numbers = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
+    replaced = [*numbers, *passed_assertions(), *less, *values]
     with (
         torch_knows(),
         patched(

@@ -117,6 +117,10 @@ class WeightBranches:
             self._lines |= dict.fromkeys(result.node.expr.free_symbols, line)
         return result
 
+    def decide(self, number: Any) -> bool:
+        """Whether weights alone decide a symbolic number of the trace."""
+        return bool(self._lines.keys() & number.node.expr.free_symbols)
+
     def learn(self, error: Exception) -> bool:
         """Whether a trace has failed for want of an answer that the next one has."""
         symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else ()

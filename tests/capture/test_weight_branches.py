@@ -91,6 +91,8 @@ class Asking(nn.Module):
             x = x + 1
         if torch.equal(self.switches, self.switches.abs()):
             x = x - 0.5
+        if f"{self.switches.sum().item()}, {self.switches.max().item():.1f}" == "2, 1.0":
+            x = x * 0.5
         for _ in range(int(self.switches.sum())):
             x = self.linear(x)
         for switch in self.switches.tolist():
