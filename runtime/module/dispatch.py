@@ -39,6 +39,12 @@ _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
     "removed, the model runs module by module, each where its weights reside, which is slower"
 )
+_MOST_WAYS = 8  # graphs of one structure, for answers of weights; torch.compile makes as many of a function
+_MANY_WAYS = (
+    f"Values of weights, by which its code branches, differ from one forward pass to the next: {_MOST_WAYS} "
+    "graphs have been captured for inputs of one structure. Of a counter, have the code ask less than its "
+    "number: self.count > 100 has two answers, int(self.count) > 100 has many"
+)
 _MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # forms of calls that are remembered
 _SIZES = 4096  # of calls that are remembered
@@ -232,6 +238,8 @@ def _captured(
     assert state.compile is not None
     assert state.guard is not None
     try:
+        if state.refused is not None and modes.step is None:
+            _require_few_ways(state, entry, call, modes)
         barely, values = not state.may_move(entry, call), state.guard.values
         state.programs.append(state.compile(call, modes, entry, barely, values, weights_now(module)))
         if state.values is not values:
@@ -252,6 +260,13 @@ def _captured(
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)
     return len(state.programs) - 1
+
+
+def _require_few_ways(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> None:
+    """Raise NoGraphError where many graphs serve such calls, and none as the weights are now."""
+    alike = (one for one in state.programs if one.branches and one.entry == entry and one.modes == modes)
+    if sum(one.signature.mismatch(call) is None for one in alike) >= _MOST_WAYS:
+        raise NoGraphError(_MANY_WAYS)
 
 
 def _places(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,23 @@ def test_each_way_is_traced_once(machine: Any) -> None:
         eager.linear.weight.fill_(1e6)
     assert largest_difference(placed(X), eager(X)) / eager(X).abs().max() < 1e-6
     assert len(placed.plans) == 5
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_differs_at_each_call_has_few_graphs(machine: Any, strict: bool) -> None:
+    class Periodic(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.linear(x) * 2 if int(self.count) % 3 == 0 else self.linear(x)
+
+    eager = Periodic(assigns=False)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=strict)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", graphplan.GraphplanWarning)
+        for _ in range(11):
+            assert largest_difference(placed(X), eager(X)) < 1e-6
+    assert len(placed.plans) == (11 if strict else 8)
+    assert [str(one.message).startswith("Values of weights") for one in said] == [True] * (not strict)
 
 
 def test_a_copy_goes_by_its_own_weights(machine: Any) -> None:
