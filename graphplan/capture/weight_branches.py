@@ -49,8 +49,9 @@ class WeightBranch:
 
     def holds(self, value_of: ValueOf) -> bool:
         """Whether the answer is the same now."""
-        values = [value_of(name) for name in self.weights]
-        return None not in values and repr(_asked(self.question, values)) == self.answer
+        values = [value for name in self.weights if (value := value_of(name)) is not None]
+        there = len(values) == len(self.weights)
+        return there and repr(_asked(self.question, values)) == self.answer
 
 
 def _asked(question: fx.GraphModule, values: Iterable[Any]) -> Any:
@@ -90,8 +91,9 @@ class WeightBranches:
 
     def read(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What ``operation`` returns, of which the code will know the value; or the value itself."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        nodes = {id(one): node for one in given if (node := node_of(one, tracer)) is not None}
+        leaves = tree_leaves((args, kwargs))
+        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        nodes = {key: node for key, one in given.items() if (node := node_of(one, tracer)) is not None}
         if len(nodes) < len(given) or not self._are_settled(_computed_from(nodes.values(), {})):
             return operation()
         writers = _writers(tracer.graph)
