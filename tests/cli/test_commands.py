@@ -232,17 +232,18 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
 
 def test_run_carries_out_the_plan_on_simulated_devices(made: Made, run: Run) -> None:
     words = ["run", str(made.plan), made.model, "--length", "16", "--simulate"]
+    words += ["--capture-cache", str(made.folder / "captures")]
     text = run(*words)
     assert text.code == 0, text.err
     assert "LlamaForCausalLM, inputs: input_ids (1, 16)" in text.out
     assert "measured" in text.out
-    done = run(*words, "--json", "--capture-cache", str(made.folder / "captures"))
+    assert list((made.folder / "captures").iterdir())
+    done = run(*words, "--json")
     assert done.code == 0, done.err
     said = json.loads(done.out)
     peaks = {one["key"]: (one["measured_peak"], one["planned_peak"]) for one in said["devices"]}
     assert all(0 < peaks[key][0] <= peaks[key][1] <= 360 << 10 for key in (0, 1))
     assert said["seconds"] > 0
-    assert list((made.folder / "captures").iterdir())
 
 
 def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path) -> None:
