@@ -40,10 +40,14 @@ _WAITS = (
 
 
 class CallTurns:
-    """A lock that one thread may take several times; in a child made by fork, nobody has it."""
+    """A lock that one thread may take several times; in a child made by fork, nobody has it.
+
+    ``changes`` counts how often it was taken and released, as that of a sequence lock: what was read since it
+    was ``n`` is as it was if it is ``n + 1`` in the turn.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.RLock(), os.getpid()
+        self._lock, self._process, self.changes = threading.RLock(), os.getpid(), 0
 
     def __enter__(self) -> None:
         if os.getpid() != self._process:
@@ -51,8 +55,10 @@ class CallTurns:
         if not self._lock.acquire(timeout=_LONG):
             warn(_WAITS)
             self._lock.acquire()
+        self.changes += 1
 
     def __exit__(self, *_: Any) -> None:
+        self.changes += 1
         self._lock.release()
 
 

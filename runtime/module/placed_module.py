@@ -124,6 +124,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         untold = plain and torch.is_grad_enabled() and not state.told_of_gradients
         step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
+            seen = state.turns.changes
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
             except InfeasibleError:
@@ -132,7 +133,8 @@ class PlacedModule(ShortNames, KeptInPlace):
                     raise
             if served is not None:
                 with state.turns:  # before it looks at start, which is set before weights move
-                    if state.start is None:
+                    alone = state.turns.changes == seen + 1
+                    if state.start is None and (alone or _goes_on(self, state, served)):
                         if untold:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
                             tell_of_gradients(self, state, plan, (*args, *kwargs.values()))
@@ -178,6 +180,12 @@ class PlacedModule(ShortNames, KeptInPlace):
 def _at_inputs(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
     given = tensors_in((args, kwargs))
     return sent(result, given[0].device, module) if given else result
+
+
+def _goes_on(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
+    """Whether a call is served as it was before one of another thread."""
+    as_before = not isinstance(served, Served) or state.programs[served.index].goes_on(module)
+    return as_before and (not state.stale or isinstance(served, ServedByModules))
 
 
 def _run(

@@ -114,7 +114,11 @@ class Program:
     def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
         """Whether the caches of a call are where the plan has them, or where they were when it was made.
 
-        And whether branches by weights, those of ``module``, go as they went then.
+        And whether branches go as they went then.
         """
         there = all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
-        return there and all(branch.holds(partial(weight_at, module)) for branch in self.branches)
+        return there and self.goes_on(module)
+
+    def goes_on(self, module: nn.Module) -> bool:
+        """Whether branches by the weights of a module go as they went when it was traced."""
+        return all(branch.holds(partial(weight_at, module)) for branch in self.branches)

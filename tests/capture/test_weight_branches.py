@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,6 +163,26 @@ def test_what_differs_at_each_call_has_few_graphs(machine: Any, strict: bool) ->
             assert largest_difference(placed(X), eager(X)) < 1e-6
     assert len(placed.plans) == (11 if strict else 8)
     assert [str(one.message).startswith("Values of weights") for one in said] == [True] * (not strict)
+
+
+def test_threads_go_by_what_those_before_them_have_written(machine: Any) -> None:
+    eager = Flagged(fill)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    results = dict[int, Any]()
+
+    def call(number: int) -> None:
+        results[number] = placed(X + number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    with placed._graphplan.turns, torch.no_grad():
+        for thread in threads:
+            thread.start()
+            thread.join(0.5)  # all have asked
+        call(5)
+    for thread in threads:
+        thread.join()
+    for number in (5, *range(3)):
+        assert largest_difference(results[number], eager(X + number)) < 1e-6
 
 
 def test_a_copy_goes_by_its_own_weights(machine: Any) -> None:
