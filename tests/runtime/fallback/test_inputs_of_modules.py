@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         found = self.outer(self.layers, *args)
-        return found if float(self.layers[0].fc.weight.detach().sum()) < 1e9 else None
+        return found if float(torch.rand(())) < 2 else None
 
 
 def compare(
