@@ -20,9 +20,9 @@ from torch import nn
 
 from graphplan.capture.parameter_notes import notes_of
 
-TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"}
+TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: it
-may add them once, with a flag that says so."""
+may add them once, with a flag that says so. So are modes: ``forward`` may call ``self.norm.eval()``."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -298,6 +298,31 @@ def test_modules_that_a_call_exchanges_are_the_models() -> None:
             assert largest_difference(placed(*call), model(*call)) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("stops", [False, True])
+def test_modes_that_a_call_sets_are_those_of_the_next(stops: bool) -> None:
+    """Not those of the same call, which is tried first."""
+
+    class Freezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(self.norm(x))
+            if not stops or float(x.detach().sum()) < 1e6:
+                self.norm.eval()
+            return x
+
+    model = Freezing()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        for _ in range(3):
+            assert largest_difference(placed(X), model(X)) < 1e-5
+            assert placed.norm.training == model.norm.training
+
+
 def test_buffers_are_written_once_for_a_call() -> None:
     with placed() as (_, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")
