@@ -227,6 +227,13 @@ def test_a_model_with_too_few_cuts_is_refused() -> None:
         planned([{"cpu": "1GiB"}] * 4, model=stack(1), stages_per_machine=8)
 
 
+def test_a_model_with_too_few_trained_layers_is_refused() -> None:
+    """Not for want of memory: gradients do not pass stages without a parameter of their own."""
+    options = {"model": stack(2), "stages_per_machine": 4, "train": True}
+    with pytest.raises(graphplan.InfeasibleError, match=r"there are 3 places where the model can be cut"):
+        planned([{"cpu": "1TiB"}] * 2, **options)
+
+
 class Skip(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, *others = self

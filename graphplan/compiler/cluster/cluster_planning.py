@@ -282,6 +282,11 @@ class StageSearch:
         return replace(plan, lower_bound=found.seconds, proof=found.proof)
 
     @property
+    def places(self) -> int:
+        """Where the model can be cut."""
+        return len(self.boundaries.allowed) - 2
+
+    @property
     def least_cuts(self) -> int:
         """That are needed to use several machines."""
         return min(1, len(self.cluster.machines) - 1)
@@ -303,9 +308,8 @@ class StageSearch:
         weights = readable_bytes(self.boundaries.graph.held_bytes)
         what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
         said = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
-        places = len(self.boundaries.allowed) - 2
-        if places < self.least_cuts:
-            found = f"are {places} places" if places else "is no place"
+        if self.places < self.least_cuts:
+            found = f"are {self.places} places" if self.places else "is no place"
             return InfeasibleError(f"{said}, and there {found} where the model can be cut")
         said += self.fullest
         searches = 0

@@ -50,6 +50,14 @@ class InterleavedSearch(StageSearch):
         return flight.machines * flight.stages_per_machine
 
     @property
+    def places(self) -> int:
+        """Where the model can be cut; in training, so that each later stage has a trained parameter."""
+        if not self.cluster.flight.train:
+            return super().places
+        before = self._trained_before(self.estimates)
+        return int((before == 0).sum()) - 1 + len(np.unique(before[before > 0])) - 1
+
+    @property
     def least_cuts(self) -> int:
         """That are needed."""
         return self.most_stages - 1
@@ -120,12 +128,16 @@ class InterleavedSearch(StageSearch):
         growth = self.growth.get(c, 1.0) if estimates is self.estimates else 1.0
         return np.asarray((nbytes + buffers) * growth)
 
+    def _trained_before(self, estimates: Estimates) -> NDArray[np.int64]:
+        """(cuts,) how many operations before each read a parameter that is trained."""
+        return np.concatenate([[0], np.cumsum(self.reads_trained)])[estimates.cuts]
+
     def _passes_no_gradient(self, estimates: Estimates) -> NDArray[np.bool_]:
         """(cuts, cuts) whether gradients would have to pass a stretch without a parameter of its own."""
         size = len(estimates.cuts)
         if not self.cluster.flight.train:
             return np.zeros((size, size), dtype=bool)
-        before = np.concatenate([[0], np.cumsum(self.reads_trained)])[estimates.cuts]
+        before = self._trained_before(estimates)
         return np.asarray((before[:, None] == before[None, :]) & (before[:, None] > 0))
 
 
