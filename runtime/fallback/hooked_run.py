@@ -10,7 +10,7 @@ layers on devices 0 and 1::
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -221,6 +221,26 @@ def _tell_recurrent(module: nn.Module) -> None:
         list_weights_anew(module)
 
 
+class _Hook:
+    """A hook for the time of a run. A copy of its module, which a call may make, has one without effect."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __deepcopy__(self, _memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """Leave arguments and results as they are."""
+
+
 def entry_of(tree: nn.Module, entry: str) -> Any:
     """What an entry runs: of the model, its ``forward``, as what is around that runs around all."""
     return method_of(tree, entry) if entry else patched_forward(tree)
@@ -234,8 +254,8 @@ def run_hooked(
     call.devices = devices_of(tree)
     together = on_one_device(lambda: call.device) if call.way.together else nullcontext()
     for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
-        hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
-        hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
+        hooks.append(part.register_forward_pre_hook(_Hook(call.before), with_kwargs=True, prepend=True))
+        hooks.append(part.register_forward_hook(_Hook(call.after), with_kwargs=True, always_call=True))
     try:
         run = entry_of(tree, entry)
         if isinstance(run, nn.Module):

@@ -323,6 +323,28 @@ def test_modes_that_a_call_sets_are_those_of_the_next(stops: bool) -> None:
             assert placed.norm.training == model.norm.training
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
+def test_a_call_may_copy_submodules(duplicate: Any) -> None:
+    """The copies have nothing of the call."""
+
+    class Teaching(Early):
+        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]
+            result = super().forward(x, stop)
+            if stop is not None:
+                self.teacher = [duplicate(self.blocks[0])]  # no submodule
+                result["last"] = result["last"] + self.teacher[0](x)
+            return result
+
+    model = Teaching().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
+        for call in ((X, STOP), (X, STOP), (X,)):
+            assert largest_difference(placed(*call), model(*call)) < 1e-4
+        made = len(pickle.dumps(placed.teacher[0]))
+        assert made < 2 * len(pickle.dumps(model.teacher[0]))
+
+
 def test_buffers_are_written_once_for_a_call() -> None:
     with placed() as (_, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")
