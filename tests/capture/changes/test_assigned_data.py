@@ -92,6 +92,20 @@ def written_where_it_is(model: Assigning, x: torch.Tensor) -> torch.Tensor:
     return model.linear(x) + mean
 
 
+def read_where_it_was(model: Assigning, x: torch.Tensor) -> torch.Tensor:
+    before = model.mean[:8]
+    model.mean.data = x.mean(0)
+    return model.linear(x) + before.sum()
+
+
+def assigned_again(model: Assigning, x: torch.Tensor) -> torch.Tensor:
+    before = model.linear.weight.data
+    model.linear.weight.data = before * 0.5
+    y = model.linear(x)
+    model.linear.weight.data = before
+    return y
+
+
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True}], ids=str)
 @pytest.mark.parametrize("body", [renorm, itself, twice, after_a_read])
 def test_weights_are_written(body: Forward, options: dict[str, bool]) -> None:
@@ -121,4 +135,10 @@ def test_what_else_would_have_the_memory_makes_no_graph(body: Forward) -> None:
 @pytest.mark.parametrize("body", [written_where_it_was_made, written_where_it_is])
 def test_what_is_assigned_is_not_written_afterwards(body: Forward) -> None:
     with pytest.raises(graphplan.CaptureError, match="writes to it afterwards"):
+        graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))
+
+
+@pytest.mark.parametrize("body", [read_where_it_was, assigned_again])
+def test_what_was_there_before_is_not_read_afterwards(body: Forward) -> None:
+    with pytest.raises(graphplan.CaptureError, match="reads its memory of before"):
         graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))
