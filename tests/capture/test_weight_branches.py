@@ -205,6 +205,25 @@ def test_blocks_that_branch_are_not_copies_of_each_other(machine: Any) -> None:
     assert largest_difference(placed(X), eager(X)) / eager(X).abs().max() < 1e-5
 
 
+def test_answers_that_are_kept_are_not_asked_again(machine: Any) -> None:
+    class Kept(Counting):
+        first: int | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.first is None:
+                self.first = int(self.count)
+            self.count += 1
+            return self.linear(x) * (self.first + 1)
+
+    eager = Kept(assigns=False)
+    with pytest.warns(graphplan.GraphplanWarning, match="a call changes Kept.first"):
+        placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,))
+    for _ in range(3):
+        assert largest_difference(placed(X), eager(X)) < 1e-6
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    assert largest_difference(placed(X), eager(X)) < 1e-6
+
+
 def test_branches_by_inputs_and_at_random_have_no_graph(machine: Any) -> None:
     class ByInputs(Counting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
