@@ -10,7 +10,8 @@ which serves calls for as long as the answer is the same::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,16 +48,28 @@ class WeightBranch:
         """With other names of the weights."""
         return replace(self, weights=tuple(map(name_of, self.weights)))
 
-    def holds(self, value_of: ValueOf) -> bool:
-        """Whether the answer is the same now."""
-        values = [value for name in self.weights if (value := value_of(name)) is not None]
-        there = len(values) == len(self.weights)
-        return there and repr(_asked(self.question, values)) == self.answer
+
+def same_answers(branches: Sequence[WeightBranch], value_of: ValueOf) -> bool:
+    """Whether all branches go by these weights as they went in the trace."""
+    if not branches:
+        return True
+    with _plainly():
+        for branch in branches:
+            values = [value for name in branch.weights if (value := value_of(name)) is not None]
+            if len(values) < len(branch.weights) or repr(_asked(branch.question, values)) != branch.answer:
+                return False
+    return True
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """A block in which questions are asked, whatever modes the code that asks them is in."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _asked(question: fx.GraphModule, values: Iterable[Any]) -> Any:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return question(*(value.detach().cpu() for value in values))
+    return question.forward(*(value.detach().cpu() for value in values))
 
 
 class WeightBranches:
@@ -108,7 +121,7 @@ class WeightBranches:
         if line in self._answered:
             asked = tree_map_only(torch.Tensor, lambda one: nodes[id(one)], (args, kwargs))
             question = self._question(needed, writers.keys(), func, *asked)
-            with untraced():
+            with untraced(), _plainly():
                 answer = _asked(question, values)
             self.found.append(WeightBranch(question, names, repr(answer)))
             return answer

@@ -17,6 +17,7 @@ from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, l
 from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
+from graphplan.capture.weight_branches import same_answers
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of
@@ -91,7 +92,7 @@ class Captures:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
                 branches = known.capture.branches
-                if mismatch is None and all(branch.holds(self.model_copy.current) for branch in branches):
+                if mismatch is None and same_answers(branches, self.model_copy.current):
                     return known
                 mismatch = mismatch or "weights by which its code branches have changed"
                 alike = known.capture.signature.spec == call.spec

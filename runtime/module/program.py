@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
-from graphplan.capture.weight_branches import WeightBranch
+from graphplan.capture.weight_branches import WeightBranch, same_answers
 from graphplan.ir.plan_data import PlanData
 
 
@@ -121,4 +121,4 @@ class Program:
 
     def goes_on(self, module: nn.Module) -> bool:
         """Whether branches by the weights of a module go as they went when it was traced."""
-        return all(branch.holds(partial(weight_at, module)) for branch in self.branches)
+        return same_answers(self.branches, partial(weight_at, module))
