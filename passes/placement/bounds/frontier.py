@@ -152,7 +152,7 @@ class Frontier:
             self.streaming
             and (problem.offload or self.arrays.fixed[item] == self.cpu or self._is_read_on_cpu_only(item))
             and self.cpu is not None
-            and weight.nbytes > 0
+            and self.arrays.stored_bytes([item]) > 0
             and weight.name in self.arrays.graph.streamable
         )
 

@@ -231,10 +231,11 @@ def test_places_of_several_devices_prove_nothing_false() -> None:
                 assert bound_of(arrays, best, streaming=False) <= best * TIGHT
 
 
+@pytest.mark.parametrize("nbytes", [MIB, 0])
 @pytest.mark.parametrize("readers", [1, 2])
-def test_what_training_keeps_beside_a_weight_is_not_streamed_with_it(readers: int) -> None:
+def test_what_training_keeps_beside_a_weight_is_not_streamed_with_it(readers: int, nbytes: int) -> None:
     """A slot and a copy are of the weight alone: with its gradient and state, it would not fit the card."""
-    weight = Weight("w", MIB, beside=(MIB, 2 * MIB))
+    weight = Weight("w", nbytes, beside=(MIB, 2 * MIB))
     names = ["x", *(f"v{i}" for i in range(readers))]
     operations = [
         Operation(made, "f", (read, "w"), (made,), (), 10**9) for read, made in itertools.pairwise(names)
