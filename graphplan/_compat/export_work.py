@@ -61,6 +61,8 @@ def less_work(
             if func == read:  # the tracer would not know what that is
                 return args[0].detach()
             if func is _TENSOR and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+                if _are_numbers(args[0]) and (kwargs or {}).keys() <= {"dtype", "device"}:
+                    return torch.stack([number.detach() for number in args[0]]).to(**(kwargs or {}))
                 copied()
             if func in (enter, leave) and type(self.tracer) is export_tracer():
                 if func is enter:
@@ -84,6 +86,13 @@ def less_work(
         (Distribution, "__init__", _unchecked),
         (Distribution, "_validate_sample", lambda _own: lambda _self, _value: None),
     ]
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether these are tensors without axes, of whose values torch makes a tensor by their memory."""
+    return isinstance(values, list | tuple) and all(
+        isinstance(one, torch.Tensor) and one.dim() == 0 for one in values
+    )
 
 
 def _unchecked(own: Callable[..., None]) -> Callable[..., None]:

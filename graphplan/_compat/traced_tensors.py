@@ -15,10 +15,10 @@ from torch.utils import _python_dispatch
 from graphplan._compat import private
 
 
-def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
-    """The node that has made a tensor; None for one that is not traced, or is a constant."""
+def node_of(tensor: torch.Tensor, tracer: Any, *, constants: bool = False) -> fx.Node | None:
+    """The node that has made a tensor; None for one that is not traced, or is a constant, unless asked for."""
     slot = private(proxy_tensor, "get_proxy_slot", "torch")(tensor, tracer, None)
-    if slot is None or private(slot, "constant", "torch") is not None:
+    if slot is None or (private(slot, "constant", "torch") is not None and not constants):
         return None
     return slot.proxy.node
 

@@ -10,16 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental import proxy_tensor
 
 from graphplan._compat import Replacement, private
 
+_OF_SIZES_BY_VALUES = {
+    torch.ops.aten.repeat_interleave.self_Tensor,
+    torch.ops.aten.nonzero_numpy.default,
+}
+"""What makes tensors whose sizes values decide, without a tag that says so."""
 
-def value_reads(note: Callable[[], None], read: Callable[..., Any]) -> list[Replacement]:
+
+def value_reads(
+    note: Callable[[], None], read: Callable[..., Any], make: Callable[..., Any]
+) -> list[Replacement]:
     """What to replace while a trace is made.
 
     ``note`` is called where it goes by the value of a constant. ``read`` is in the place of each operation
-    that tells the code a value, with the tracer, what carries it out, the operation and its arguments.
+    that tells the code a value, with the tracer, what carries it out, the operation and its arguments;
+    ``make`` in that of each that makes tensors whose sizes values decide.
     """
     private(proxy_tensor, "proxy_call", "torch")
 
@@ -31,9 +41,11 @@ def value_reads(note: Callable[[], None], read: Callable[..., Any]) -> list[Repl
                     note()
                 return result
 
-            if torch.Tag.data_dependent_output not in func.tags:
-                return own(mode, func, *how)
-            return read(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
+            if torch.Tag.data_dependent_output in func.tags:
+                return read(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
+            if torch.Tag.dynamic_output_shape in func.tags or func in _OF_SIZES_BY_VALUES:
+                return make(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
+            return own(mode, func, *how)
 
         return call
 
@@ -41,7 +53,8 @@ def value_reads(note: Callable[[], None], read: Callable[..., Any]) -> list[Repl
         """A method that reads memory, of which no operation tells."""
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            note()
+            if own.__name__ != "tolist" or not is_fake(tensor):  # which asks for each number
+                note()
             return own(tensor, *args, **kwargs)
 
         return call

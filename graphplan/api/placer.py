@@ -30,7 +30,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.weight_branches import ValueOf
+from graphplan.capture.value_branches import ValueOf
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import Returned, flatten
-from graphplan.capture.weight_branches import WeightBranch
+from graphplan.capture.value_branches import Branch
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 """Attributes of generated modules: a child of such a name is not found there under it."""
@@ -101,7 +101,7 @@ class Capture:
     kept: frozenset[int] = frozenset()
     entry: str = ""
     attributes: dict[str, str] | None = None
-    branches: tuple[WeightBranch, ...] = ()
+    branches: tuple[Branch, ...] = ()
     step: TrainingStep | None = None
 
     @property

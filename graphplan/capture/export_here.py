@@ -46,7 +46,7 @@ from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.weight_branches import ValueOf, WeightBranches
+from graphplan.capture.value_branches import Branches, ValueOf
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
 
@@ -68,12 +68,14 @@ def export(
     dynamic_shapes: Any,
     *,
     value_of: ValueOf,
+    by_inputs: bool = False,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
 
-    ``value_of`` gives weights of the module, by which its code may branch. ``sizes``: whether
-    ``dynamic_shapes`` has all sizes, so that the trace may take too long.
+    ``value_of`` gives weights of the module, by which its code may branch; ``by_inputs``: by integers among
+    the arguments too. ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take too
+    long.
 
     Raises:
         CaptureError: it does.
@@ -81,7 +83,7 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    numbers, branches = WholeNumbers(), WeightBranches(module, value_of)
+    numbers, branches = WholeNumbers(), Branches(module, value_of, (args, kwargs) if by_inputs else None)
     trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     repeated: RepeatedModules | None = RepeatedModules()
@@ -143,7 +145,7 @@ def _export(
     kwargs: dict[str, Any],
     caches: CodeCaches,
     numbers: WholeNumbers,
-    branches: WeightBranches,
+    branches: Branches,
     dynamic_shapes: Any,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
@@ -207,7 +209,7 @@ def exporting(
     *,
     keep_grad: bool,
     state: AssignedState,
-    branches: WeightBranches,
+    branches: Branches,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
     below: bool = False,
@@ -222,7 +224,7 @@ def exporting(
     less = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
-    values = value_reads(state.note_value, branches.read)
+    values = value_reads(state.note_value, branches.read, branches.make)
     numbers = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
     replaced = [*numbers, *passed_assertions(), *less, *values]
     with (
@@ -389,13 +391,13 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
 def _calling(
     own: Callable[..., Any],
     state: AssignedState,
-    branches: WeightBranches,
+    branches: Branches,
     repeated: RepeatedModules | None,
 ) -> Callable[..., Any]:
     """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        branches.enter(tracer)
+        branches.enter(tracer, (args, kwargs))
         run = functools.partial(state.call, tracer, module, forward)
         known = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
         return own(tracer, module, known, args, kwargs)

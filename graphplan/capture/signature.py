@@ -266,7 +266,7 @@ class InputSignature:
         spec: the structure of the bound arguments.
         leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
-        guards: what the trace has taken for granted of sizes beside their ranges.
+        guards: what the trace has taken for granted of sizes beside their ranges, and of values.
         prepared: of what the exporter computes from the arguments before they are traced, if it does.
     """
 
@@ -290,6 +290,12 @@ class InputSignature:
         if broken is not None or self.prepared is None:
             return broken
         return self.prepared.signature.mismatch(self.traced(call))
+
+    @property
+    def by_values(self) -> bool:
+        """Whether values of the call's tensors decide if the graph serves it."""
+        prepared = self.prepared is not None and self.prepared.signature.by_values
+        return prepared or any(guard.by_values for guard in self.guards)
 
     def traced(self, call: BoundCall) -> BoundCall:
         """The call whose arguments were traced."""
@@ -315,17 +321,19 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on the sizes of a call that a trace has taken for granted.
+    """A condition on a call that a trace has taken for granted, mostly on its sizes.
 
     Attributes:
         text: for people.
         holds: whether it holds for the leaves of a call.
         code: the tracer's Python over ``v``, the leaves, of which ``holds`` is made; empty where it is not.
+        by_values: whether the condition is on the values of leaves.
     """
 
     text: str
     holds: Callable[[Sequence[Any]], bool]
     code: str = ""
+    by_values: bool = False
 
 
 def same_constant(a: Any, b: Any) -> bool:

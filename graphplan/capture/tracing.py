@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import global_hooks, in_transform, read_functions
@@ -40,6 +41,10 @@ from graphplan.message_text import first_line
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
+)
+_WITHOUT_VALUES = (
+    "\nThe values of tensors decide what this line does, and those of the meta device have none: give integers"
+    " among the inputs, such as the grids of images, with their values; others may stay on the meta device"
 )
 _UNKNOWN_CLASS = (
     "\nA graph takes an object as a cache, if its class derives from transformers' Cache or has a name that "
@@ -100,6 +105,8 @@ def capture(
     for name, cache in caches_in(call.kwargs).items():
         refuse_opaque(name, cache)
     host = call.on_cpu()
+    integers = (one for one in call.tensors if not one.is_floating_point() and not one.is_complex())
+    model_copy.knows_inputs = all(one.device.type != "meta" for one in integers)
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
@@ -146,7 +153,7 @@ def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Captur
     for text in left.kept_by_hooks:
         model_copy.warn_once(text)
     _refuse_parted(left.assigned(model_copy.module), model_copy)
-    branches = tuple(branch.renamed(model_copy.first_name) for branch in left.branches)
+    branches = tuple(one.renamed(model_copy.first_name) for one in left.branches if one.weights)
     found = replace(found, branches=branches)
     if keep_grad:
         for name in left.losses:
@@ -235,6 +242,7 @@ def _with_examples(
             raise
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
+    asked = vary
     vary = vary and not failures and model_copy.entry not in model_copy.fixed
     try:
         traced = export_plain(model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
@@ -248,6 +256,10 @@ def _with_examples(
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
         return found
+    decided = isinstance(failures["torch.export"], GuardOnDataDependentSymNode | DataDependentOutputException)
+    if decided and model_copy.knows_inputs and not model_copy.asks_inputs:
+        model_copy.by_inputs.add(model_copy.entry)
+        return _with_examples(model_copy, host, dynamic_shapes, keep_grad, vary=asked, sizes=sizes)
     # outside of the handlers: it is to have no context but its own
     own = eager_error(model_copy, host, keep_grad=keep_grad)
     if own is not None:
@@ -273,7 +285,8 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     said = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")
-    return said + failed_line(last) + (_DATA_DECIDES if decides else "") + (_UNKNOWN_CLASS if unknown else "")
+    decided = (_DATA_DECIDES if model_copy.knows_inputs else _WITHOUT_VALUES) if decides else ""
+    return said + failed_line(last) + decided + (_UNKNOWN_CLASS if unknown else "")
 
 
 def _told(model_copy: ModelCopy, sizes: bool, found: Capture, fixed: Exception | None) -> Capture:

@@ -17,7 +17,7 @@ from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, l
 from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
-from graphplan.capture.weight_branches import same_answers
+from graphplan.capture.value_branches import same_answers
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of

@@ -27,7 +27,7 @@ from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, shapes_text
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.capture.weight_branches import ValueOf
+from graphplan.capture.value_branches import ValueOf
 from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captures
 from graphplan.compiler.code_generation import Planned, lower_planned

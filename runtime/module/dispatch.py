@@ -39,11 +39,12 @@ _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
     "removed, the model runs module by module, each where its weights reside, which is slower"
 )
-_MOST_WAYS = 8  # graphs of one structure, for answers of weights; torch.compile makes as many of a function
+_MOST_WAYS = 8  # graphs of one structure, for values that decide; torch.compile makes as many of a function
 _MANY_WAYS = (
-    f"Values of weights, by which its code branches, differ from one forward pass to the next: {_MOST_WAYS} "
-    "graphs have been captured for inputs of one structure. Of a counter, have the code ask less than its "
-    "number: self.count > 100 has two answers, int(self.count) > 100 has many"
+    "Values of weights or of integer inputs, by which its code branches, differ from one forward pass to the "
+    f"next: {_MOST_WAYS} graphs have been captured for inputs of one structure. Of a counter, have the code "
+    "ask less than its number: self.count > 100 has two answers, int(self.count) > 100 has many. Bring "
+    "images to a few sizes"
 )
 _MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # forms of calls that are remembered
@@ -263,9 +264,11 @@ def _captured(
 
 
 def _require_few_ways(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> None:
-    """Raise NoGraphError where many graphs serve such calls, and none as the weights are now."""
-    alike = (one for one in state.programs if one.branches and one.entry == entry and one.modes == modes)
-    if sum(one.signature.mismatch(call) is None for one in alike) >= _MOST_WAYS:
+    """Raise NoGraphError where many graphs serve such calls, and none the values that decide now."""
+    like = [one for one in state.programs if one.entry == entry and one.modes == modes]
+    by_weights = sum(bool(one.branches) and one.signature.mismatch(call) is None for one in like)
+    by_inputs = sum(one.signature.by_values and one.signature.spec == call.spec for one in like)
+    if max(by_weights, by_inputs) >= _MOST_WAYS:
         raise NoGraphError(_MANY_WAYS)
 
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.weight_branches import ValueOf
+from graphplan.capture.value_branches import ValueOf
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
-from graphplan.capture.weight_branches import WeightBranch, same_answers
+from graphplan.capture.value_branches import Branch, same_answers
 from graphplan.ir.plan_data import PlanData
 
 
@@ -104,7 +104,7 @@ class Program:
     backward: Backward | None = None
     accumulates: bool = True
     held: Mapping[str, str] | None = None
-    branches: tuple[WeightBranch, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     @property
     def reach(self) -> int:

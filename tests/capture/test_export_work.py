@@ -20,7 +20,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
-from graphplan.capture.weight_branches import WeightBranches
+from graphplan.capture.value_branches import Branches
 from graphplan.passes.frontend.annotate import Annotator
 
 
@@ -132,7 +132,7 @@ def test_an_export_leaves_no_hook_behind() -> None:
     """torch 2.11 leaves one that every module calls for each buffer that it is given."""
     hooks = module._global_buffer_registration_hooks
     before, layer = dict(hooks), nn.Linear(2, 2)
-    branches = WeightBranches(layer, lambda _: None)
+    branches = Branches(layer, lambda _: None)
     with export_here.exporting(keep_grad=False, state=AssignedState(layer), branches=branches):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before

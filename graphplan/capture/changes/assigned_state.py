@@ -30,7 +30,7 @@ from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
 from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
-from graphplan.capture.weight_branches import WeightBranch
+from graphplan.capture.value_branches import Branch
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class AssignedState:
         self._with_history: list[str] = []
         self.losses: list[str] = []
         self.data = AssignedData(model)
-        self.branches: list[WeightBranch] = []
+        self.branches: list[Branch] = []
         self.makes_tensors = False
         self.goes_by_values = False
         self.kept_by_hooks: list[str] = []
@@ -237,7 +237,9 @@ class AssignedState:
         # what the next call reads of new tensors, the first has made
         described = _writes_to_state if self.makes_tensors else _operations
         # an answer that is kept in an attribute is not asked again
-        asked, asked_next = ([(one.weights, one.answer) for one in of.branches] for of in (self, again))
+        asked, asked_next = (
+            [(one.weights, one.inputs, one.answer) for one in of.branches] for of in (self, again)
+        )
         if plain and (described(traced) != described(program) or asked != asked_next):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "

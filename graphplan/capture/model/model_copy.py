@@ -35,7 +35,7 @@ from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, au
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.transformers.caches import know_caches
-from graphplan.capture.weight_branches import ValueOf
+from graphplan.capture.value_branches import ValueOf
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
@@ -56,6 +56,8 @@ class ModelCopy:
         told: what its user has been warned of, once.
         fixed: entries of which no size can vary in a trace.
         unsized: entries of which only batches and lengths can.
+        by_inputs: entries whose code branches by integers among the arguments.
+        knows_inputs: whether the call that is traced has values of these.
         step: what is differentiated, where a training step is to be traced.
         device_types: of the devices that will compute.
         autocast: the type that autocast is on for on these devices; None where it is off.
@@ -72,6 +74,8 @@ class ModelCopy:
         self.told: set[str] = set()
         self.fixed: set[str] = set()
         self.unsized: set[str] = set()
+        self.by_inputs: set[str] = set()
+        self.knows_inputs = True
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
@@ -120,6 +124,11 @@ class ModelCopy:
     def first_name(self, name: str) -> str:
         """In the whole model, of a weight of this part."""
         return self.weights.first[self.full_name(name)]
+
+    @property
+    def asks_inputs(self) -> bool:
+        """Whether a trace is to go by the values of integers among the arguments."""
+        return self.knows_inputs and self.entry in self.by_inputs
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """A weight of this part as it is now; None where it has no values."""

@@ -22,6 +22,7 @@ from graphplan.capture.changes.assigned_state import (
     written_constants,
 )
 from graphplan.capture.changes.attribute_data import plain_tensors
+from graphplan.capture.export_here import STATE
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (
@@ -41,6 +42,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     values_of,
 )
 from graphplan.capture.transformers.caches import caches_at
+from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError
 
 _TRANSFORMS = {"_add_batch_dim", "_enter_dual_level", "_make_dual"}
@@ -83,6 +85,7 @@ def from_program(
     leaves = tuple(
         _of_any_strides(leaf, is_state=index in states, is_text=is_text) for index, leaf in enumerate(traced)
     )
+    names, state = leaf_names(call), program.graph_module.meta[STATE]
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     sizes = sizes_of_call(program.graph, inputs, call.leaves) | largest_sizes(program.graph, inputs, leaves)
@@ -92,7 +95,7 @@ def from_program(
         constants,
         tuple(inputs),
         out_spec,
-        InputSignature(call.spec, leaves, leaf_names(call)),
+        InputSignature(call.spec, leaves, names, input_guard(state.branches, call.leaves, names)),
         "export",
         sizes,
         order=tuple(range(len(inputs))),

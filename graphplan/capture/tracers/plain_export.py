@@ -117,7 +117,7 @@ def _varying(
     guards = conditions(program, given)
     found = from_program(program, call, model_copy, roles)
     values = values_of(found.graph)
-    signature = replace(found.signature, guards=guards)
+    signature = replace(found.signature, guards=(*guards, *found.signature.guards))
     require_served(signature, call)
     sized = _sizes_of(found.graph)
     varied = tuple(
@@ -177,6 +177,7 @@ def _export(
             dict(call.kwargs),
             shapes,
             value_of=model_copy.value_of,
+            by_inputs=model_copy.asks_inputs,
             sizes=sizes,
         )
 

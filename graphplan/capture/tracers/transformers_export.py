@@ -115,6 +115,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
             map_leaves(copy.deepcopy, inputs),
             shapes,
             value_of=model_copy.value_of,
+            by_inputs=model_copy.asks_inputs,
             sizes=SIZE in varying,
         )
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
@@ -123,7 +124,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
         guards += (_same_lengths(list(map(leaf_names(traced_call).index, bounds))),)
     flat = tuple(role for name in inputs for role in roles[name])
     found = from_program(program, traced_call, model_copy, flat, is_text=True)
-    signature = replace(found.signature, guards=guards)
+    signature = replace(found.signature, guards=(*guards, *found.signature.guards))
     require_served(signature, traced_call)
     found = replace(found, method="transformers", roles=flat, signature=signature)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())

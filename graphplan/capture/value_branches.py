@@ -1,0 +1,320 @@
+"""Branches of the model's code that go by weights alone, or by integers that a call is given.
+
+What a call traces is the way that the values of that moment choose; the question is kept beside the graph,
+which serves calls for as long as the answer is the same::
+
+    if not self.initialized:                 ne = aten.ne(initialized, 0)
+        ...                                  item = aten.item(ne)                   False
+    for height, width in sizes.tolist():     select = aten.select(sizes, 0, 0)
+        ...                                  item = aten.item(select)               32
+
+So are sizes that such values decide, as those of ``repeat_interleave``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced
+from graphplan.capture.signature import Guard
+from graphplan.capture.source_lines import calling_line
+from graphplan.capture.structure import flatten_with_path, memories, written_memories
+
+aten = torch.ops.aten
+
+ValueOf = Callable[[str], torch.Tensor | None]
+"""The weight of a name, as it is now; None where it has no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What a branch asked, and the answer.
+
+    Attributes:
+        question: computes the answer of the weights, or of the inputs.
+        weights: their names.
+        inputs: indices of their leaves in the call that was traced.
+        answer: by which the trace went, as text: a float that is no number does not equal itself.
+    """
+
+    question: fx.GraphModule
+    weights: tuple[str, ...]
+    inputs: tuple[int, ...]
+    answer: str
+
+    def renamed(self, name_of: Callable[[str], str]) -> Branch:
+        """With other names of the weights."""
+        return replace(self, weights=tuple(map(name_of, self.weights)))
+
+    def goes_by(self, values: Iterable[torch.Tensor]) -> bool:
+        """Whether the answer is the same of other values."""
+        return _asked(self.question, values) == self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class InputBranches:
+    """Whether branches go by the leaves of a call as they went in the trace: the condition of a guard.
+
+    Attributes:
+        branches: those that inputs decide.
+        traced: the values of these inputs in the trace: of the same ones all answers are the same.
+    """
+
+    branches: tuple[Branch, ...]
+    traced: Mapping[int, torch.Tensor]
+
+    def __call__(self, leaves: Sequence[Any]) -> bool:
+        """Whether these are leaves of such a call; those that do not decide may be anything."""
+        given = {index: leaves[index].detach().cpu() for index in self.traced}
+        if all(torch.equal(given[index], value) for index, value in self.traced.items()):
+            return True
+        with _plainly():
+            return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
+
+
+def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
+    """Whether all branches go by these weights as they went in the trace."""
+    if not branches:
+        return True
+    with _plainly():
+        for branch in branches:
+            values = [value for name in branch.weights if (value := value_of(name)) is not None]
+            if len(values) < len(branch.weights) or not branch.goes_by(values):
+                return False
+    return True
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """A block in which questions are asked, whatever modes the code that asks them is in."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _answer_of(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> Any:
+    """A number; or for each tensor, its sizes."""
+    made = question.forward(*(value.detach().cpu() for value in values))
+    return tree_map_only(torch.Tensor, lambda tensor: tuple(tensor.shape), made)
+
+
+def _asked(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> str:
+    return repr(_answer_of(question, values))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Nodes that decide a value that the code asks for; the sources among them, with what these are now."""
+
+    line: str
+    needed: Sequence[fx.Node]
+    written: Set[int]
+    weights: tuple[str, ...]
+    inputs: tuple[int, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def told_by(self) -> tuple[str | int, ...]:
+        """What the next trace has to answer: of constants alone, nothing."""
+        return self.inputs or (self.line,) * bool(self.weights)
+
+
+class Branches:
+    """The branches of the traces of one call: what one trace fails at, the next one answers.
+
+    Args:
+        module: what is traced.
+        value_of: gives its weights, by their names in it.
+        call: its arguments, of which integers may decide too; None where none are to.
+
+    Attributes:
+        found: those of the last trace.
+    """
+
+    def __init__(self, module: nn.Module, value_of: ValueOf, call: Any = None) -> None:
+        self._module, self._value_of = module, value_of
+        leaves = [] if call is None else list(enumerate(flatten_with_path(call)))
+        self._paths = {path: index for index, (path, leaf) in leaves if _is_of_integers(leaf)}
+        self._leaves = {index: leaf for index, (_, leaf) in leaves}
+        self._answered: set[str | int] = set()  # lines of the code, and inputs, whose questions are answered
+        self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
+        self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
+        self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
+        self._failed: _Asked | None = None
+        self.found: list[Branch] = []
+
+    def begin(self) -> None:
+        """Forget what the last trace has found."""
+        self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
+        self.found = []
+
+    def enter(self, tracer: Any, call: Any) -> None:
+        """Know the weights and inputs before the first call of the trace, which may write to them."""
+        if self._names or self._inputs:
+            return
+        tables = (self._module.named_parameters, self._module.named_buffers)
+        named = (entry for table in tables for entry in table(remove_duplicate=False))
+        self._names = {node_of(tensor, tracer): name for name, tensor in named}
+        traced = flatten_with_path(call) if self._paths else ()
+        ours = ((leaf, self._paths[path]) for path, leaf in traced if path in self._paths)
+        self._inputs = {node_of(leaf, tracer): index for leaf, index in ours}
+
+    def read(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``operation`` returns, of which the code will know the value; or the value itself."""
+        asked = self._what_decides(tracer, args, kwargs)
+        if asked is not None and self._is_answered(asked):
+            return self._answer(tracer, asked, func, args, kwargs)
+        self._failed = asked  # until there is a result
+        result = operation()
+        self._failed = None
+        self._remember(asked, result)
+        return result
+
+    def make(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``operation`` makes, whose sizes values decide: the sizes themselves, where they are known."""
+        asked = self._what_decides(tracer, args, kwargs)
+        known = None
+        if asked is not None and self._is_answered(asked):
+            known = self._answer(tracer, asked, func, args, kwargs)
+        result = operation()
+        made = tree_leaves(result)
+        sizes = [size for tensor in made for size in tensor.shape if isinstance(size, torch.SymInt)]
+        if known is None:
+            for size in sizes:
+                self._remember(asked, size)
+            return result
+        with untraced():
+            for tensor, shape in zip(made, tree_leaves(known, is_leaf=_is_shape), strict=True):
+                for size, number in zip(tensor.shape, shape, strict=True):
+                    torch._check(size == number)
+        return result
+
+    def decide(self, number: Any) -> bool:
+        """Whether weights or inputs alone decide a symbolic number of the trace."""
+        return bool(self._asked.keys() & number.node.expr.free_symbols)
+
+    def learn(self, error: Exception) -> bool:
+        """Whether a trace has failed for want of an answer that the next one has."""
+        symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else ()
+        failed = [self._asked[symbol] for symbol in symbols if symbol in self._asked]
+        failed += [self._failed] if self._failed is not None else []
+        new = {source for one in failed for source in one.told_by} - self._answered
+        self._answered |= new
+        return bool(new)
+
+    def _what_decides(self, tracer: Any, args: Any, kwargs: Any) -> _Asked | None:
+        """What the values that an operation is given come from; None where that is more than values known."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        nodes = [node for one in given if (node := node_of(one, tracer, constants=True))]
+        if len(nodes) < len(given) or not self._are_settled(_computed_from(nodes, {}), tracer):
+            return None
+        writers = _writers(tracer.graph)
+        needed = _computed_from(nodes, writers)
+        weights = tuple(self._names[node] for node in needed if node in self._names)
+        inputs = tuple(self._inputs[node] for node in needed if node in self._inputs)
+        found = (*map(self._value_of, weights), *map(self._leaves.__getitem__, inputs))
+        values = tuple(value for value in found if value is not None)
+        if (weights and inputs) or len(values) < len(found) or not self._are_settled(needed, tracer):
+            return None
+        return _Asked(calling_line(), needed, writers.keys(), weights, inputs, values)
+
+    def _is_answered(self, asked: _Asked) -> bool:
+        return self._answered.issuperset(asked.told_by)
+
+    def _answer(self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any) -> Any:
+        arguments = tree_map_only(
+            torch.Tensor, lambda one: node_of(one, tracer, constants=True), (args, kwargs)
+        )
+        question = self._question(asked, tracer, func, *arguments)
+        with untraced(), _plainly():
+            answer = _answer_of(question, asked.values)
+        if asked.values:
+            self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer)))
+        return answer
+
+    def _remember(self, asked: _Asked | None, number: Any) -> None:
+        """Know what has made a symbolic number."""
+        if asked is not None and isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self._asked |= dict.fromkeys(number.node.expr.free_symbols, asked)
+
+    def _are_settled(self, nodes: Iterable[fx.Node], tracer: Any) -> bool:
+        known = self._names.keys() | self._inputs.keys()
+        return all(node in known or _is_settled(node) or _is_number(node, tracer) for node in nodes)
+
+    def _question(self, asked: _Asked, tracer: Any, func: Any, args: Any, kwargs: Any) -> fx.GraphModule:
+        """A function of the sources that are among the nodes; it writes to copies of them."""
+        found, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        sources = self._names.keys() | self._inputs.keys()
+        given = {node: found.placeholder(node.name) for node in asked.needed if node in sources}
+        for node in asked.needed:
+            made[node] = given.get(node) or found.node_copy(node, made.__getitem__)
+            made[node].meta.clear()  # which holds on to tensors
+            is_kept = node in given or node.op == "get_attr"
+            if is_kept and not asked.written.isdisjoint(memories(node)):
+                made[node] = found.call_function(aten.clone.default, (made[node],))
+        arguments = fx.map_arg((args, kwargs), made.__getitem__)
+        found.output(found.call_function(func, *arguments))
+        constants = ((str(node.target), constant_of(node, tracer)) for node in asked.needed)
+        return fx.GraphModule({name: tensor for name, tensor in constants if tensor is not None}, found)
+
+
+def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequence[str]) -> tuple[Guard, ...]:
+    """A guard that such of a trace go as they did for these leaves, of these names; none where none do."""
+    ours = tuple(branch for branch in branches if branch.inputs)
+    indices = sorted({index for branch in ours for index in branch.inputs})
+    if not ours:
+        return ()
+    said = f"the code branches by values of {', '.join(names[index] for index in indices)}, which are others"
+    traced = {index: leaves[index].clone() for index in indices}
+    return (Guard(said, InputBranches(ours, traced), by_values=True),)
+
+
+def _is_of_integers(leaf: Any) -> bool:
+    """Whether a leaf is a tensor by whose values code may branch: real numbers are others in each call."""
+    return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int for size in value)
+
+
+def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """What has been written to so far: the memory, and by which nodes."""
+    found = defaultdict[int, list[fx.Node]](list)
+    for node in graph.nodes:
+        for memory in written_memories(node):
+            found[memory].append(node)
+    return found
+
+
+def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]]) -> list[fx.Node]:
+    """Nodes, all that these are computed from, and all that has written to what these read, in order."""
+    todo, found = list(nodes), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+            todo += [writer for memory in memories(node) for writer in writers.get(memory, ())]
+    return sorted(found)
+
+
+def _is_number(node: fx.Node, tracer: Any) -> bool:
+    """Whether a node is a constant of the code: tensors in attributes may be others in each call."""
+    return constant_of(node, tracer) is not None and is_made_in_code(node)
+
+
+def _is_settled(node: fx.Node) -> bool:
+    """Whether a node makes tensors, or sizes, that only its arguments decide."""
+    made = tree_leaves(node.meta.get("val"))
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    plain = node.op == "call_function" and not random
+    return plain and all(isinstance(one, torch.Tensor | torch.SymInt | torch.SymBool) for one in made)
