@@ -11,12 +11,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphplan._compat import private
 
 
 def node_of(tensor: torch.Tensor, tracer: Any, *, constants: bool = False) -> fx.Node | None:
-    """The node that has made a tensor; None for one that is not traced, or is a constant, unless asked for."""
+    """The node that has made a tensor; None for one that is not traced, or without ``constants`` is one."""
     slot = private(proxy_tensor, "get_proxy_slot", "torch")(tensor, tracer, None)
     if slot is None or (private(slot, "constant", "torch") is not None and not constants):
         return None
@@ -48,6 +49,29 @@ def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
     name: str = private(tracer, "get_fresh_qualname", "torch")("_tensor_constant")
     setattr(tracer.root, name, tensor)
     return name
+
+
+def with_sizes(made: Any, forms: Sequence[tuple[Any, Any]], tracer: Any) -> Any:
+    """What the trace takes for the tensors that an operation has made; their sizes and strides are known.
+
+    ``forms`` has these of each, in order.
+    """
+    leaves, spec = tree_flatten(made)
+    nodes = [node_of(leaf, tracer) for leaf in leaves]
+    with untraced():
+        known = [
+            fake_tensor(private(leaf, "fake_mode", "torch"), *form, 0, leaf.dtype, leaf.device, None)
+            for leaf, form in zip(leaves, forms, strict=True)
+        ]
+    for node, tensor in zip(nodes, known, strict=True):
+        assert node is not None
+        set_node(tensor, node, tracer)
+        node.meta["val"] = tensor
+    found = tree_unflatten(known, spec)
+    for node in {node if spec.is_leaf() else node.all_input_nodes[0] for node in nodes if node is not None}:
+        node.meta["val"] = found
+        node.meta.pop("unbacked_bindings", None)
+    return found
 
 
 @contextmanager

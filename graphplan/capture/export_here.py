@@ -46,7 +46,7 @@ from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.value_branches import Branches, ValueOf
+from graphplan.capture.value_branches import Branches
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
 
@@ -67,15 +67,13 @@ def export(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     *,
-    value_of: ValueOf,
-    by_inputs: bool = False,
+    branches: Branches,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
 
-    ``value_of`` gives weights of the module, by which its code may branch; ``by_inputs``: by integers among
-    the arguments too. ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take too
-    long.
+    ``branches``: of its code. ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take
+    too long.
 
     Raises:
         CaptureError: it does.
@@ -83,10 +81,10 @@ def export(
         NoGraphError: gradients flow through that.
         Exception: whatever the model's own code or the tracer raises.
     """
-    numbers, branches = WholeNumbers(), Branches(module, value_of, (args, kwargs) if by_inputs else None)
+    numbers = WholeNumbers()
     trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    repeated: RepeatedModules | None = RepeatedModules()
+    repeated = None if branches.by_weights else RepeatedModules()
     name, below = type(module).__name__, False
     try:
         while True:
@@ -104,7 +102,7 @@ def export(
                 repeated, below = None, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
                 if branches.learn(error):
-                    repeated = None  # a block's copy would branch as the first does
+                    repeated = None if branches.by_weights or repeated is None else RepeatedModules()
                 elif not numbers.learn():  # of these blocks are not copied
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything

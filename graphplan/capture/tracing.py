@@ -43,8 +43,8 @@ _DATA_DECIDES = (
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
 )
 _WITHOUT_VALUES = (
-    "\nThe values of tensors decide what this line does, and those of the meta device have none: give integers"
-    " among the inputs, such as the grids of images, with their values; others may stay on the meta device"
+    "\nThe values of tensors decide what this line does, and those of the meta device have none: give "
+    "integers among the inputs, such as the grids of images, with their values; others may stay there"
 )
 _UNKNOWN_CLASS = (
     "\nA graph takes an object as a cache, if its class derives from transformers' Cache or has a name that "

@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced
+from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
 from graphplan.capture.signature import Guard
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import flatten_with_path, memories, written_memories
@@ -44,12 +44,14 @@ class Branch:
         weights: their names.
         inputs: indices of their leaves in the call that was traced.
         answer: by which the trace went, as text: a float that is no number does not equal itself.
+        told: whether the code was told a value; else it is the sizes of what an operation in the graph makes.
     """
 
     question: fx.GraphModule
     weights: tuple[str, ...]
     inputs: tuple[int, ...]
     answer: str
+    told: bool
 
     def renamed(self, name_of: Callable[[str], str]) -> Branch:
         """With other names of the weights."""
@@ -100,10 +102,18 @@ def _plainly() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 def _answer_of(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> Any:
-    """A number; or for each tensor, its sizes."""
+    """A number; or for each tensor, its sizes and strides."""
     made = question.forward(*(value.detach().cpu() for value in values))
-    return tree_map_only(torch.Tensor, lambda tensor: tuple(tensor.shape), made)
+    return tree_map_only(torch.Tensor, lambda tensor: _Form(tuple(tensor.shape), tensor.stride()), made)
 
 
 def _asked(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> str:
@@ -121,11 +131,6 @@ class _Asked:
     inputs: tuple[int, ...]
     values: tuple[torch.Tensor, ...]
 
-    @property
-    def told_by(self) -> tuple[str | int, ...]:
-        """What the next trace has to answer: of constants alone, nothing."""
-        return self.inputs or (self.line,) * bool(self.weights)
-
 
 class Branches:
     """The branches of the traces of one call: what one trace fails at, the next one answers.
@@ -134,17 +139,20 @@ class Branches:
         module: what is traced.
         value_of: gives its weights, by their names in it.
         call: its arguments, of which integers may decide too; None where none are to.
+        answered: lines of the code, and paths of arguments, whose questions are answered; traces add to it.
 
     Attributes:
         found: those of the last trace.
     """
 
-    def __init__(self, module: nn.Module, value_of: ValueOf, call: Any = None) -> None:
+    def __init__(
+        self, module: nn.Module, value_of: ValueOf, call: Any = None, answered: set[Any] | None = None
+    ) -> None:
         self._module, self._value_of = module, value_of
+        self._answered = set() if answered is None else answered
         leaves = [] if call is None else list(enumerate(flatten_with_path(call)))
-        self._paths = {path: index for index, (path, leaf) in leaves if _is_of_integers(leaf)}
-        self._leaves = {index: leaf for index, (_, leaf) in leaves}
-        self._answered: set[str | int] = set()  # lines of the code, and inputs, whose questions are answered
+        self._leaves = {index: leaf for index, (_, leaf) in leaves if _is_of_integers(leaf)}
+        self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
         self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
         self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
@@ -163,9 +171,9 @@ class Branches:
         tables = (self._module.named_parameters, self._module.named_buffers)
         named = (entry for table in tables for entry in table(remove_duplicate=False))
         self._names = {node_of(tensor, tracer): name for name, tensor in named}
-        traced = flatten_with_path(call) if self._paths else ()
-        ours = ((leaf, self._paths[path]) for path, leaf in traced if path in self._paths)
-        self._inputs = {node_of(leaf, tracer): index for leaf, index in ours}
+        traced = dict(flatten_with_path(call)) if self._paths else {}
+        ours = ((index, path) for index, path in self._paths.items() if path in traced)
+        self._inputs = {node_of(traced[path], tracer): index for index, path in ours}
 
     def read(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What ``operation`` returns, of which the code will know the value; or the value itself."""
@@ -185,16 +193,11 @@ class Branches:
         if asked is not None and self._is_answered(asked):
             known = self._answer(tracer, asked, func, args, kwargs)
         result = operation()
-        made = tree_leaves(result)
-        sizes = [size for tensor in made for size in tensor.shape if isinstance(size, torch.SymInt)]
-        if known is None:
-            for size in sizes:
+        if known is not None:
+            return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(known)], tracer)
+        for tensor in tree_leaves(result):
+            for size in tensor.shape:
                 self._remember(asked, size)
-            return result
-        with untraced():
-            for tensor, shape in zip(made, tree_leaves(known, is_leaf=_is_shape), strict=True):
-                for size, number in zip(tensor.shape, shape, strict=True):
-                    torch._check(size == number)
         return result
 
     def decide(self, number: Any) -> bool:
@@ -206,7 +209,7 @@ class Branches:
         symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else ()
         failed = [self._asked[symbol] for symbol in symbols if symbol in self._asked]
         failed += [self._failed] if self._failed is not None else []
-        new = {source for one in failed for source in one.told_by} - self._answered
+        new = {source for one in failed for source in self._told_by(one)} - self._answered
         self._answered |= new
         return bool(new)
 
@@ -226,8 +229,17 @@ class Branches:
             return None
         return _Asked(calling_line(), needed, writers.keys(), weights, inputs, values)
 
+    @property
+    def by_weights(self) -> bool:
+        """Whether a weight may decide: others do in blocks that are alike."""
+        return any(isinstance(source, str) for source in self._answered)
+
+    def _told_by(self, asked: _Asked) -> list[Any]:
+        """What the next trace has to answer: of constants alone, nothing."""
+        return [self._paths[index] for index in asked.inputs] or [asked.line] * bool(asked.weights)
+
     def _is_answered(self, asked: _Asked) -> bool:
-        return self._answered.issuperset(asked.told_by)
+        return self._answered.issuperset(self._told_by(asked))
 
     def _answer(self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any) -> Any:
         arguments = tree_map_only(
@@ -237,7 +249,8 @@ class Branches:
         with untraced(), _plainly():
             answer = _answer_of(question, asked.values)
         if asked.values:
-            self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer)))
+            told = torch.Tag.data_dependent_output in func.tags
+            self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer), told))
         return answer
 
     def _remember(self, asked: _Asked | None, number: Any) -> None:
@@ -280,10 +293,6 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
 def _is_of_integers(leaf: Any) -> bool:
     """Whether a leaf is a tensor by whose values code may branch: real numbers are others in each call."""
     return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(size) is int for size in value)
 
 
 def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:

@@ -287,3 +287,104 @@ def test_running_statistics_are_written_before_they_are_asked(machine: Any) -> N
     eager = Normed().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
     assert largest_difference(placed(X), eager(X)) < 1e-6
+
+
+class Gridded(nn.Module):
+    """Goes by a grid as vision models do: a loop over images, sizes, parts of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        counts = grid.prod(-1)
+        bounds = torch.cat(
+            [torch.tensor([0]), torch.repeat_interleave(counts, torch.tensor([2, 1])).cumsum(0)]
+        )
+        places = [torch.arange(height).repeat_interleave(width) for height, width in grid.tolist()]
+        heights = (0 if height > width else 1 for height, width in grid.tolist())
+        parts = torch.split(self.linear(x), counts.tolist())
+        scaled = [
+            part * (place + add)[:, None] for part, place, add in zip(parts, places, heights, strict=True)
+        ]
+        return torch.cat(scaled) * torch.tensor([counts.max(), bounds[-1]]).sum()
+
+
+def gridded(*grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(sum(height * width for height, width in grid), 16), torch.tensor(grid)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_integers_among_the_inputs_may_decide(machine: Any, grad: bool) -> None:
+    eager = Gridded()
+    first = gridded((2, 3), (1, 4))
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, grad=grad, strict=True)
+    for grid, plans in (
+        (((2, 3), (1, 4)), 1),
+        (((3, 2), (1, 4)), 2),
+        (((2, 3), (2, 2)), 3),
+        (((2, 3), (1, 4)), 3),
+    ):
+        x, sizes = gridded(*grid)
+        assert largest_difference(placed(x, sizes), eager(x, sizes)) < 1e-5
+        assert largest_difference(placed(grid=sizes, x=x), eager(x, sizes)) < 1e-5
+        assert len(placed.plans) == plans
+
+
+class Padded(nn.Module):
+    """Computes what a mask asks for, if it asks for any; in place of a mask it may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        mask.logical_not_()
+        return h.masked_fill(mask[..., None], 0.0) if mask.any() else h
+
+
+def test_a_graph_serves_all_inputs_with_one_answer(machine: Any) -> None:
+    eager = Padded()
+    full = torch.ones(2, 4, dtype=torch.bool)
+    x = torch.randn(2, 4, 16)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (x, full.clone()), strict=True)
+    for length in (4, 3, 2, 4, 1):
+        mask = torch.arange(4).expand(2, 4) < length
+        ours, own = mask.clone(), mask.clone()
+        assert largest_difference(placed(x, ours), eager(x, own)) < 1e-6
+        assert torch.equal(ours, own)
+    assert len(placed.plans) == 2
+
+
+def test_many_answers_of_inputs_end_in_a_run_without_graphs(machine: Any) -> None:
+    eager = Gridded()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, gridded((1, 1), (1, 1)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for width in range(1, 12):
+            x, sizes = gridded((1, width), (1, 1))
+            assert largest_difference(placed(x, sizes), eager(x, sizes)) < 1e-5
+    told = [str(one.message) for one in caught if "8 graphs have been captured" in str(one.message)]
+    assert len(told) == 1
+    assert len(placed.plans) == 8
+
+
+def test_inputs_without_values_decide_nothing() -> None:
+    x, sizes = gridded((2, 3), (1, 4))
+    with pytest.raises(graphplan.NoGraphError, match="those of the meta device have none: give integers"):
+        graphplan.plan(Gridded(), {"cpu": "1MiB"}, (x.to("meta"), sizes.to("meta")))
+    plan = graphplan.plan(Gridded(), {"cpu": "1MiB"}, (x.to("meta"), sizes))
+    assert plan.method != "hooks"
+
+
+class Drawn(nn.Module):
+    """Goes by real numbers that it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_real_numbers_among_the_inputs_do_not_decide(machine: Any) -> None:
+    with pytest.raises(graphplan.NoGraphError, match="The values of tensors decide what this line does"):
+        graphplan.partition(Drawn(), machine.max_memory, (X,), strict=True)

@@ -175,9 +175,8 @@ def test_the_first_call_may_be_of_a_part() -> None:
 
     class Asking(encoder):  # type: ignore[misc,valid-type]
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            if int(input_ids.sum()) < 0:
-                raise ValueError
-            return super().forward(input_ids=input_ids, **kwargs)
+            found = super().forward(input_ids=input_ids, **kwargs)
+            return found if float(found.last_hidden_state.sum()) < 1e9 else None
 
     model.__class__, model.encoder.__class__ = Listening, Asking
     inputs = inputs_of("t5")

@@ -35,7 +35,7 @@ from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, au
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.transformers.caches import know_caches
-from graphplan.capture.value_branches import ValueOf
+from graphplan.capture.value_branches import Branches, ValueOf
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
@@ -76,6 +76,7 @@ class ModelCopy:
         self.unsized: set[str] = set()
         self.by_inputs: set[str] = set()
         self.knows_inputs = True
+        self._answered: dict[str, set[Any]] = {}
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
@@ -129,6 +130,11 @@ class ModelCopy:
     def asks_inputs(self) -> bool:
         """Whether a trace is to go by the values of integers among the arguments."""
         return self.knows_inputs and self.entry in self.by_inputs
+
+    def branches(self, *call: Any) -> Branches:
+        """Those of the entry's code, for a trace of its call with positional and named arguments."""
+        answered = self._answered.setdefault(self.entry, set())
+        return Branches(self.module, self.value_of, call if self.asks_inputs else None, answered)
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """A weight of this part as it is now; None where it has no values."""

@@ -176,8 +176,7 @@ def _export(
             call.args,
             dict(call.kwargs),
             shapes,
-            value_of=model_copy.value_of,
-            by_inputs=model_copy.asks_inputs,
+            branches=model_copy.branches(call.args, call.kwargs),
             sizes=sizes,
         )
 

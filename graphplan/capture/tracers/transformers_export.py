@@ -87,7 +87,7 @@ def export_transformers(
 def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]) -> Capture:
     """``varying``: the roles of axes that are dynamic."""
     module = model_copy.module
-    inputs = _prepared(module, call)
+    inputs = _prepared(module, call, is_forward=model_copy.method == "forward")
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
@@ -108,14 +108,14 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
         _patched_for_export(module, inputs, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
+        arguments = map_leaves(copy.deepcopy, inputs)
         program = export(
             keep_grad,
             module,
             (),
-            map_leaves(copy.deepcopy, inputs),
+            arguments,
             shapes,
-            value_of=model_copy.value_of,
-            by_inputs=model_copy.asks_inputs,
+            branches=model_copy.branches((), arguments),
             sizes=SIZE in varying,
         )
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
@@ -131,17 +131,19 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     return _over_arguments(found, call, module) if computes else found
 
 
-def _prepared(module: nn.Module, call: BoundCall) -> dict[str, Any]:
-    """The call's arguments with what the exporter computes of them, which is traced."""
+def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[str, Any]:
+    """The call's arguments with what the exporter computes of those of ``forward``, which is traced."""
     with quiet():  # it imports every model that it patches
         from transformers.exporters.utils import prepare_for_export  # optional package
 
     # with caches of their own: the exporter changes what it is given
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     asked = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
+    known = {} if is_forward else {"position_ids": ()}  # of a text, which no other method has
     with patched(Patch.of(*uncast_inputs())):
-        _, prepared, _ = prepare_for_export(module, asked)
-    return {**given, **prepared}  # it takes out flags of the output, and labels that are None
+        _, prepared, _ = prepare_for_export(module, known | asked)
+    found = {**given, **prepared}  # it takes out flags of the output, and labels that are None
+    return {name: value for name, value in found.items() if name not in known or value != ()}
 
 
 def _is_of_loss(name: str, value: Any) -> bool:
