@@ -238,7 +238,7 @@ class AssignedState:
         described = _writes_to_state if self.makes_tensors else _operations
         # an answer that is kept in an attribute is not asked again
         asked, asked_next = (
-            [(one.weights, one.inputs, one.answer) for one in of.branches if one.told] for of in (self, again)
+            {(one.weights, one.inputs, one.answer) for one in of.branches if one.told} for of in (self, again)
         )
         if plain and (described(traced) != described(program) or asked != asked_next):
             raise KeptStateError(
