@@ -399,7 +399,7 @@ def weights() -> None:
     placed = divided(meta, inputs, 2, checkpoint=folder / "model.safetensors", strict=False)
     say(f"read: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
     torch.manual_seed(0)
     llama = transformers.LlamaForCausalLM(config).eval()
@@ -409,7 +409,7 @@ def weights() -> None:
     dist.barrier()
     placed = graphplan.load(
         folder / "llama", machines=[{"cpu": "1GiB"}] * 2, kwargs=inputs, microbatches=2,
-        objective="throughput", network=QUICK, return_outputs="all",
+        objective="throughput", network=QUICK, return_outputs="all", time_limit=0.3,
     )  # fmt: skip
     own = sum(p.numel() for p in placed.parameters())
     assert own < sum(p.numel() for p in llama.parameters())
@@ -613,7 +613,7 @@ def planned_training(schedule: str, budget: str) -> None:
         placed = graphplan.partition(
             model, machines=[machine.max_memory] * dist.get_world_size(), args=(x,), microbatches=4,
             schedule=schedule, objective="throughput", network=QUICK,
-            train=True, optimizer=torch.optim.AdamW,
+            train=True, optimizer=torch.optim.AdamW, time_limit=0.3,
         )  # fmt: skip
         optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
         for rows in (512, 256):
