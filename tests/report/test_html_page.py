@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from plans import (
 
 import graphplan
 from graphplan import Plan, PlanError
+from graphplan.ir.remarks import Remarks
 from graphplan.report.html_page import _SCRIPTS, to_html
 from graphplan.report.text import module_range
 from graphplan.report.time_parts import time_parts, what_takes_the_time
@@ -74,15 +76,25 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    pages: list[Opened] = []
+@cache
+def llama_remarks() -> Remarks:
+    """What would help takes a second to find."""
+    return llama_plan().remarks()
+
+
+def check_quiet(opened: Opened) -> None:
+    assert opened.complaints == []
+    assert len(opened.requests) == 1, opened.requests  # the file itself
+
+
+@pytest.fixture(scope="module")
+def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Open:
+    path = tmp_path_factory.mktemp("pages") / "plan.html"
 
     def open_plan(
         plan: Plan, *, scheme: str = "light", html: str = "", title: str = "", remarks: bool = False
     ) -> Opened:
-        path = tmp_path / "plan.html"
-        words = plan.remarks() if remarks else None  # what would help takes a second to find
+        words = llama_remarks() if remarks else None
         path.write_text(html or to_html(plan, title, remarks=words), encoding="utf-8")
         page = browser.new_page(
             viewport={"width": 1440, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
@@ -93,51 +105,64 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page.on("console", lambda message: opened.complaints.append(message.text))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", timeout=20_000)
-        pages.append(opened)
         return opened
 
-    yield open_plan
+    return open_plan
+
+
+@pytest.fixture
+def show(open_page: Open) -> Iterator[Open]:
+    pages: list[Opened] = []
+
+    def shown(plan: Plan, **options: Any) -> Opened:
+        pages.append(open_page(plan, **options))
+        return pages[-1]
+
+    yield shown
     for opened in pages:
-        assert opened.complaints == []
-        assert len(opened.requests) == 1, opened.requests  # the file itself
+        check_quiet(opened)
         opened.page.close()
 
 
+@pytest.fixture(scope="module")
+def read(open_page: Open) -> Iterator[Opened]:
+    """A page that tests only read, or leave as it was."""
+    opened = open_page(llama_plan(), title="Llama", remarks=True)
+    yield opened
+    check_quiet(opened)
+
+
 @pytest.mark.slow
-def test_figures_just_below_a_unit_are_rounded_to_it(show: Open) -> None:
-    opened = show(llama_plan())
-    sizes = [opened.js("n => Format.bytes(n)", n) for n in (1023, 1024, (1 << 20) - 1, (1 << 30) - 1)]
+def test_figures_just_below_a_unit_are_rounded_to_it(read: Opened) -> None:
+    sizes = [read.js("n => Format.bytes(n)", n) for n in (1023, 1024, (1 << 20) - 1, (1 << 30) - 1)]
     assert sizes == ["1023 B", "1.0 KiB", "1.0 MiB", "1.0 GiB"]
-    times = [opened.js("s => Format.seconds(s)", s) for s in (9.996e-4, 9.99e-4, 0.99996, 1.5)]
+    times = [read.js("s => Format.seconds(s)", s) for s in (9.996e-4, 9.99e-4, 0.99996, 1.5)]
     assert times == ["1.00 ms", "999 µs", "1.00 s", "1.50 s"]
 
 
-def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
-    plan = llama_plan()
-    opened = show(plan, title="Llama")
-    page = opened.page
+def test_opens_with_stages_lanes_and_summary(read: Opened) -> None:
+    plan, page = llama_plan(), read.page
     assert page.title() == "Llama"
     assert page.locator(".lane-name").count() == len(plan.topology.devices)
-    stages = {i for i in opened.ids() if i.startswith("g")}
+    stages = {i for i in read.ids() if i.startswith("g")}
     assert len(stages) == len(plan.stages)
-    assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
+    assert not {i for i in read.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
     assert f"by {plan.proof}" in figures
     assert plan.proof in page.locator(".figure[title^=Proved]").get_attribute("title")
     assert f"{len(plan.streams)} copies per forward pass" in figures
-    opened.shoot("light", whole=True)
+    read.shoot("light", whole=True)
 
 
-def test_the_first_card_says_what_takes_the_time_and_what_would_help(show: Open) -> None:
+def test_the_first_card_says_what_takes_the_time_and_what_would_help(read: Opened) -> None:
     plan = llama_plan()
-    said = show(plan, remarks=True).page.inner_text("#answer").splitlines()
+    said = read.page.inner_text("#answer").splitlines()
     assert said[0] == f"{what_takes_the_time(plan)}."
     assert re.search(r"[0-9.]+ [KM]iB more memory on GPU [01] would save .* \([0-9.]+ %\)\.", said[-1])
 
 
-def test_one_bar_has_all_of_the_time(show: Open) -> None:
-    plan = llama_plan()
-    page = show(plan).page
+def test_one_bar_has_all_of_the_time(read: Opened) -> None:
+    plan, page = llama_plan(), read.page
     parts = time_parts(plan)
     together = *parts.compute.values(), parts.transfers, parts.streaming, parts.inputs, parts.outputs
     assert sum(together) == pytest.approx(plan.makespan)
@@ -195,9 +220,9 @@ def test_an_address_names_a_module(show: Open) -> None:
     opened.js("() => { location.hash = 'no%such.module'; }")
 
 
-def test_transfers_are_arrows_with_their_bytes(show: Open) -> None:
+def test_transfers_are_arrows_with_their_bytes(read: Opened) -> None:
     plan = llama_plan()
-    edges = show(plan).js("() => GraphView.edges()")
+    edges = read.js("() => GraphView.edges()")
     moved = [edge for edge in edges if "transfer" in edge["classes"]]
     fetched = [edge for edge in edges if "stream" in edge["classes"]]
     flows = [(flow["kind"], flow["bytes"]) for flow in page_flows(plan)]
@@ -279,11 +304,10 @@ def test_search_finds_a_parameter_a_module_and_an_operation(show: Open) -> None:
     assert "No matches" in page.inner_text("#hits")
 
 
-def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
+def test_memory_shows_weights_activations_budget_and_peak(read: Opened) -> None:
     plan = llama_plan()
-    opened = show(plan)
     for key in (0, 1):
-        chart = opened.page.locator(f'svg.memory[data-device="{key}"]')
+        chart = read.page.locator(f'svg.memory[data-device="{key}"]')
         assert chart.locator(".budget line").count() == 1
         assert "budget" in chart.locator(".budget text").text_content()
         peak = plan.graph.operations[plan.peaks[key].operation]
@@ -294,7 +318,7 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
             buffer.device == key for buffer in plan.schedule.prefetch_buffers
         )
         assert budget_is_above(chart)
-    opened.page.locator("#memory").screenshot(path=shot("memory"))
+    read.page.locator("#memory").screenshot(path=shot("memory"))
 
 
 def budget_is_above(chart: Any) -> bool:
@@ -308,9 +332,8 @@ def shot(name: str) -> Path:
     return SHOTS / f"{name}.png"
 
 
-def test_the_memory_cursor_follows_the_arrow_keys(show: Open) -> None:
-    plan = llama_plan()
-    page = show(plan).page
+def test_the_memory_cursor_follows_the_arrow_keys(read: Opened) -> None:
+    plan, page = llama_plan(), read.page
     page.focus('svg.memory[data-device="0"]')
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -449,8 +472,8 @@ def test_what_hooks_run_has_no_bound(show: Open) -> None:
     assert "%" not in figures
 
 
-def test_the_text_of_a_peak_is_not_struck_through_by_the_budget(show: Open) -> None:
-    page = show(llama_plan()).page
+def test_the_text_of_a_peak_is_not_struck_through_by_the_budget(read: Opened) -> None:
+    page = read.page
     for chart in page.locator("svg.memory").filter(has=page.locator(".budget line")).all():
         line = float(chart.locator(".budget line").get_attribute("y1"))
         foot = float(chart.locator(".peak text").get_attribute("y"))
@@ -550,10 +573,8 @@ def test_rows_of_tables_mark_the_graph_and_the_charts_and_stay_in_view(show: Ope
     page.wait_for_selector("#picked", state="hidden")
 
 
-def test_time_by_module_and_by_type_is_all_of_the_time(show: Open) -> None:
-    plan = llama_plan()
-    page = show(plan).page
-    modules, types = (table.inner_text() for table in page.locator("#spent tbody").all())
+def test_time_by_module_and_by_type_is_all_of_the_time(read: Opened) -> None:
+    modules, types = (table.inner_text() for table in read.page.locator("#spent tbody").all())
     assert "model.layers.*.mlp" in modules
     assert "linear" in types
     assert "waiting for weights" in types
@@ -561,17 +582,16 @@ def test_time_by_module_and_by_type_is_all_of_the_time(show: Open) -> None:
     assert sum(shares) == pytest.approx(100, abs=2)
 
 
-def test_boxes_are_coloured_by_device_time_or_memory(show: Open) -> None:
-    opened = show(llama_plan())
-    fills = {"device": opened.js("() => GraphView.fill('g0')")}
+def test_boxes_are_coloured_by_device_time_or_memory(read: Opened) -> None:
+    fills = {"device": read.js("() => GraphView.fill('g0')")}
     for kind in ("time", "memory"):
-        opened.page.select_option("#colour", kind)
-        fills[kind] = opened.js("() => GraphView.fill('g0')")
-        assert opened.page.is_visible("#heat")
-    opened.page.select_option("#colour", "device")
-    assert opened.js("() => GraphView.fill('g0')") == fills["device"]
+        read.page.select_option("#colour", kind)
+        fills[kind] = read.js("() => GraphView.fill('g0')")
+        assert read.page.is_visible("#heat")
+    read.page.select_option("#colour", "device")
+    assert read.js("() => GraphView.fill('g0')") == fills["device"]
     assert len(set(fills.values())) == 3
-    assert not opened.page.is_visible("#heat")
+    assert not read.page.is_visible("#heat")
 
 
 def test_a_stage_that_opens_is_in_view_and_large_enough_to_be_read(show: Open) -> None:
@@ -610,7 +630,7 @@ def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
     assert "activations" in said
     opened.click(opened.js("() => `g${Plan.stages[1].group}`"))
     details = opened.page.inner_text("#details").replace("\t", "\n")
-    for key, text in plan.remarks().elsewhere[1].items():
+    for key, text in llama_remarks().elsewhere[1].items():
         name = f"GPU {key}" if isinstance(key, int) else "CPU"
         assert f"on {name} instead\n{text}" in details
     assert f"modules\n{module_range(plan, plan.stages[1])}" in details
