@@ -35,7 +35,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.safetensors_header import read_header
 
-WIDTH, DEPTH = 64, 6
+WIDTH, DEPTH = 64, 5
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -194,9 +194,9 @@ def disk_problem(weights: int, cpu: int, disk: int) -> Problem:
 
 
 @pytest.mark.full_search
-@pytest.mark.parametrize("cpu", [10240, 12288, 40000])
+@pytest.mark.parametrize("cpu", [6144, 8192, 40000])
 def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
-    problem = disk_problem(4, cpu, 1 << 20)
+    problem = disk_problem(3, cpu, 1 << 20)
     solution = place_or_map(problem)
     assert solution.evaluation.feasible
     assert solution.bound.seconds <= solution.evaluation.seconds
@@ -229,10 +229,25 @@ def test_budgets_that_would_do_hold_whole_weights(disk: int) -> None:
 sizes = st.integers(1, 30).map(lambda n: n * 512)
 
 
-@pytest.mark.full_search
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes)
+budgets_and_disk = graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(*budgets_and_disk)
 def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
+    check_random(graph, budgets, disk)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(*budgets_and_disk)
+def test_random_graphs_keep_their_budgets_in_a_full_search(
+    graph: Graph, budgets: dict[Any, int], disk: int
+) -> None:
+    check_random(graph, budgets, disk)
+
+
+def check_random(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
     topology = read_max_memory({**budgets, "disk": disk})
     problem = Problem(graph, topology, "cpu")
     found, infeasible = None, None
