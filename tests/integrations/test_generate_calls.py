@@ -325,18 +325,16 @@ def test_whisper_on_two_accelerators(frames: int) -> None:
     assert torch.equal(found, model.generate(sound, **asked))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"output_hidden_states": True, "return_dict_in_generate": True},
-    ],
-)
-def test_calls_of_generate_take_a_route_as_they_are(flags: dict[str, bool]) -> None:
+@pytest.mark.slow
+def test_calls_of_generate_take_a_route_as_they_are() -> None:
     """Nothing is computed of their arguments first, which would copy caches to the CPU and back."""
     model, inputs = build("short llama"), inputs_of("llama", 1, 8)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
-    placed.generate(**inputs, max_new_tokens=4, **flags)
+    placed.generate(**inputs, max_new_tokens=4)
+    check_routes(placed)
+
+
+def check_routes(placed: Any) -> None:
     programs = vars(placed)["_graphplan"].programs
     assert len(programs) == 3
     assert all(program.signature.prepared is None for program in programs)
@@ -346,14 +344,16 @@ def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_le
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Their flag stood in the configuration while it was traced, which refuses it: each token was traced."""
-    model, asked = build("short llama"), {"output_attentions": True, "return_dict_in_generate": True}
-    inputs = inputs_of("llama")
+    model, inputs = build("short llama"), inputs_of("llama")
+    asked = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
     found = placed.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
     expected = model.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
     assert torch.equal(found.sequences, expected.sequences)
     assert found.attentions == expected.attentions
+    assert largest_difference(found.hidden_states, expected.hidden_states) < 1e-5
     assert len(placed.plans) == 3
+    check_routes(placed)
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
 
 
@@ -376,7 +376,9 @@ def _seeing(tower: str) -> Any:
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-@pytest.mark.parametrize("tower", ["CLIPVisionConfig", "PixtralVisionConfig"])
+@pytest.mark.parametrize(
+    "tower", [pytest.param("CLIPVisionConfig", marks=pytest.mark.slow), "PixtralVisionConfig"]
+)
 def test_a_text_about_an_image_is_generated_by_graphs(
     tower: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
