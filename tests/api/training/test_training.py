@@ -44,7 +44,7 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Residual blocks with a loss, as of transformers' models."""
 
-    def __init__(self, layers: int = 2, width: int = 32) -> None:
+    def __init__(self, layers: int = 1, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
@@ -83,7 +83,7 @@ def size() -> int:
         return needed(stack(), batch(), optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("share", [1.0, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.8, marks=pytest.mark.slow), 0.6])
 def test_one_accelerator_with_the_cpu(size: int, share: float) -> None:
     with short_search():
         plan = check_training(stack(), batch(), {0: int(share * size), **CPU})
@@ -254,7 +254,7 @@ def test_weights_that_their_hooks_change_are_copied_before() -> None:
 
 
 def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
-    eager, own = stack(), stack()
+    eager, own = stack(layers=2), stack(layers=2)
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, kwargs=batch())
         seen: dict[nn.Module, list[str]] = {placed: [], eager: []}
@@ -341,7 +341,7 @@ def test_evaluation_between_forward_and_backward(size: int) -> None:
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
-    model = stack()
+    model = stack(layers=2)
     model.layers[0].requires_grad_(False)
     model.embed.requires_grad_(False)
     plan = check_training(model, batch(), {0: ROOMY})
@@ -381,7 +381,7 @@ def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
 def test_steps_of_all_parameters_at_once_over_two_devices(how: dict[str, bool]) -> None:
-    eager, own = stack(layers=1), stack(layers=1)
+    eager, own = stack(), stack()
     made = functools.partial(ADAMW, lr=1e-3, **how)
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
         placed = partitioned(machine, own, optimizer=made, pin={"head": 1, "embed": 0})
@@ -439,14 +439,14 @@ def test_a_step_of_the_optimizer_is_no_change_of_a_recurrent_layer(kind: Any) ->
 
 def test_a_fused_optimizer() -> None:
     fused = functools.partial(ADAMW, fused=True)
-    check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=fused, exact=False)
+    check_training(stack(), batch(), {0: ROOMY}, optimizer=fused, exact=False)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bool) -> None:
     made = functools.partial(kind, foreach=foreach)
-    check_training(stack(layers=1), batch(), {0: ROOMY}, optimizer=made, exact=False)
+    check_training(stack(), batch(), {0: ROOMY}, optimizer=made, exact=False)
 
 
 def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
@@ -739,9 +739,8 @@ def test_what_accumulate_gradients_goes_with() -> None:
 
 def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
-        plan = graphplan.plan(
-            stack(), machine.max_memory, kwargs=batch(), train=True, pin={"layers.1": 1, "layers.0": 0}
-        )
+        pin = {"layers.1": 1, "layers.0": 0}
+        plan = graphplan.plan(stack(layers=2), machine.max_memory, kwargs=batch(), train=True, pin=pin)
     operations, devices = plan.graph.operations, plan.schedule.assignment.operations
     for module, device in (("layers.0", 0), ("layers.1", 1)):
         named = [op for op in operations.values() if op.module_path.startswith(module)]
