@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,11 +80,25 @@ def masks_of(plan: graphplan.Plan) -> list[tuple[str, ...]]:
     return [one.inputs[3:] for one in operations if one.type == "scaled_dot_product_attention"]
 
 
+SHORT, PACKED, LONG = "short", "two texts in a row", "longer than the window"
+ALL = (SHORT, PACKED, LONG)
+
+
 @pytest.mark.parametrize(
-    ("train", "window"),
-    [(False, None), (False, 8), (True, 8), pytest.param(True, None, marks=pytest.mark.slow)],
+    ("train", "window", "kinds"),
+    [
+        (False, None, (SHORT, PACKED)),
+        (False, 8, (SHORT,)),
+        (True, 8, (SHORT, LONG)),
+        pytest.param(False, None, ALL, marks=pytest.mark.slow),
+        pytest.param(False, 8, ALL, marks=pytest.mark.slow),
+        pytest.param(True, 8, ALL, marks=pytest.mark.slow),
+        pytest.param(True, None, ALL, marks=pytest.mark.slow),
+    ],
 )
-def test_causal_attention_has_no_mask_where_eager_has_none(train: bool, window: int | None) -> None:
+def test_causal_attention_has_no_mask_where_eager_has_none(
+    train: bool, window: int | None, kinds: Sequence[str]
+) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window}
@@ -91,11 +106,12 @@ def test_causal_attention_has_no_mask_where_eager_has_none(train: bool, window: 
     model = transformers.MistralForCausalLM(config).train(train)
     ids, positions = torch.randint(0, 50, (2, 16)), torch.arange(3).repeat(2, 5)
     below = train or window is None  # a graph of any length is of those above the window too
-    for length, given, masked in (
-        (6, {}, not below),
-        (6, {"position_ids": positions[:, :6]}, True),  # two texts in a row
-        (16, {}, window is not None),
-    ):
+    known: dict[str, tuple[int, dict[str, torch.Tensor], bool]] = {
+        SHORT: (6, {}, not below),
+        PACKED: (6, {"position_ids": positions[:, :6]}, True),
+        LONG: (16, {}, window is not None),
+    }
+    for length, given, masked in map(known.__getitem__, kinds):
         inputs: dict[str, Any] = {"input_ids": ids[:, :length], "use_cache": False} | given
         inputs |= {"labels": inputs["input_ids"]} if train else {}
         placed = graphplan.partition(copy.deepcopy(model), {"cpu": "1GiB"}, kwargs=inputs, train=train)

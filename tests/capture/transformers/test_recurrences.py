@@ -25,6 +25,11 @@ transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
 
 
+def mamba() -> Any:
+    options = {**SIZES, "num_hidden_layers": 1, "state_size": 8, "pad_token_id": 0, "eos_token_id": None}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**options, bos_token_id=1))
+
+
 def falcon_mamba() -> Any:
     config = transformers.FalconMambaConfig(**SIZES, state_size=8, pad_token_id=0, eos_token_id=None)
     return transformers.FalconMambaForCausalLM(config)
@@ -64,7 +69,7 @@ LINEAR = {
     "linear_num_value_heads": 4,
 }
 FAMILIES = {
-    "mamba": (lambda: build("mamba"), "selective_scan"),
+    "mamba": (mamba, "selective_scan"),
     "falcon_mamba": (falcon_mamba, "selective_scan"),
     "jamba": (jamba, "selective_scan"),
     "qwen3_next": (qwen3_next, "delta_rule"),
