@@ -320,9 +320,9 @@ def test_a_call_from_an_accelerator_is_planned_as_well_as_one_from_the_cpu() -> 
 
 
 def slow_for_large_inputs() -> tuple[nn.Module, dict[Any, int], dict[Any, graphplan.Speed]]:
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(24))).eval()
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12))).eval()
     speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
-    return model, {0: 4 * MIB, "cpu": 64 * MIB}, speeds
+    return model, {0: 2 * MIB, "cpu": 64 * MIB}, speeds
 
 
 def test_calls_that_have_no_room_to_be_fast_are_told_of_once_and_share_a_plan() -> None:

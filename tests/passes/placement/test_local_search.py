@@ -82,7 +82,7 @@ def test_moves_without_room_for_their_weights_are_not_priced() -> None:
 @pytest.mark.parametrize(("exchanges", "share"), [(False, 0.25), (True, 0.1)])
 def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(exchanges: bool, share: float) -> None:
     count, faster = 0, 0
-    for arrays, devices, chosen in starts(150, fits=True):
+    for arrays, devices, chosen in starts(100, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         if exchanges:
             search.climb()
@@ -96,7 +96,7 @@ def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(exchanges: 
         assert_consistent(search)
         count += 1
         faster += search.seconds < before * (1 - 1e-6)
-    assert count >= 60
+    assert count >= 40
     assert faster >= share * count
 
 
@@ -135,7 +135,7 @@ def test_operations_exchange_full_cards() -> None:
 
 def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
     repaired, tried = 0, 0
-    for arrays, devices, chosen in starts(250, fits=False):
+    for arrays, devices, chosen in starts(170, fits=False):
         search = LocalSearch(arrays, devices, ample(), chosen)
         before = search.excess
         done = search.repair()
@@ -145,7 +145,7 @@ def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
         assert_consistent(search)
         tried += bool(before)
         repaired += done and bool(before)
-    assert tried >= 60
+    assert tried >= 40
     assert repaired >= tried / 4
 
 
@@ -175,7 +175,7 @@ def test_repair_lets_a_weight_reside_where_nobody_reads_it() -> None:
 
 def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:
     count, roomier = 0, 0
-    for arrays, devices, chosen in starts(150, fits=True):
+    for arrays, devices, chosen in starts(100, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         before, most = search.fullness, search.seconds * 1.05
         search.balance(most)
@@ -185,8 +185,8 @@ def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:
         assert_consistent(search)
         count += 1
         roomier += search.fullness < before
-    assert count >= 60
-    assert roomier >= 10
+    assert count >= 40
+    assert roomier >= 7
 
 
 def test_balancing_moves_layers_to_the_emptier_card() -> None:

@@ -191,12 +191,12 @@ def by_brute_force(problem: Problem) -> Solution:
 
 def test_nothing_is_wrong_with_the_best_of_all() -> None:
     placed, effort = 0, Effort(placements=300, restricted=3, again=True)
-    for seed in range(60):
+    for seed in range(40):
         problem = random_instance(seed, TINY).problem
         if Space(problem, alone=False).count <= effort.placements:
             assert not violations(problem, by_brute_force, seed, effort)
             placed += 1
-    assert placed > 15
+    assert placed > 10
 
 
 def test_what_is_wrong_is_found() -> None:
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_found() -> None:
         raise InfeasibleError("no placement fits")
 
     effort, kinds = Effort(placements=300, steps=20, restricted=0), Counter[str]()
-    for seed in range(60):
+    for seed in range(40):
         problem = random_instance(seed, TINY).problem
         space = Space(problem, alone=False)
         if space.count > effort.placements or space.best() is None:
@@ -227,15 +227,15 @@ def test_what_is_wrong_is_found() -> None:
         for planner in (blind, high, refusing):
             wrong = violations(problem, planner, seed, effort)
             kinds[planner.__name__] += bool(wrong)
-    assert kinds["placed"] > 10
+    assert kinds["placed"] > 6
     assert kinds["high"] == kinds["refusing"] == kinds["placed"]
-    assert kinds["blind"] > 3
+    assert kinds["blind"] > 2
 
 
 def test_two_ways_of_trying_everything_agree() -> None:
     plain = Parameters((2, 6), cards=2, weights=1, special=0, grouped=0, pinned=0, kept=0)
     compared = 0
-    for seed in range(60):
+    for seed in range(40):
         problem = random_instance(seed, plain).problem
         graph = problem.graph
         if problem.allowed or not graph.weights.keys() <= graph.streamable & graph.consumers.keys():
@@ -250,7 +250,7 @@ def test_two_ways_of_trying_everything_agree() -> None:
             if found is not None and expected is not None:
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
                 compared += 1
-    assert compared > 15
+    assert compared > 10
 
 
 def test_problems_are_made_from_their_seeds_alone() -> None:

@@ -83,7 +83,7 @@ def layers_and_head(share: float, head: int) -> tuple[Problem, list[str]]:
     return problem, [name for name, weight in problem.graph.weights.items() if weight.nbytes == MIB]
 
 
-@pytest.mark.parametrize("share", [0.7, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(0.7, marks=pytest.mark.slow), 0.8])
 def test_a_large_weight_at_the_end_keeps_its_place(share: float) -> None:
     """It would take a slot of its size: small ones, through which more of the others go, are faster."""
     problem, large = layers_and_head(share, 9)
