@@ -260,7 +260,7 @@ def test_copies_and_threads_go_on() -> None:
 
         def call() -> None:
             try:
-                while not done.is_set():
+                while not done.wait(0.01):  # between calls, for the one that moves
                     same(model, placed, 4)
             except BaseException as error:  # whatever it is, it is told below
                 failed.append(error)

@@ -90,7 +90,7 @@ def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings(
     "ignore:`past_key_values` is deprecated:FutureWarning"
 )  # transformers 5.24 renames it
-@pytest.mark.parametrize("form", ["position", "dict"])
+@pytest.mark.parametrize("form", [pytest.param("position", marks=pytest.mark.slow), "dict"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_a_cache_that_is_no_argument_by_name_is_extended(form: str) -> None:
     in_dict = form == "dict"
