@@ -42,11 +42,26 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-
 
 @dataclass
 class Opened:
-    """A page, with what it asked for and complained of."""
+    """A page, with what it asked for and complained of until it is left."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.listeners: dict[str, Callable[[Any], None]] = {
+            "request": lambda request: self.requests.append(request.url),
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "console": lambda message: self.complaints.append(message.text),
+        }
+        for event, heard in self.listeners.items():
+            self.page.on(event, heard)
+
+    def leave(self) -> None:
+        for event, heard in self.listeners.items():
+            self.page.remove_listener(event, heard)
+        assert self.complaints == []
+        assert len(self.requests) == 1, self.requests  # the file itself
 
     def js(self, expression: str, *arguments: Any) -> Any:
         return self.page.evaluate(expression, *arguments)
@@ -66,6 +81,7 @@ class Opened:
 
 
 Open = Callable[..., Opened]
+WINDOW: Any = {"width": 1440, "height": 900}
 
 
 @pytest.fixture(scope="module")
@@ -82,27 +98,32 @@ def llama_remarks() -> Remarks:
     return llama_plan().remarks()
 
 
-def check_quiet(opened: Opened) -> None:
-    assert opened.complaints == []
-    assert len(opened.requests) == 1, opened.requests  # the file itself
-
-
 @pytest.fixture(scope="module")
 def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """Opens a plan in the tab that shows such plans, or in one of its own: a tab takes longer than a page."""
     path = tmp_path_factory.mktemp("pages") / "plan.html"
+    tabs: dict[str, Any] = {}
 
     def open_plan(
-        plan: Plan, *, scheme: str = "light", html: str = "", title: str = "", remarks: bool = False
+        plan: Plan,
+        *,
+        scheme: str = "light",
+        html: str = "",
+        title: str = "",
+        remarks: bool = False,
+        alone: bool = False,
     ) -> Opened:
         words = llama_remarks() if remarks else None
         path.write_text(html or to_html(plan, title, remarks=words), encoding="utf-8")
-        page = browser.new_page(
-            viewport={"width": 1440, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
-        )
+        page = tabs.get(scheme)
+        if page is None or alone:
+            page = browser.new_page(viewport=WINDOW, color_scheme=scheme, reduced_motion="reduce")
+        if not alone:
+            tabs[scheme] = page
+        page.set_viewport_size(WINDOW)
+        page.emulate_media(media="screen")
+        page.mouse.move(0, 0)
         opened = Opened(page)
-        page.on("request", lambda request: opened.requests.append(request.url))
-        page.on("pageerror", lambda error: opened.complaints.append(str(error)))
-        page.on("console", lambda message: opened.complaints.append(message.text))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", timeout=20_000)
         return opened
@@ -112,24 +133,26 @@ def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 @pytest.fixture
 def show(open_page: Open) -> Iterator[Open]:
-    pages: list[Opened] = []
+    """Opens one plan after another."""
+    shown: list[Opened] = []
 
-    def shown(plan: Plan, **options: Any) -> Opened:
-        pages.append(open_page(plan, **options))
-        return pages[-1]
+    def next_plan(plan: Plan, **options: Any) -> Opened:
+        if shown:
+            shown.pop().leave()
+        shown.append(open_page(plan, **options))
+        return shown[-1]
 
-    yield shown
-    for opened in pages:
-        check_quiet(opened)
-        opened.page.close()
+    yield next_plan
+    for opened in shown:
+        opened.leave()
 
 
 @pytest.fixture(scope="module")
 def read(open_page: Open) -> Iterator[Opened]:
     """A page that tests only read, or leave as it was."""
-    opened = open_page(llama_plan(), title="Llama", remarks=True)
+    opened = open_page(llama_plan(), title="Llama", remarks=True, alone=True)
     yield opened
-    check_quiet(opened)
+    opened.leave()
 
 
 @pytest.mark.slow
