@@ -257,16 +257,16 @@ def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
 
 
 def test_the_budget_that_binds_is_named_with_its_smallest_increase() -> None:
-    budgets = {0: 20 * KIB, "cpu": 1 << 20}
-    plan = planned(chain(6), budgets)
+    budgets = {0: 16 * KIB, "cpu": 1 << 20}
+    plan = planned(chain(5), budgets)
     found = plan.bottleneck(progress=False)
     assert found.binds
     assert found.answer is not None
     assert (found.answer.what, found.answer.devices) == ("memory", (0,))
-    grown = planned(chain(6), {**budgets, 0: 20 * KIB + found.answer.increase})
+    grown = planned(chain(5), {**budgets, 0: 16 * KIB + found.answer.increase})
     assert grown.makespan == pytest.approx(plan.makespan - found.gain)
     # a tenth less would not do
-    less = planned(chain(6), {**budgets, 0: 20 * KIB + int(found.answer.increase * 0.9)})
+    less = planned(chain(5), {**budgets, 0: 16 * KIB + int(found.answer.increase * 0.9)})
     assert less.makespan > grown.makespan
     assert plan.bottleneck(progress=False) == found
     assert Plan.from_json(plan.to_json()).bottleneck(progress=False) == found
@@ -286,7 +286,7 @@ def test_where_no_budget_binds_speed_is_the_answer() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    plan = planned(chain(6), {0: 12 * KIB, 1: 12 * KIB, "cpu": 1 << 20}, cpu_compute=False)
+    plan = planned(chain(4), {0: 8 * KIB, 1: 8 * KIB, "cpu": 1 << 20}, cpu_compute=False)
     found = plan.bottleneck(progress=False)
     parts = (found.compute_seconds, found.transfer_seconds, found.streaming_seconds, found.io_seconds)
     assert sum(parts) == pytest.approx(plan.makespan)
