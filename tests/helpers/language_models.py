@@ -40,7 +40,7 @@ FAMILIES = (*DECODERS, "mamba", "t5", "bart", "whisper", "llava")
 
 
 def build(family: str) -> Any:
-    """A model of the family, or a Llama of one layer; the same weights each time."""
+    """A model of the family, or a Llama or T5 of one layer; the same weights each time."""
     import transformers
 
     torch.manual_seed(0)
@@ -68,8 +68,9 @@ def _mamba(t: Any) -> Any:
     return t.MambaForCausalLM(t.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=None))
 
 
-def _t5(t: Any) -> Any:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+def _t5(t: Any, layers: int = 2) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    sizes["num_layers"] = layers
     tokens = {"decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
     return t.T5ForConditionalGeneration(t.T5Config(**sizes, **tokens))
 
@@ -101,6 +102,7 @@ _BUILDERS: dict[str, Any] = {
     "mixtral": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**TEXT, num_local_experts=4)),
     "mamba": _mamba,
     "t5": _t5,
+    "short t5": lambda t: _t5(t, 1),
     "bart": lambda t: t.BartForConditionalGeneration(t.BartConfig(**BOTH_SIDES, max_position_embeddings=512)),
     "whisper": _whisper,
     "llava": _llava,

@@ -170,7 +170,7 @@ def test_the_first_call_may_be_of_a_part() -> None:
     class Listening(transformers.T5ForConditionalGeneration):  # type: ignore[misc]  # of an optional package
         dummy_inputs = None
 
-    model = build("t5")
+    model = build("short t5")
     encoder = type(model.encoder)
 
     class Asking(encoder):  # type: ignore[misc,valid-type]
