@@ -19,7 +19,7 @@ from graphplan.runtime.profile.call_profile import Profile, _Mark, _Measured
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    model, inputs = llama(2)
+    model, inputs = llama(1)
     with graphplan.simulate(budgets_of(model, 0.5)) as machine, short_search():
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin={"lm_head": 1})
         plain = placed(**inputs).logits
