@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, chain, largest_difference, moves_of, planned_moves
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shortcuts import short_search
@@ -232,6 +232,7 @@ sizes = st.integers(1, 30).map(lambda n: n * 512)
 budgets_and_disk = graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes
 
 
+@seed(6)  # of which three are refused, soon
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(*budgets_and_disk)
 def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
