@@ -388,3 +388,22 @@ class Drawn(nn.Module):
 def test_real_numbers_among_the_inputs_do_not_decide(machine: Any) -> None:
     with pytest.raises(graphplan.NoGraphError, match="The values of tensors decide what this line does"):
         graphplan.partition(Drawn(), machine.max_memory, (X,), strict=True)
+
+
+def test_sizes_of_one_and_of_none_are_numbers(machine: Any) -> None:
+    class BySegments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+            means = [self.linear(x[segments == number]).mean(0) for number in segments.unique()]
+            marked = [self.linear(x[row]) for row in segments.nonzero()[:, 0]]
+            return torch.stack([*means, *marked]).sum(0)
+
+    eager = BySegments()
+    first = (X, torch.zeros(8, dtype=torch.long))
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, strict=True)
+    for segments in ([0] * 8, [1] * 8, [0] * 7 + [1], [0, 1, 2, 3] * 2):
+        call = (X, torch.tensor(segments))
+        assert largest_difference(placed(*call), eager(*call)) < 1e-5
