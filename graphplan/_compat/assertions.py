@@ -12,7 +12,8 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -52,12 +53,18 @@ def _true_for(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def truth_that_passes(frame: FrameType) -> bool | None:
     """What must be true or false for the assertion to hold that a frame is at; None where it is at none."""
-    code = list(dis.get_instructions(frame.f_code))
-    places = {one.offset: index for index, one in enumerate(code)}
+    code, places = _instructions(frame.f_code)
     at = max(index for offset, index in places.items() if offset <= frame.f_lasti)  # or in its cache
     while code[at].opname in _ASKS or code[at].argrepr.startswith(_COMPARES_AND_ASKS):
         at += 1
     return _truth_of(code, places, at)
+
+
+@lru_cache(maxsize=64)
+def _instructions(code: CodeType) -> tuple[Sequence[dis.Instruction], Mapping[int, int]]:
+    """Those of a function, and the index of each by its offset; a loop asks for them each time."""
+    found = list(dis.get_instructions(code))
+    return found, {one.offset: index for index, one in enumerate(found)}
 
 
 def _truth_of(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool | None:

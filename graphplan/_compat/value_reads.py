@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
 from graphplan._compat import Replacement, private
@@ -23,13 +23,17 @@ _OF_SIZES_BY_VALUES = {
 
 
 def value_reads(
-    note: Callable[[], None], read: Callable[..., Any], make: Callable[..., Any]
+    note: Callable[[], None],
+    read: Callable[..., Any],
+    make: Callable[..., Any],
+    read_all: Callable[..., Any],
 ) -> list[Replacement]:
     """What to replace while a trace is made.
 
     ``note`` is called where it goes by the value of a constant. ``read`` is in the place of each operation
     that tells the code a value, with the tracer, what carries it out, the operation and its arguments;
-    ``make`` in that of each that makes tensors whose sizes values decide.
+    ``make`` in that of each that makes tensors whose sizes values decide; ``read_all`` in that of ``tolist``,
+    with the tracer, the method, which asks for each number, and the tensor.
     """
     private(proxy_tensor, "proxy_call", "torch")
 
@@ -53,13 +57,20 @@ def value_reads(
         """A method that reads memory, of which no operation tells."""
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if own.__name__ != "tolist" or not is_fake(tensor):  # which asks for each number
-                note()
+            note()
             return own(tensor, *args, **kwargs)
 
         return call
 
+    def tolist(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor) -> Any:
+            mode = proxy_tensor.get_proxy_mode()
+            return own(tensor) if mode is None else read_all(private(mode, "tracer", "torch"), own, tensor)
+
+        return call
+
     return [
+        (FakeTensor, "tolist", tolist),
         (proxy_tensor, "proxy_call", proxy_call),
         *((torch.Tensor, name, noting) for name in ("tolist", "new_tensor")),
     ]

@@ -222,7 +222,7 @@ def exporting(
     less = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
-    values = value_reads(state.note_value, branches.read, branches.make)
+    values = value_reads(state.note_value, branches.read, branches.make, branches.read_all)
     numbers = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
     replaced = [*numbers, *passed_assertions(), *less, *values]
     with (

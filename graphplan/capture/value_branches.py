@@ -17,10 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,6 +32,8 @@ from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import flatten_with_path, memories, written_memories
 
 aten = torch.ops.aten
+
+_FEW = 16  # numbers that may stay symbols; a trace takes long over more
 
 ValueOf = Callable[[str], torch.Tensor | None]
 """The weight of a name, as it is now; None where it has no values."""
@@ -157,11 +161,13 @@ class Branches:
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
         self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
         self._failed: _Asked | None = None
+        self._writers = _Writers()
         self.found: list[Branch] = []
 
     def begin(self) -> None:
         """Forget what the last trace has found."""
         self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
+        self._writers = _Writers()
         self.found = []
 
     def enter(self, tracer: Any, call: Any) -> None:
@@ -185,6 +191,17 @@ class Branches:
         self._failed = None
         self._remember(asked, result)
         return result
+
+    def read_all(self, tracer: Any, operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """What ``operation``, which is ``tolist``, returns: of many numbers, one question is asked."""
+        asked = self._what_decides(tracer, tensor, {})
+        if asked is not None and self._is_answered(asked):
+            return self._answer(tracer, asked, _numbers_of, (tensor,), {})
+        count = tensor.numel()
+        if asked is not None and (isinstance(count, torch.SymInt) or count > _FEW):
+            self._failed = asked
+            raise DataDependentOutputException(aten._local_scalar_dense.default)
+        return operation(tensor)
 
     def make(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What ``operation`` makes, whose sizes values decide: the sizes themselves, where they are known."""
@@ -219,7 +236,7 @@ class Branches:
         nodes = [node for one in given if (node := node_of(one, tracer, constants=True))]
         if len(nodes) < len(given) or not self._are_settled(_computed_from(nodes, {}), tracer):
             return None
-        writers = _writers(tracer.graph)
+        writers = self._writers.of(tracer.graph)
         needed = _computed_from(nodes, writers)
         weights = tuple(self._names[node] for node in needed if node in self._names)
         inputs = tuple(self._inputs[node] for node in needed if node in self._inputs)
@@ -290,18 +307,33 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
     return (Guard(said, InputBranches(ours, traced), by_values=True),)
 
 
+def _numbers_of(tensor: torch.Tensor) -> Any:
+    return tensor.tolist()
+
+
 def _is_of_integers(leaf: Any) -> bool:
     """Whether a leaf is a tensor by whose values code may branch: real numbers are others in each call."""
     return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _writers(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """What has been written to so far: the memory, and by which nodes."""
-    found = defaultdict[int, list[fx.Node]](list)
-    for node in graph.nodes:
-        for memory in written_memories(node):
-            found[memory].append(node)
-    return found
+class _Writers:
+    """What has been written to so far in a graph that grows."""
+
+    def __init__(self) -> None:
+        self._graph: fx.Graph | None = None
+        self._found: dict[int, list[fx.Node]] = {}
+        self._last: fx.Node | None = None
+
+    def of(self, graph: fx.Graph) -> Mapping[int, list[fx.Node]]:
+        """The memory, and by which nodes."""
+        if graph is not self._graph:
+            self._graph, self._found, self._last = graph, defaultdict(list), None
+        new = list(takewhile(lambda node: node is not self._last, reversed(graph.nodes)))
+        for node in new:
+            for memory in written_memories(node):
+                self._found[memory].append(node)
+        self._last = new[0] if new else self._last
+        return self._found
 
 
 def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]]) -> list[fx.Node]:

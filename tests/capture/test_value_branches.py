@@ -407,3 +407,27 @@ def test_sizes_of_one_and_of_none_are_numbers(machine: Any) -> None:
     for segments in ([0] * 8, [1] * 8, [0] * 7 + [1], [0, 1, 2, 3] * 2):
         call = (X, torch.tensor(segments))
         assert largest_difference(placed(*call), eager(*call)) < 1e-5
+
+
+def test_a_list_of_many_numbers_is_one_question(machine: Any) -> None:
+    class ByMarks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            ids.add_(1)
+            rows = ids.tolist()
+            ids.mul_(2)
+            return self.linear(x) * sum(row.index(9) for row in rows)
+
+    eager = ByMarks()
+    ids = torch.arange(10).repeat(4, 1)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, ids.clone()), strict=True)
+    for other in (ids, ids.flip(1), ids.flip(0)[:, 1:], ids):
+        given, expected = other.clone(), other.clone()
+        assert largest_difference(placed(X, given), eager(X, expected)) < 1e-5
+        assert torch.equal(given, expected)
+    assert len(placed.plans) == 3
+    guards = placed._graphplan.programs[0].signature.guards
+    assert [len(guard.holds.branches) for guard in guards if guard.by_values] == [1]
