@@ -13,6 +13,7 @@ So are sizes that such values decide, as those of ``repeat_interleave``.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -161,13 +162,14 @@ class Branches:
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
         self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
         self._failed: _Asked | None = None
+        self._known: dict[str, Any] = {}  # the answers to questions, by their texts
         self._writers = _Writers()
         self.found: list[Branch] = []
 
     def begin(self) -> None:
         """Forget what the last trace has found."""
         self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
-        self._writers = _Writers()
+        self._known, self._writers = {}, _Writers()
         self.found = []
 
     def enter(self, tracer: Any, call: Any) -> None:
@@ -263,12 +265,14 @@ class Branches:
             torch.Tensor, lambda one: node_of(one, tracer, constants=True), (args, kwargs)
         )
         question = self._question(asked, tracer, func, *arguments)
-        with untraced(), _plainly():
-            answer = _answer_of(question, asked.values)
-        if asked.values:
-            told = torch.Tag.data_dependent_output in func.tags
-            self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer), told))
-        return answer
+        text = _text_of(question)
+        if text not in self._known:  # each layer may ask the same
+            with untraced(), _plainly():
+                self._known[text] = answer = _answer_of(question, asked.values)
+            if asked.values:
+                told = not isinstance(answer, _Form) and func not in ()
+                self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer), told))
+        return copy.deepcopy(self._known[text])
 
     def _remember(self, asked: _Asked | None, number: Any) -> None:
         """Know what has made a symbolic number."""
@@ -294,6 +298,19 @@ class Branches:
         found.output(found.call_function(func, *arguments))
         constants = ((str(node.target), constant_of(node, tracer)) for node in asked.needed)
         return fx.GraphModule({name: tensor for name, tensor in constants if tensor is not None}, found)
+
+
+def _text_of(question: fx.GraphModule) -> str:
+    """The same for questions that ask the same of the same sources, whatever the names of their nodes."""
+    with untraced():
+        constants = {name: (tensor.dtype, tensor.tolist()) for name, tensor in question.named_buffers()}
+    names = {node: f"%{number}" for number, node in enumerate(question.graph.nodes)}
+    return repr(
+        [
+            (constants.get(str(node.target), node.target), *fx.map_arg((node.args, node.kwargs), names.get))
+            for node in question.graph.nodes
+        ]
+    )
 
 
 def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequence[str]) -> tuple[Guard, ...]:

@@ -431,3 +431,38 @@ def test_a_list_of_many_numbers_is_one_question(machine: Any) -> None:
     assert len(placed.plans) == 3
     guards = placed._graphplan.programs[0].signature.guards
     assert [len(guard.holds.branches) for guard in guards if guard.by_values] == [1]
+
+
+def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for shift in (mask.flip(0) * torch.tensor(2)).tolist():
+                x = self.linear(x) + shift
+            return x * 2 if (mask.cumsum(0) > torch.tensor(3)).any() else x
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                if number == 2:
+                    mask[0] += 1
+                x = layer(x, mask)
+            return x
+
+    eager = Layers()
+    first = (X, torch.tensor([1, 1, 1]))
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, strict=True)
+    for values in ([1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 1, 1]):
+        given, expected = torch.tensor(values), torch.tensor(values)
+        difference = largest_difference(placed(X, given), eager(X, expected))
+        assert difference / eager(X, expected).abs().max() < 1e-5
+    guards = placed._graphplan.programs[0].signature.guards
+    kept = [guard.holds.branches for guard in guards if guard.by_values]
+    assert [len({one.answer for one in branches}) for branches in kept] == [len(kept[0])]
