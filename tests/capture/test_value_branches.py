@@ -466,3 +466,22 @@ def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
     guards = placed._graphplan.programs[0].signature.guards
     kept = [guard.holds.branches for guard in guards if guard.by_values]
     assert [len({one.answer for one in branches}) for branches in kept] == [len(kept[0])]
+
+
+def test_questions_do_not_tie_a_graph_to_values_of_attributes(machine: Any) -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(16, 16), torch.zeros(16)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self.linear(x + self.shift) * (ids * torch.tensor(2)).tolist().index(18)
+
+    eager, ids = Shifting(), torch.arange(20)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, ids), strict=True)
+    for number in range(3):
+        eager.shift = torch.full((16,), float(number))
+        placed.shift = torch.full((16,), float(number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", graphplan.GraphplanWarning)  # that it is captured again
+            assert largest_difference(placed(X, ids), eager(X, ids)) < 1e-5
