@@ -291,12 +291,6 @@ class InputSignature:
             return broken
         return self.prepared.signature.mismatch(self.traced(call))
 
-    @property
-    def by_values(self) -> bool:
-        """Whether values of the call's tensors decide if the graph serves it."""
-        prepared = self.prepared is not None and self.prepared.signature.by_values
-        return prepared or any(guard.by_values for guard in self.guards)
-
     def traced(self, call: BoundCall) -> BoundCall:
         """The call whose arguments were traced."""
         return call if self.prepared is None else self.prepared.prepare(call)
@@ -327,13 +321,11 @@ class Guard:
         text: for people.
         holds: whether it holds for the leaves of a call.
         code: the tracer's Python over ``v``, the leaves, of which ``holds`` is made; empty where it is not.
-        by_values: whether the condition is on the values of leaves.
     """
 
     text: str
     holds: Callable[[Sequence[Any]], bool]
     code: str = ""
-    by_values: bool = False
 
 
 def same_constant(a: Any, b: Any) -> bool:

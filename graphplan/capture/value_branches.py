@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
-from graphplan.capture.signature import Guard
+from graphplan.capture.signature import BoundCall, Guard, InputSignature
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import flatten_with_path, memories, written_memories
 
@@ -79,11 +79,19 @@ class InputBranches:
     branches: tuple[Branch, ...]
     traced: Mapping[int, torch.Tensor]
 
+    def are_traced(self, leaves: Sequence[Any]) -> bool:
+        """Whether those that decide have the values of the trace."""
+        pairs = [(leaf, self.traced[index]) for index, leaf in self._given(leaves).items()]
+        return all(leaf.dtype == value.dtype and torch.equal(leaf, value) for leaf, value in pairs)
+
+    def _given(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+        return {index: leaves[index].detach().cpu() for index in self.traced}
+
     def __call__(self, leaves: Sequence[Any]) -> bool:
         """Whether these are leaves of such a call; those that do not decide may be anything."""
-        given = {index: leaves[index].detach().cpu() for index in self.traced}
-        if all(torch.equal(given[index], value) for index, value in self.traced.items()):
+        if self.are_traced(leaves):
             return True
+        given = self._given(leaves)
         with _plainly():
             return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
 
@@ -210,7 +218,7 @@ class Branches:
         asked = self._what_decides(tracer, args, kwargs)
         known = None
         if asked is not None and self._is_answered(asked):
-            known = self._answer(tracer, asked, func, args, kwargs)
+            known = self._answer(tracer, asked, func, args, kwargs, told=False)
         result = operation()
         if known is not None:
             return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(known)], tracer)
@@ -260,7 +268,9 @@ class Branches:
     def _is_answered(self, asked: _Asked) -> bool:
         return self._answered.issuperset(self._told_by(asked))
 
-    def _answer(self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(
+        self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any, *, told: bool = True
+    ) -> Any:
         arguments = tree_map_only(
             torch.Tensor, lambda one: node_of(one, tracer, constants=True), (args, kwargs)
         )
@@ -270,7 +280,6 @@ class Branches:
             with untraced(), _plainly():
                 self._known[text] = answer = _answer_of(question, asked.values)
             if asked.values:
-                told = not isinstance(answer, _Form) and func not in ()
                 self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer), told))
         return copy.deepcopy(self._known[text])
 
@@ -321,7 +330,15 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
         return ()
     said = f"the code branches by values of {', '.join(names[index] for index in indices)}, which are others"
     traced = {index: leaves[index].clone() for index in indices}
-    return (Guard(said, InputBranches(ours, traced), by_values=True),)
+    return (Guard(said, InputBranches(ours, traced)),)
+
+
+def goes_by_others(signature: InputSignature, call: BoundCall) -> bool:
+    """Whether a trace of the same structure went by other values of inputs than those of a call."""
+    traced = signature.traced(call).leaves
+    inner = signature if signature.prepared is None else signature.prepared.signature
+    branches = (guard.holds for guard in inner.guards if isinstance(guard.holds, InputBranches))
+    return any(not one.are_traced(traced) for one in branches)
 
 
 def _numbers_of(tensor: torch.Tensor) -> Any:

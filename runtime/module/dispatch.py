@@ -17,6 +17,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
+from graphplan.capture.value_branches import goes_by_others
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.fallback.module_by_module import CallForm, Untraced
@@ -267,7 +268,7 @@ def _require_few_ways(state: ModuleState, entry: str, call: BoundCall, modes: Mo
     """Raise NoGraphError where many graphs serve such calls, and none the values that decide now."""
     like = [one for one in state.programs if one.entry == entry and one.modes == modes]
     by_weights = sum(bool(one.branches) and one.signature.mismatch(call) is None for one in like)
-    by_inputs = sum(one.signature.by_values and one.signature.spec == call.spec for one in like)
+    by_inputs = sum(one.signature.spec == call.spec and goes_by_others(one.signature, call) for one in like)
     if max(by_weights, by_inputs) >= _MOST_WAYS:
         raise NoGraphError(_MANY_WAYS)
 

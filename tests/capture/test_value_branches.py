@@ -485,3 +485,24 @@ def test_questions_do_not_tie_a_graph_to_values_of_attributes(machine: Any) -> N
         with warnings.catch_warnings():
             warnings.simplefilter("error", graphplan.GraphplanWarning)  # that it is captured again
             assert largest_difference(placed(X, ids), eager(X, ids)) < 1e-5
+
+
+class OfOneLength(nn.Module):
+    """Is traced anew for each length, since what it asks has that size too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 2 if (torch.arange(x.shape[0]).max() + ids.sum() > 4) else self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:OfOneLength. its sizes cannot vary:graphplan.GraphplanWarning")
+def test_graphs_for_other_lengths_are_no_other_answers(machine: Any) -> None:
+    eager, ids = OfOneLength(), torch.tensor([1, 2])
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (torch.randn(3, 16), ids))
+    for length in range(3, 13):
+        x = torch.randn(length, 16)
+        assert largest_difference(placed(x, ids), eager(x, ids)) < 1e-5
+    assert len(placed.plans) == 10
