@@ -16,6 +16,7 @@ from builders import bytes_of, largest_difference
 from torch import nn
 
 import graphplan
+from graphplan.capture.value_branches import InputBranches
 
 X = torch.randn(8, 16)
 
@@ -430,7 +431,7 @@ def test_a_list_of_many_numbers_is_one_question(machine: Any) -> None:
         assert torch.equal(given, expected)
     assert len(placed.plans) == 3
     guards = placed._graphplan.programs[0].signature.guards
-    assert [len(guard.holds.branches) for guard in guards if guard.by_values] == [1]
+    assert [len(guard.holds.branches) for guard in guards if isinstance(guard.holds, InputBranches)] == [1]
 
 
 def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
@@ -464,7 +465,7 @@ def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
         difference = largest_difference(placed(X, given), eager(X, expected))
         assert difference / eager(X, expected).abs().max() < 1e-5
     guards = placed._graphplan.programs[0].signature.guards
-    kept = [guard.holds.branches for guard in guards if guard.by_values]
+    kept = [guard.holds.branches for guard in guards if isinstance(guard.holds, InputBranches)]
     assert [len({one.answer for one in branches}) for branches in kept] == [len(kept[0])]
 
 
