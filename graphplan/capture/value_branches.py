@@ -220,7 +220,7 @@ class Branches:
         if asked is not None and self._is_answered(asked):
             known = self._answer(tracer, asked, func, args, kwargs, told=False)
         result = operation()
-        if known is not None:
+        if known is not None and not any(tensor.requires_grad for tensor in tree_leaves(result)):
             return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(known)], tracer)
         for tensor in tree_leaves(result):
             for size in tensor.shape:

@@ -507,3 +507,36 @@ def test_graphs_for_other_lengths_are_no_other_answers(machine: Any) -> None:
         x = torch.randn(length, 16)
         assert largest_difference(placed(x, ids), eager(x, ids)) < 1e-5
     assert len(placed.plans) == 10
+
+
+class Pruned(nn.Module):
+    """Computes with the part of a weight that a mask leaves, whose size is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4))
+        self.register_buffer("mask", torch.arange(16) < 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.weight[self.mask]
+        return x[:, : kept.shape[0]] @ kept if kept.shape[0] != 5 else x @ self.weight
+
+
+def test_sizes_that_a_weight_decides(machine: Any) -> None:
+    eager = Pruned()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
+    for count in (3, 5, 7, 3):
+        for module in (placed, eager):
+            module.mask.copy_(torch.arange(16) < count)
+        with torch.no_grad():
+            assert largest_difference(placed(X), eager(X)) < 1e-5
+    assert len(placed.plans) == 3
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_parts_of_a_weight_keep_their_gradients(machine: Any) -> None:
+    eager = Pruned()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), grad=True)
+    for module in (placed, eager):
+        module(X).square().sum().backward()
+    assert largest_difference(placed.weight.grad.cpu(), eager.weight.grad) < 1e-4
