@@ -33,7 +33,7 @@ from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
-from graphplan.capture.transformers.caches import caches_in, refuse_opaque
+from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, refuse_opaque
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -48,8 +48,8 @@ _WITHOUT_VALUES = (
 )
 _UNKNOWN_CLASS = (
     "\nA graph takes an object as a cache, if its class derives from transformers' Cache or has a name that "
-    "ends with Cache, or as a container, if torch.export.register_dataclass or torch.utils._pytree knows "
-    "its class"
+    f"ends with {' or '.join(OWN_ENDINGS)}, or as a container, if torch.export.register_dataclass or "
+    "torch.utils._pytree knows its class"
 )
 _HOOKED = (
     "hooks of all modules are registered, as by torch.nn.modules.module.register_module_forward_hook, and a "

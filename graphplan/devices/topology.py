@@ -206,7 +206,7 @@ class Topology:
     default_link: Link = Link(origin="default")
 
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
-        """The link from one device to another: what every copy costs is counted by this link."""
+        """The link from one device to another: what every copy within a machine costs is counted by it."""
         found = self.links.get((source, destination)) or self.links.get((destination, source))
         return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
 

@@ -54,8 +54,8 @@ The name is that of the attribute, also in a list or tuple; in a dict it is the 
 _ROOM_FOR_ALL = "max_cache_len"
 """An object with this attribute has its full size from the start: nothing in it grows."""
 
-_OWN_ENDING = "Cache"
-"""How a cache's class ends that is no subclass of transformers' ``Cache``.
+OWN_ENDINGS = ("Cache",)
+"""How the name of a cache's class ends that is no subclass of transformers' ``Cache``.
 
 It is known if a file that defines a class of the model's modules defines or imports it.
 """
@@ -129,7 +129,7 @@ def _own_caches(classes: Iterable[type]) -> Iterator[type]:
         if name in sys.modules and name.partition(".")[0] != "torch":
             for found in list(vars(sys.modules[name]).values()):
                 # of the type alone: what stands for another object would be asked for its class
-                named = issubclass(type(found), type) and found.__name__.endswith(_OWN_ENDING)
+                named = issubclass(type(found), type) and found.__name__.endswith(OWN_ENDINGS)
                 if named and not issubclass(found, _OTHERWISE):
                     yield found
 
