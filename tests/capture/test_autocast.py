@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphplan
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.export_here import export
+from graphplan.capture.value_branches import Branches
 from tests.helpers.builders import largest_difference
 
 X = torch.randn(2, 8)
@@ -107,8 +108,10 @@ def test_blocks_for_other_devices_do_nothing() -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 return x @ x.T
 
+    model = OnCuda()
+    branches = Branches(model, lambda _: None)
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        program = export(False, OnCuda(), (X,), {}, None, value_of=lambda _: None)  # as others call it
+        program = export(False, model, (X,), {}, None, branches=branches)  # as others call it
     module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))
