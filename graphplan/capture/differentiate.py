@@ -246,7 +246,8 @@ class _Tracing:
         leaves = tuple(
             self._asked(*each) for each in zip(own.leaves, self.call.leaves, self.given, strict=True)
         )
-        return replace(own, leaves=leaves, guards=(*own.guards, *self.sizes.guards()) if self.sizes else ())
+        of_sizes = self.sizes.guards() if self.sizes else ()
+        return replace(own, leaves=leaves, guards=(*own.guards, *of_sizes))
 
     def _asked(self, leaf: Any, given: Any, traced: torch.Tensor | None) -> Any:
         if not isinstance(given, torch.Tensor):
