@@ -84,7 +84,7 @@ def export(
     numbers = WholeNumbers()
     trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    repeated = None if branches.by_weights else RepeatedModules()
+    repeated = None if branches.by_weights else RepeatedModules(branches)
     name, below = type(module).__name__, False
     try:
         while True:
@@ -102,7 +102,8 @@ def export(
                 repeated, below = None, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
                 if branches.learn(error):
-                    repeated = None if branches.by_weights or repeated is None else RepeatedModules()
+                    again = repeated is not None and not branches.by_weights
+                    repeated = RepeatedModules(branches) if again else None
                 elif not numbers.learn():  # of these blocks are not copied
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything

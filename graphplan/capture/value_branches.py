@@ -156,6 +156,7 @@ class Branches:
 
     Attributes:
         found: those of the last trace.
+        read_by: for each question that was answered in it, also again, the nodes that it reads.
     """
 
     def __init__(
@@ -172,13 +173,14 @@ class Branches:
         self._failed: _Asked | None = None
         self._known: dict[str, Any] = {}  # the answers to questions, by their texts
         self._writers = _Writers()
+        self.read_by: list[Sequence[fx.Node]] = []
         self.found: list[Branch] = []
 
     def begin(self) -> None:
         """Forget what the last trace has found."""
         self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
         self._known, self._writers = {}, _Writers()
-        self.found = []
+        self.read_by, self.found = [], []
 
     def enter(self, tracer: Any, call: Any) -> None:
         """Know the weights and inputs before the first call of the trace, which may write to them."""
@@ -256,6 +258,10 @@ class Branches:
             return None
         return _Asked(calling_line(), needed, writers.keys(), weights, inputs, values)
 
+    def are_written(self, nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
+        """Whether anything so far in a graph writes to the memory of what nodes make."""
+        return not self._writers.of(graph).keys().isdisjoint(memories(*nodes))
+
     @property
     def by_weights(self) -> bool:
         """Whether a weight may decide: others do in blocks that are alike."""
@@ -275,6 +281,7 @@ class Branches:
             torch.Tensor, lambda one: node_of(one, tracer, constants=True), (args, kwargs)
         )
         question = self._question(asked, tracer, func, *arguments)
+        self.read_by.append(asked.needed)
         text = _text_of(question)
         if text not in self._known:  # each layer may ask the same
             with untraced(), _plainly():

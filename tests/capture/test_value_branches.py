@@ -540,3 +540,117 @@ def test_parts_of_a_weight_keep_their_gradients(machine: Any) -> None:
     for module in (placed, eager):
         module(X).square().sum().backward()
     assert largest_difference(placed.weight.grad.cpu(), eager.weight.grad) < 1e-4
+
+
+class OfMarks(nn.Module):
+    """Takes marks, a number in their place, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor | int | None) -> torch.Tensor:
+        if isinstance(marks, torch.Tensor):
+            return self.linear(x) * 2 if marks.max() > 3 else self.linear(x)
+        return self.linear(x) * (marks or 5)
+
+
+def test_what_decides_may_be_no_tensor_in_another_call(machine: Any) -> None:
+    eager = OfMarks()
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, torch.tensor([1, 5])))
+    for marks in (torch.tensor([1, 5]), 3, None, torch.tensor([1, 2])):
+        assert largest_difference(placed(X, marks), eager(X, marks)) < 1e-5
+    assert len(placed.plans) == 4
+
+
+def test_inputs_decide_training_steps(machine: Any) -> None:
+    eager, many = OfMarks(), torch.tensor([1, 5])
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, many), train=True, strict=True)
+    for marks, plans in ((many, 1), (many - 2, 2), (many + 1, 2)):
+        for module in (placed, eager):
+            module.zero_grad()
+            module(X, marks).square().mean().backward()
+        assert largest_difference(placed.linear.weight.grad.cpu(), eager.linear.weight.grad) < 1e-5
+        assert len(placed.plans) == plans
+
+
+class Switched(nn.Module):
+    """A block that goes by a number, and may count it up before."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(16, 16), counts
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            number.add_(1)
+        return self.linear(x) * 2 if number == 3 else self.linear(x)
+
+
+class SwitchedStack(nn.Module):
+    """Blocks of which each is given a number of its own, or all one, which changes on the way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = nn.ModuleList(Switched(counts=kind == "counted") for _ in range(6)), kind
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            if self.kind == "written" and place in (3, 4):
+                numbers[0] = 3 if place == 3 else 0
+            x = layer(x, numbers[place] * 1 if self.kind == "each" else numbers[0])
+        return x
+
+
+@pytest.mark.parametrize("kind", ["each", "counted", "written", "one"])
+def test_blocks_go_by_what_each_is_given(machine: Any, kind: str) -> None:
+    eager = SwitchedStack(kind)
+    numbers = torch.tensor([0, 0, 3, 0, 0, 0])
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, numbers.clone()), strict=True)
+    for other in (numbers, numbers.flip(0), numbers * 0 + 3):
+        given, expected = other.clone(), other.clone()
+        assert largest_difference(placed(X, given), eager(X, expected)) < 1e-5
+        assert torch.equal(given, expected)
+
+
+class Looking(nn.Module):
+    """Looks integers up, which is a question of as many as are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + ids[order].sum() if ids[0] + order[0] > 3 else self.linear(x)
+
+
+def test_sizes_that_no_value_decides_are_not_asked_for(machine: Any) -> None:
+    call = X, torch.tensor([4, 5, 2]), torch.tensor([0, 1])
+    placed = graphplan.partition(Looking(), machine.max_memory, call, strict=True)
+    guards = placed._graphplan.programs[0].signature.guards
+    assert [len(one.holds.branches) for one in guards if isinstance(one.holds, InputBranches)] == [1]
+
+
+class Shifted(nn.Module):
+    """Looks integers up at places that a buffer shifts, which may be past the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("shift", torch.tensor(2))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(self.shift)):
+            x, ids = self.linear(x), ids + 1
+        return x * 2 if marks[ids].max() > 3 else x
+
+
+def test_a_question_that_cannot_be_asked_has_no_answer(machine: Any) -> None:
+    eager, marks = Shifted(), torch.arange(6)
+    first = (X, torch.tensor([1, 2]), marks)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, strict=True)
+    for shift, ids in ((2, [1, 2]), (0, [4, 5]), (2, [1, 0])):
+        for module in (placed, eager):
+            module.shift.fill_(shift)
+        given = torch.tensor(ids)
+        assert largest_difference(placed(X, given, marks), eager(X, given, marks)) < 1e-5

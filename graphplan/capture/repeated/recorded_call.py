@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class RecordedCall:
         constants: tensors that the code makes of numbers, by the nodes that stand for them.
         result: what the call has returned.
         rebound: for a tensor, by its node, another that has changed or replaced it.
+        asked: nodes of whose values the code was told something.
         copies: how often it was copied.
     """
 
@@ -76,6 +78,7 @@ class RecordedCall:
     constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     result: TracedValue | None = None
     rebound: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    asked: frozenset[fx.Node] = frozenset()
     copies: int = 0
 
     @property
@@ -95,8 +98,14 @@ class RecordedCall:
 
     def serves(self, other: RecordedCall) -> bool:
         """Whether the code could read nothing that differs in another call, which is not traced yet."""
-        return self.before == other.before and all(
-            guarded.same_from(value) for guarded, value in zip(self.guarded, other.integers, strict=True)
+        return (
+            self.before == other.before
+            and all(
+                guarded.same_from(value) for guarded, value in zip(self.guarded, other.integers, strict=True)
+            )
+            and all(
+                node is one for node, one in zip(self.nodes, other.nodes, strict=True) if node in self.asked
+            )
         )
 
     def lines(self, integers: list[int]) -> Iterator[Any]:
@@ -169,8 +178,10 @@ class CallRecorder:
         kwargs: Any,
         shared: tuple[type, ...],
         blocks: Sequence[Any],
+        answered: Sequence[Sequence[fx.Node]],
     ) -> None:
-        """``blocks`` of autocast, in which the code is, as it goes on."""
+        """As they go on: ``blocks`` of autocast, in which the code is; what ``answered`` questions read."""
+        self._answered, self._known = answered, len(answered)
         self._blocks, self._around = blocks, _modes(blocks)
         self._tracer, self._shared = tracer, shared
         self._given = args, kwargs
@@ -259,6 +270,7 @@ class CallRecorder:
         if Identities(given.tensors) != Identities(call.given.tensors):
             raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
+        call.asked = frozenset(chain.from_iterable(self._answered[self._known :]))
         known = [*given.containers, *now.containers, *now.held()[1].objects]
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:

@@ -10,10 +10,10 @@ read nothing else copies the nodes over its own arguments and weights::
                 linear_14 = linear(mul_30, p_layers_2_q_proj_weight)
 
 "Nothing else" means: modules of the same traits (``module_traits``), arguments that differ in the values of
-tensors alone, and integers, such as the index of a layer, that answer as the recorded one did
-(``guarded_integer``). What a cache of transformers does in a block is run for each. The last block of a stack
-is traced as ever, and must be what a copy would have been. Where that fails, or anything raises, the model is
-traced again without copies.
+tensors alone, which it does not ask for, and integers, such as the index of a layer, that answer as the
+recorded one did (``guarded_integer``). What a cache of transformers does in a block is run for each. The last
+block of a stack is traced as ever, and must be what a copy would have been. Where that fails, or anything
+raises, the model is traced again without copies.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from graphplan.capture.repeated.module_traits import ModuleTraits, Place, Unlike
 from graphplan.capture.repeated.recorded_call import CallRecorder, RecordedCall
 from graphplan.capture.thread_patches import Patch
 from graphplan.capture.transformers.caches import transformers_caches
+from graphplan.capture.value_branches import Branches
 
 _FEWEST = 4
 """Blocks of a stack: the first, the recorded and the last are traced, so that fewer have nothing to copy."""
@@ -62,8 +63,9 @@ class RepeatedModules:
         blocks: of autocast, in which the code is that is traced.
     """
 
-    def __init__(self) -> None:
-        self.used = False
+    def __init__(self, branches: Branches) -> None:
+        """``branches``: of the code, in the trace."""
+        self.used, self._branches = False, branches
         self.blocks: list[Any] = []
         self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
         self._recorder: CallRecorder | None = None
@@ -92,16 +94,21 @@ class RepeatedModules:
         if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, self.blocks)
+            told = self.blocks, self._branches.read_by
+            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *told)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
-        known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
+        known = next((one for one in stack.recordings if self._serves(one, recorder.call, tracer)), None)
         if known is not None and block is not stack.members[-1]:
             return CallCopy(known, recorder.call, tracer, self._shared).run()
         if known is None and tried == _RECORDINGS:
             return forward(*args, **kwargs)
         return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs))
+
+    def _serves(self, known: RecordedCall, call: RecordedCall, tracer: Any) -> bool:
+        """Whether a call would trace what another did, whose code may ask the same values."""
+        return known.serves(call) and not self._branches.are_written(known.asked, tracer.graph)
 
     def _recorded(
         self,
