@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, has_free_unbacked_symbols
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
@@ -220,15 +220,15 @@ class Branches:
     def make(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
         """What ``operation`` makes, whose sizes values decide: the sizes themselves, where they are known."""
         asked = self._what_decides(tracer, args, kwargs)
-        known = None
-        if asked is not None and self._is_answered(asked):
-            known = self._answer(tracer, asked, func, args, kwargs, told=False)
         result = operation()
-        if known is not None and not any(tensor.requires_grad for tensor in tree_leaves(result)):
+        made = tree_leaves(result)
+        unknown = [size for tensor in made for size in tensor.shape if has_free_unbacked_symbols(size)]
+        answered = asked is not None and self._is_answered(asked)
+        if asked is not None and answered and unknown and not any(tensor.requires_grad for tensor in made):
+            known = self._answer(tracer, asked, func, args, kwargs, told=False)
             return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(known)], tracer)
-        for tensor in tree_leaves(result):
-            for size in tensor.shape:
-                self._remember(asked, size)
+        for size in unknown:
+            self._remember(asked, size)
         return result
 
     def decide(self, number: Any) -> bool:
