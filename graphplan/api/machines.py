@@ -20,6 +20,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.sizes.dynamic_axes import BATCH
 from graphplan.capture.sizes.microbatches import batch_of, divided_in, microbatches_of
+from graphplan.capture.value_branches import require_same_way
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, whole_compiler
 from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
@@ -166,7 +167,7 @@ class _Example:
 
         Raises:
             InputError: results of microbatches are not those of the batch in parts, or an input that would be
-                divided has as many rows by chance.
+                divided has as many rows by chance; or the code branches for one otherwise than for another.
         """
         whole = self.compiler.captures.traced(self.call).capture
         if self.microbatches > 1 and any(whole.roles):
@@ -174,6 +175,7 @@ class _Example:
         found = self.compiler.captures.annotated(self.micro)
         if self.microbatches > 1:
             part = found.capture
+            require_same_way(part.signature, microbatches_of(self.call, self.microbatches))
             after, before = Wires(whole, self.call), Wires(part, self.micro)
             for large, small in zip(whole.outputs, part.outputs, strict=True):
                 if isinstance(large, fx.Node) and isinstance(small, fx.Node):

@@ -203,6 +203,7 @@ class RankBuilder:
             lambda loss: self._trainer(
                 key, wires, lambda made: rebuild_result(capture, wires, made, micro), loss
             ),
+            capture.signature,
         )
 
     def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:

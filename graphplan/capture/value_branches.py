@@ -31,6 +31,7 @@ from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_
 from graphplan.capture.signature import BoundCall, Guard, InputSignature
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import flatten_with_path, memories, written_memories
+from graphplan.errors import InputError
 
 aten = torch.ops.aten
 
@@ -85,19 +86,23 @@ class InputBranches:
     branches: tuple[Branch, ...]
     traced: Mapping[int, torch.Tensor]
 
-    def are_traced(self, leaves: Sequence[Any]) -> bool:
-        """Whether those that decide have the values of the trace."""
-        pairs = [(leaf, self.traced[index]) for index, leaf in self._given(leaves).items()]
-        return all(leaf.dtype == value.dtype and torch.equal(leaf, value) for leaf, value in pairs)
+    def are_others(self, leaves: Sequence[Any]) -> bool:
+        """Whether those that decide are tensors, as in the trace, and have other values."""
+        known = all(isinstance(leaves[index], torch.Tensor) for index in self.traced)
+        return known and not self._are_traced(self._given(leaves))
 
     def _given(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         return {index: leaves[index].detach().cpu() for index in self.traced}
 
+    def _are_traced(self, given: Mapping[int, torch.Tensor]) -> bool:
+        pairs = [(given[index], value) for index, value in self.traced.items()]
+        return all(leaf.dtype == value.dtype and torch.equal(leaf, value) for leaf, value in pairs)
+
     def __call__(self, leaves: Sequence[Any]) -> bool:
         """Whether these are leaves of such a call; those that do not decide may be anything."""
-        if self.are_traced(leaves):
-            return True
         given = self._given(leaves)
+        if self._are_traced(given):
+            return True
         with _plainly():
             return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
 
@@ -344,10 +349,30 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
 
 def goes_by_others(signature: InputSignature, call: BoundCall) -> bool:
     """Whether a trace of the same structure went by other values of inputs than those of a call."""
-    traced = signature.traced(call).leaves
+    branches = _input_branches(signature)
+    leaves = signature.traced(call).leaves if branches else ()
+    return any(one.are_others(leaves) for one in branches)
+
+
+def goes_by_same(signature: InputSignature, call: BoundCall) -> bool:
+    """Whether the inputs of a call, of which all else is known, decide as those of the trace did."""
+    branches = _input_branches(signature)
+    leaves = signature.traced(call).leaves if branches else ()
+    return all(one(leaves) for one in branches)
+
+
+def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
+    """Raise InputError where the inputs of a microbatch do not decide as those of the trace did."""
+    if not all(goes_by_same(signature, part) for part in parts):
+        raise InputError(
+            "the code branches by values of inputs, which are others in one microbatch than in another: pad "
+            "them alike, or use microbatches=1"
+        )
+
+
+def _input_branches(signature: InputSignature) -> list[InputBranches]:
     inner = signature if signature.prepared is None else signature.prepared.signature
-    branches = (guard.holds for guard in inner.guards if isinstance(guard.holds, InputBranches))
-    return any(not one.are_traced(traced) for one in branches)
+    return [guard.holds for guard in inner.guards if isinstance(guard.holds, InputBranches)]
 
 
 def _numbers_of(tensor: torch.Tensor) -> Any:

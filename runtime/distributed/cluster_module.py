@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
-from graphplan.capture.signature import BoundCall, bind_call, leaf_names, same_constant
+from graphplan.capture.signature import BoundCall, InputSignature, bind_call, leaf_names, same_constant
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
 from graphplan.capture.thread_patches import outside_inference_mode
+from graphplan.capture.value_branches import goes_by_same, require_same_way
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
@@ -45,6 +46,7 @@ class ClusterCall:
         rebuild: from the results by name, and the call, to what the model returns.
         last: rank of the last stage.
         trainer: from a loss to what runs this rank's stage forward and backward.
+        signature: of the trace, whose code may have gone by values of inputs.
     """
 
     runner: StageRunner | None
@@ -53,6 +55,7 @@ class ClusterCall:
     rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
     last: int
     trainer: Callable[[Loss], StageRunner | None]
+    signature: InputSignature
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class ClusterModule(nn.Module):
         self.traffic, self._shared, self._divided = traffic, shared, divided
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
-        self._trainer: tuple[Form, Loss, StageRunner | None] | None = None
+        self._trainer: tuple[ClusterCall, Loss, StageRunner | None] | None = None
         self._failed = ""
         self.training = training
 
@@ -207,9 +210,9 @@ class ClusterModule(nn.Module):
         rows = batch_of(call, self._divided) if len(parts) > 1 else 1
         targets = targets_of(target, len(parts), rows)
         form = Form(_described(parts[0]), trains=True)
-        known = self._known(parts[0], form)
-        if self._trainer is None or self._trainer[:2] != (form, loss):
-            self._trainer = form, loss, known.trainer(loss)  # one: each has buffers of its own
+        known = self._known(parts, form)
+        if self._trainer is None or self._trainer[0] is not known or self._trainer[1] != loss:
+            self._trainer = known, loss, known.trainer(loss)  # one: each has buffers of its own
         trainer = self._trainer[2]
         if self.stage is None:
             return None
@@ -252,7 +255,7 @@ class ClusterModule(nn.Module):
     @outside_inference_mode  # later calls use the buffers of this one
     def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
         form = Form(_described(parts[0]), caches_stay)
-        known = self._known(parts[0], form)
+        known = self._known(parts, form)
         if known.runner is None:
             return known, []
         with self._in_step():
@@ -273,14 +276,15 @@ class ClusterModule(nn.Module):
             self._failed = f"{type(error).__name__}: {first_line(error)}"
             raise
 
-    def _known(self, part: BoundCall, form: Form) -> ClusterCall:
+    def _known(self, parts: Sequence[BoundCall], form: Form) -> ClusterCall:
         """How calls of a form are run, with the parameters that are here now."""
         if isinstance(self.stage, MachineStages):
             self.stage.hand_over()
-        if form not in self._calls:
+        if form not in self._calls or not goes_by_same(self._calls[form].signature, parts[0]):
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[form] = self._prepare(part, form)
+            self._calls[form] = self._prepare(parts[0], form)
+        require_same_way(self._calls[form].signature, parts[1:])
         return self._calls[form]
 
 

@@ -34,6 +34,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import graphplan
+from graphplan._compat.torch import stages_go_backward
 
 SECONDS = 180  # the timeout of the process group
 SO_ATTACH_FILTER = 26  # of Linux; the socket module has no name for it
@@ -373,6 +374,43 @@ def constants() -> None:
     assert len(placed.plan.stages) == len(machines)
     for options in ({}, {"turn": Turn.SIGN}, {"turn": Turn.SQUARE}, {"added": []}):
         say(f"{difference(placed(x, **options), model(x, **options)) < 1e-6}")
+
+
+class Masked(torch.nn.Module):
+    """Goes by the values of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        return -x if mask.all() else x * mask
+
+
+def values() -> None:
+    """Calls, and microbatches, of which only the values of integers differ; then training steps."""
+    model, x = Masked().eval(), torch.randn(4, 8)
+    full, half = torch.ones(4, 1, dtype=torch.bool), torch.tensor([[True], [False], [True], [False]])
+    placed: Any = graphplan.partition(
+        model, machines=[{"cpu": 6144}] * dist.get_world_size(), args=(x, full), network=QUICK,
+        return_outputs="all",
+    )  # fmt: skip
+    for mask in (full, half, full):
+        say(f"{difference(placed(x, mask), model(x, mask)) < 1e-6}")
+    placed = divided(model, {"x": x, "mask": full}, 2)
+    for mask in (full, half, full.logical_xor(torch.arange(4)[:, None] == 3)):
+        try:
+            say(f"{difference(placed(x, mask), model(x, mask)) < 1e-6}")
+        except graphplan.InputError as error:
+            say(f"InputError: {error}")
+    if not stages_go_backward():
+        return
+    placed = divided(model, {"x": x, "mask": full}, 2, train=True)
+    for mask in (full, half, full):
+        losses = placed.train_step(torch.nn.functional.mse_loss, torch.zeros(4, 8), x, mask)
+        own = [(model(*part) ** 2).mean() for part in zip(x.chunk(2), mask.chunk(2), strict=True)]
+        say(f"{losses is None or difference(torch.stack(losses), torch.stack(own)) < 1e-6}")
 
 
 def weights() -> None:
@@ -762,6 +800,7 @@ CASES: dict[str, Callable[..., None]] = {
     "stopped": stopped,
     "tied": tied,
     "training": training,
+    "values": values,
     "weights": weights,
 }
 

@@ -77,7 +77,8 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
-    cases = ["plain", "--", "differs", "--", "no_batches", "--", "constants", "--", "profile", str(traces)]
+    cases = ["plain", "--", "differs", "--", "no_batches", "--", "constants", "--", "values", "--"]
+    cases += ["profile", str(traces)]
     if TRAINS:
         cases += [
             "--",
@@ -239,6 +240,14 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_an_error() -> None:
 def test_calls_that_differ_in_what_is_no_tensor(three: list[dict[str, str]]) -> None:
     for cases in three:
         assert said(cases["constants"]) == ["True"] * 4
+
+
+def test_calls_that_differ_in_values_that_decide(three: list[dict[str, str]]) -> None:
+    for cases in three:
+        *one, apart = said(cases["values"])[:6]
+        assert one == ["True"] * 5
+        assert apart.startswith("InputError: the code branches by values of inputs, which are others in one")
+        assert said(cases["values"])[6:] == ["True"] * (3 if TRAINS else 0)
 
 
 def test_calls_of_other_sizes_on_one_rank_are_found(two: list[dict[str, str]]) -> None:
