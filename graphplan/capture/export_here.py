@@ -167,7 +167,7 @@ def _export(
         with numbers.in_place():
             program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     state.data.require_kept()
-    state.kept_by_hooks, state.branches = kept, branches.found
+    state.kept_by_hooks, state.branches, state.told = kept, branches.found, branches.told
     return state, program
 
 

@@ -50,14 +50,12 @@ class Branch:
         weights: their names.
         inputs: indices of their leaves in the call that was traced.
         answer: by which the trace went, as text: a float that is no number does not equal itself.
-        told: whether the code was told a value; else it is the sizes of what an operation in the graph makes.
     """
 
     question: fx.GraphModule
     weights: tuple[str, ...]
     inputs: tuple[int, ...]
     answer: str
-    told: bool
 
     def renamed(self, name_of: Callable[[str], str]) -> Branch:
         """With other names of the weights."""
@@ -163,6 +161,7 @@ class Branches:
 
     Attributes:
         found: those of the last trace.
+        told: the values in it that the code was told: the line, what decided each, and the answer.
         read_by: for each question that was answered in it, also again, the nodes that it reads.
     """
 
@@ -180,6 +179,7 @@ class Branches:
         self._failed: _Asked | None = None
         self._known: dict[str, Any] = {}  # the answers to questions, by their texts
         self._writers = _Writers()
+        self.told: set[tuple[Any, ...]] = set()
         self.read_by: list[Sequence[fx.Node]] = []
         self.found: list[Branch] = []
 
@@ -187,7 +187,7 @@ class Branches:
         """Forget what the last trace has found."""
         self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
         self._known, self._writers = {}, _Writers()
-        self.read_by, self.found = [], []
+        self.told, self.read_by, self.found = set(), [], []
 
     def enter(self, tracer: Any, call: Any) -> None:
         """Know the weights and inputs before the first call of the trace, which may write to them."""
@@ -292,9 +292,12 @@ class Branches:
         text = _text_of(question)
         if text not in self._known:  # each layer may ask the same
             with untraced(), _plainly():
-                self._known[text] = answer = _answer_of(question, asked.values)
+                self._known[text] = _answer_of(question, asked.values)
             if asked.values:
-                self.found.append(Branch(question, asked.weights, asked.inputs, repr(answer), told))
+                answer = repr(self._known[text])
+                self.found.append(Branch(question, asked.weights, asked.inputs, answer))
+        if told and asked.values:
+            self.told.add((asked.line, asked.weights, asked.inputs, repr(self._known[text])))
         return copy.deepcopy(self._known[text])
 
     def _remember(self, asked: _Asked | None, number: Any) -> None:

@@ -654,3 +654,29 @@ def test_a_question_that_cannot_be_asked_has_no_answer(machine: Any) -> None:
             module.shift.fill_(shift)
         given = torch.tensor(ids)
         assert largest_difference(placed(X, given, marks), eager(X, given, marks)) < 1e-5
+
+
+class KeepingFirst(nn.Module):
+    """Keeps what its first call was told of a number, of which each call is told the same."""
+
+    first: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = number.item() > 3
+        for _ in range(int(number.item())):
+            x = self.linear(x)
+        return x * (1 + self.first)
+
+
+def test_an_answer_that_is_kept_is_none_that_is_asked_again(machine: Any) -> None:
+    eager = KeepingFirst()
+    with pytest.warns(graphplan.GraphplanWarning, match="a call changes KeepingFirst.first"):
+        placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, torch.tensor(5)))
+    for number in (5, 2, 5):
+        given = torch.tensor(number)
+        assert largest_difference(placed(X, given), eager(X, given)) < 1e-5

@@ -78,7 +78,8 @@ class AssignedState:
         makes_tensors: whether the next call may go by tensors that this one has made.
         goes_by_values: whether the trace went by the value of a tensor.
         data: what the code assigns the ``data`` of.
-        branches: of the code, that go by weights.
+        branches: of the code, that go by weights or inputs.
+        told: the values that it was told, as in ``Branches``.
         kept_by_hooks: what is to be said of hooks that store something outside of the model.
     """
 
@@ -95,6 +96,7 @@ class AssignedState:
         self.losses: list[str] = []
         self.data = AssignedData(model)
         self.branches: list[Branch] = []
+        self.told: set[tuple[Any, ...]] = set()
         self.makes_tensors = False
         self.goes_by_values = False
         self.kept_by_hooks: list[str] = []
@@ -237,10 +239,7 @@ class AssignedState:
         # what the next call reads of new tensors, the first has made
         described = _writes_to_state if self.makes_tensors else _operations
         # an answer that is kept in an attribute is not asked again
-        asked, asked_next = (
-            {(one.weights, one.inputs, one.answer) for one in of.branches if one.told} for of in (self, again)
-        )
-        if plain and (described(traced) != described(program) or asked != asked_next):
+        if plain and (described(traced) != described(program) or self.told != again.told):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
                 "graph does not. If only the first differs, call the model before you place it"
