@@ -34,6 +34,7 @@ from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_bac
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, refuse_opaque
+from graphplan.capture.value_branches import is_of_integers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -105,7 +106,7 @@ def capture(
     for name, cache in caches_in(call.kwargs).items():
         refuse_opaque(name, cache)
     host = call.on_cpu()
-    integers = (one for one in call.tensors if not one.is_floating_point() and not one.is_complex())
+    integers = filter(is_of_integers, call.tensors)
     model_copy.knows_inputs = all(one.device.type != "meta" for one in integers)
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)

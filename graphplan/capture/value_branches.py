@@ -68,7 +68,7 @@ class Branch:
         """
         try:
             return repr(_answer_of(self.question, values)) == self.answer
-        except Exception:  # operations raise anything
+        except (RuntimeError, IndexError, ValueError, ArithmeticError):  # of operations, kernels among them
             return False
 
 
@@ -171,7 +171,7 @@ class Branches:
         self._module, self._value_of = module, value_of
         self._answered = set() if answered is None else answered
         leaves = [] if call is None else list(enumerate(flatten_with_path(call)))
-        self._leaves = {index: leaf for index, (_, leaf) in leaves if _is_of_integers(leaf)}
+        self._leaves = {index: leaf for index, (_, leaf) in leaves if is_of_integers(leaf)}
         self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
         self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
@@ -367,8 +367,11 @@ def goes_by_same(signature: InputSignature, call: BoundCall) -> bool:
 def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
     """Raise InputError where the inputs of a microbatch do not decide as those of the trace did."""
     if not all(goes_by_same(signature, part) for part in parts):
+        names = (signature if signature.prepared is None else signature.prepared.signature).names
+        deciding = sorted({index for one in _input_branches(signature) for index in one.traced})
+        said = ", ".join(names[index] for index in deciding)
         raise InputError(
-            "the code branches by values of inputs, which are others in one microbatch than in another: pad "
+            f"the code branches by values of {said}, which are others in one microbatch than in another: pad "
             "them alike, or use microbatches=1"
         )
 
@@ -382,7 +385,7 @@ def _numbers_of(tensor: torch.Tensor) -> Any:
     return tensor.tolist()
 
 
-def _is_of_integers(leaf: Any) -> bool:
+def is_of_integers(leaf: Any) -> bool:
     """Whether a leaf is a tensor by whose values code may branch: real numbers are others in each call."""
     return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 

@@ -150,7 +150,7 @@ def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
 @pytest.mark.parametrize("numbers", [(2, 3, 7), (0.5, 1.0, 2.5)])
 def test_it_says_so_once_for_all_numbers(numbers: tuple[float, ...]) -> None:
     class Counted(Early):
-        def forward(self, x: torch.Tensor, stop: Any = None, count: float = 0) -> Any:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, stop: Any = None, count: float = 0) -> Any:  # type: ignore[override]  # other arguments
             return super().forward(x * count if count else x, stop)
 
     model = Counted().eval()
@@ -286,7 +286,7 @@ def test_strict_raises_instead() -> None:
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_modules_that_a_call_exchanges_are_the_models() -> None:
     class Exchanges(Early):
-        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]  # other arguments
             if len(x) == 2:
                 self.blocks[0] = nn.Sequential(self.blocks[0], nn.ReLU())
             return super().forward(x, stop)
@@ -329,7 +329,7 @@ def test_a_call_may_copy_submodules(duplicate: Any) -> None:
     """The copies have nothing of the call."""
 
     class Teaching(Early):
-        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]  # other arguments
             result = super().forward(x, stop)
             if stop is not None:
                 self.teacher = [duplicate(self.blocks[0])]  # no submodule
