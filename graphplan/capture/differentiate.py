@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes, storage_of
@@ -33,6 +34,7 @@ from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
+from graphplan.capture.sizes.decided_sizes import DecidedSizes
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
@@ -78,11 +80,6 @@ def differentiate(
             traced = make_fx(tracing.step)(*values, *tracing.tangents(values))
     except (InputError, NoGraphError):
         raise
-    except DynamicOutputShapeException as error:
-        raise NoGraphError(
-            f"values decide how much {error.func} returns, and a training step is planned for sizes that are "
-            "known: multiply by a mask instead of choosing rows"
-        ) from error
     except Exception as error:  # autograd runs the formulas of any operation, which may raise anything
         raise NoGraphError(f"the training step could not be traced: {first_line(error)}") from error
     return tracing.capture_of(traced, nodes)
@@ -104,7 +101,11 @@ class _Tracing:
         sizes: OpenSizes | None,
     ) -> None:
         self.capture, self.weights, self.call, self.how, self.sizes = capture, weights, call, how, sizes
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
+        # one of its own is for sizes that values decide, each for as long as an operation is traced
+        self.env = sizes.env if sizes else ShapeEnv(allow_scalar_outputs=False)
+        self.mode = FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=self.env, static_shapes=sizes is None
+        )
         self.trained: list[tuple[int, str]] = []
         self.fed: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
@@ -152,7 +153,7 @@ class _Tracing:
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Fakes of the gradients that backward starts from; finds out of which results."""
         with on_any_device():
-            results = AttentionWhole(self.capture.module).run(*_detached(values))
+            results = _Forward(self.capture.module, self.env).run(*_detached(values))
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         names = _names(self.capture.out_spec)
         self.differentiated = self._chosen(able, names)
@@ -185,7 +186,7 @@ class _Tracing:
         given = len(values) - len(self.differentiated)
         inputs, tangents = values[:given], values[given:]
         with on_any_device():
-            results = list(AttentionWhole(self.capture.module).run(*inputs))
+            results = list(_Forward(self.capture.module, self.env).run(*inputs))
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
         sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
@@ -272,6 +273,10 @@ class _Tracing:
             }
             for roles, one in found
         )
+
+
+class _Forward(DecidedSizes, AttentionWhole):
+    """Runs the captured graph with autograd."""
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

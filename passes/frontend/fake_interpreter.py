@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.sizes.dynamic_sizes import symbols_of
 from graphplan.errors import NoGraphError
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult, run_fake
 from graphplan.passes.frontend.kernel_workspace import KernelBench
@@ -73,13 +72,13 @@ class Interpreter:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_tensor_meta)
-        # what the data decides differs between operations that look alike
-        own = node if symbols_of(node) else None
-        key = (node.target, spec, tuple(map(_hashable, leaves)), own)
+        key = (node.target, spec, tuple(map(_hashable, leaves)))
         effects = self.memo.get(key)
         if effects is None:
-            effects = self._measure(node, leaves, spec)
-            self.memo[key] = effects
+            try:
+                effects = self.memo[key] = self._measure(node, leaves, spec)
+            except _NoFakeError as error:  # what the data decides differs between operations that look alike
+                effects = {"": self._recorded(node, error.reason)}
         effect = effects.get(device_type) or next(iter(effects.values()))
         self.env[node] = effect.value
         return effect
@@ -96,7 +95,7 @@ class Interpreter:
     def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
         """For each type of device, what it showed; one entry where that does not depend on the device."""
         if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
-            return {"": self._compute_scalar(node, leaves, spec)}
+            return {"": _compute_scalar(node, leaves, spec)}
         effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
         runs: dict[torch.device, Effect] = {}  # a type without a backend here has those of the CPU
@@ -107,7 +106,7 @@ class Interpreter:
                     runs[device] = run_fake(node.target, leaves, spec, device, self.mode)
             except Exception as error:  # a kernel without a fake may raise anything
                 if not effects:
-                    return {"": self._recorded(node, error)}
+                    raise _NoFakeError(error) from error
                 continue  # Operation.workspace_on takes the largest that is known
             run = runs[device]
             workspace[device_type] = run.workspace[""]
@@ -119,15 +118,6 @@ class Interpreter:
                 effects[device_type] = run  # some fakes of recurrent layers have other shapes than the CPU's
         flops = next(iter(effects.values())).flops
         return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
-
-    def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
-        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        assert callable(node.target)
-        try:
-            value = node.target(*args, **kwargs)
-        except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
-            return self._recorded(node, error)
-        return Effect(value, (), 0, {})
 
     def _recorded(self, node: fx.Node, error: Exception) -> Effect:
         """What the trace itself recorded, for an operation that does not run on fake tensors."""
@@ -142,6 +132,24 @@ class Interpreter:
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_tensor_meta) if is_tensor_meta(leaf)]
         return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
+
+
+class _NoFakeError(Exception):
+    """An operation does not run on fake tensors."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _compute_scalar(node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
+    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+    assert callable(node.target)
+    try:
+        value = node.target(*args, **kwargs)
+    except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
+        raise _NoFakeError(error) from error
+    return Effect(value, (), 0, {})
 
 
 def _shapes(effect: Effect) -> list[tuple[Any, ...]]:

@@ -574,6 +574,45 @@ def test_inputs_decide_training_steps(machine: Any) -> None:
         assert len(placed.plans) == plans
 
 
+class Choosing(nn.Module):
+    """Chooses rows twice, by marks of one form, and repeats rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if counts.sum() == 0:
+            return self.linear(x).sum()
+        chosen = [self.linear(x[row.nonzero()[:, 0]]).exp().sum() for row in marks.unbind() if row.any()]
+        repeated = self.linear(x[torch.arange(8).repeat_interleave(counts)]).square().sum()
+        return torch.stack([*chosen, repeated]).sum()
+
+
+def chosen(*marks: int, counts: int) -> tuple[torch.Tensor, ...]:
+    """A call in which as many rows have each mark, and are repeated as often."""
+    rows = torch.arange(8)
+    return X, torch.stack([rows < number for number in marks]), torch.full((8,), counts)
+
+
+def test_sizes_that_inputs_decide_in_a_training_step(machine: Any) -> None:
+    eager = Choosing()
+    placed = graphplan.partition(
+        copy.deepcopy(eager), machine.max_memory, chosen(2, 7, counts=2), train=True, strict=True
+    )
+    for call in (chosen(2, 7, counts=2), chosen(5, 3, counts=1), chosen(4, 0, counts=3)):
+        for each in (placed, eager):
+            each.zero_grad()
+            each(*call).backward()
+        assert largest_difference(placed.linear.weight.grad.cpu(), eager.linear.weight.grad) < 1e-3
+
+
+def test_operations_that_look_alike_may_choose_other_counts(machine: Any) -> None:
+    plan = graphplan.plan(Choosing(), machine.max_memory, chosen(2, 7, counts=2))
+    of_linear = [op.outputs[0] for op in plan.graph.operations.values() if op.target == "linear"]
+    assert [plan.graph.values[name].shape[0] for name in of_linear] == [2, 7, 16]
+
+
 class Switched(nn.Module):
     """A block that goes by a number, and may count it up before."""
 

@@ -19,7 +19,7 @@ from graphplan._compat.symbolic_sizes import conditions_since
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import Guard
 from graphplan.capture.sizes.dynamic_axes import all_of
-from graphplan.capture.sizes.dynamic_sizes import exact_size, values_of
+from graphplan.capture.sizes.dynamic_sizes import values_of, with_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,7 @@ class OpenSizes:
 
     def settled(self, size: Any) -> Any:
         """A size, in which small ones are numbers."""
-        if not isinstance(size, torch.SymInt) or size.node.expr.free_symbols.isdisjoint(self.small):
-            return size
-        known = exact_size(size, self.small)
-        if known is not None:
-            return known
-        return self.env.create_symintnode(size.node.expr.xreplace(self.small), hint=size.node.hint)
+        return with_known(size, self.small)
 
     def guards(self) -> tuple[Guard, ...]:
         """What has been taken for granted since.
@@ -60,7 +55,7 @@ class OpenSizes:
 
 def open_sizes(capture: Capture) -> OpenSizes | None:
     """Those of a capture; None where all sizes are numbers."""
-    found = [one for one in _sizes(capture) if isinstance(one[0], torch.SymInt)]
+    found = [one for one in _sizes(capture) if _is_open(one[0])]
     if not found:
         return None
     env = found[0][0].node.shape_env
@@ -72,6 +67,11 @@ def open_sizes(capture: Capture) -> OpenSizes | None:
     sizes: list[Any] = [one for shape in shapes for one in shape if isinstance(one, torch.SymInt)]
     small = {n.node.expr: n.node.hint for n in sizes if n.node.expr.is_symbol and n.node.hint < 2}
     return OpenSizes(env, len(env.guards), small, texts, codes)
+
+
+def _is_open(size: Any) -> bool:
+    """Whether a size has symbols: not where the trace has turned them into numbers."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _sizes(capture: Capture) -> Iterator[tuple[Any, str, str]]:

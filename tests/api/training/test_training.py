@@ -1004,11 +1004,31 @@ def test_sizes_that_values_decide_are_left_to_autograd() -> None:
 
     torch.manual_seed(0)
     model, x = Chooses(8, 8), torch.randn(6, 8)
-    with pytest.warns(graphplan.GraphplanWarning, match="values decide how much aten.nonzero"):
+    with pytest.warns(graphplan.GraphplanWarning, match="values decide how much aten.index"):
         placed = graphplan.partition(copy.deepcopy(model), CPU, args=(x,), train=True)
     for each in (placed, model):
         each(x).backward()
     assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
+
+
+def test_conditions_of_sizes_beside_sizes_that_became_numbers() -> None:
+    class OfTwo(nn.Linear):
+        """Has rows of which all pairs are compared, and two of ids."""
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            rows = super().forward(x.reshape(-1, 4))
+            pairs = rows @ rows.T
+            return (pairs.softmax(-1) @ rows).sum() * (2 if ids.shape[0] == 2 else 1)
+
+    torch.manual_seed(0)
+    model, call = OfTwo(4, 4), (torch.randn(8, 8), torch.ones(2, 3))
+    placed = graphplan.partition(copy.deepcopy(model), CPU, args=call, train=True, strict=True)
+    for batch_size, rows in ((6, 2), (9, 2), (9, 3)):
+        x, ids = torch.randn(batch_size, 8), torch.ones(rows, batch_size)
+        for each in (placed, model):
+            each.zero_grad()
+            each(x, ids).backward()
+        assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
 
 
 # -- arguments ------------------------------------------------------------------------------------------
