@@ -278,6 +278,12 @@ class _Tracing:
 class _Forward(DecidedSizes, AttentionWhole):
     """Runs the captured graph with autograd."""
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation."""
+        if target is aten.masked_scatter.default:  # its fake does not broadcast sizes that are symbols
+            args = (*torch.broadcast_tensors(*args[:2]), *args[2:])
+        return super().call_function(target, args, kwargs)
+
 
 def _detached(values: Sequence[Any]) -> list[Any]:
     """Copies, so that the trace begins with what no forward pass has written to."""

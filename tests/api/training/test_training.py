@@ -1011,6 +1011,31 @@ def test_sizes_that_values_decide_are_left_to_autograd() -> None:
     assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
 
 
+def test_lengths_may_vary_where_features_are_scattered_by_a_mask() -> None:
+    class WithFeatures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(ids)
+            mask = (ids == 1).unsqueeze(-1)
+            return hidden.masked_scatter(mask, self.linear(features)).square().mean()
+
+    torch.manual_seed(0)
+    model = WithFeatures()
+    placed = graphplan.partition(
+        copy.deepcopy(model), CPU, args=(torch.ones(2, 3, dtype=torch.long), torch.randn(6, 4)), train=True
+    )
+    for length in (6, 7, 8):
+        ids, features = torch.tensor([[1] * 3 + [2] * length] * 2), torch.randn(6, 4)
+        for each in (placed, model):
+            each.zero_grad()
+            each(ids, features).backward()
+        assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
+    assert len(placed.plans) == 2
+
+
 def test_conditions_of_sizes_beside_sizes_that_became_numbers() -> None:
     class OfTwo(nn.Linear):
         """Has rows of which all pairs are compared, and two of ids."""
