@@ -14,6 +14,7 @@ from graphplan.api.planning import plan
 from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.capture.structure import know_containers, leaves_of, map_leaves
 from graphplan.capture.transformers.caches import know_caches
+from graphplan.capture.value_branches import is_of_integers
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InfeasibleError, InputError
 
@@ -82,7 +83,9 @@ def largest_batch(
 
 
 def _of_size(leaf: Any, given: int, size: int) -> Any:
-    """A tensor of a batch, on the meta device, for another batch."""
+    """A tensor of a batch for another batch: by integers, code may branch; others are on the meta device."""
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != given:
         return leaf
+    if is_of_integers(leaf):
+        return leaf[torch.arange(size, device=leaf.device) % given]
     return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

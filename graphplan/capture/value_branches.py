@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -48,7 +48,7 @@ class Branch:
     Attributes:
         question: computes the answer of the weights, or of the inputs.
         weights: their names.
-        inputs: indices of their leaves in the call that was traced.
+        inputs: indices of their leaves in the call that was traced; of real ones, it asks for sizes alone.
         answer: by which the trace went, as text: a float that is no number does not equal itself.
     """
 
@@ -78,28 +78,27 @@ class InputBranches:
 
     Attributes:
         branches: those that inputs decide.
-        traced: the values of these inputs in the trace: of the same ones all answers are the same.
+        traced: these inputs in the trace: of the same ones all answers are the same.
     """
 
     branches: tuple[Branch, ...]
     traced: Mapping[int, torch.Tensor]
 
+    @property
+    def integers(self) -> list[int]:
+        """Those of which values decide, and not sizes alone."""
+        return [index for index, value in self.traced.items() if not value.is_meta]
+
     def are_others(self, leaves: Sequence[Any]) -> bool:
         """Whether those that decide are tensors, as in the trace, and have other values."""
         known = all(isinstance(leaves[index], torch.Tensor) for index in self.traced)
-        return known and not self._are_traced(self._given(leaves))
-
-    def _given(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-        return {index: leaves[index].detach().cpu() for index in self.traced}
-
-    def _are_traced(self, given: Mapping[int, torch.Tensor]) -> bool:
-        pairs = [(given[index], value) for index, value in self.traced.items()]
-        return all(leaf.dtype == value.dtype and torch.equal(leaf, value) for leaf, value in pairs)
+        same = (_is_same(_known_of(leaves[index]), self.traced[index]) for index in self.integers)
+        return known and not all(same)
 
     def __call__(self, leaves: Sequence[Any]) -> bool:
         """Whether these are leaves of such a call; those that do not decide may be anything."""
-        given = self._given(leaves)
-        if self._are_traced(given):
+        given = {index: _known_of(leaves[index]) for index in self.traced}
+        if all(_is_same(given[index], value) for index, value in self.traced.items()):
             return True
         with _plainly():
             return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
@@ -115,6 +114,17 @@ def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
             if len(values) < len(branch.weights) or not branch.goes_by(values):
                 return False
     return True
+
+
+def _known_of(leaf: torch.Tensor) -> torch.Tensor:
+    """What questions are told of an input: the values of integers; of real numbers the sizes, on meta."""
+    return leaf.detach().cpu() if is_of_integers(leaf) else torch.empty_like(leaf, device="meta")
+
+
+def _is_same(leaf: torch.Tensor, other: torch.Tensor) -> bool:
+    if leaf.dtype != other.dtype or leaf.is_meta != other.is_meta:
+        return False
+    return leaf.shape == other.shape if leaf.is_meta else torch.equal(leaf, other)
 
 
 @contextmanager
@@ -134,7 +144,7 @@ class _Form:
 
 def _answer_of(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> Any:
     """A number; or for each tensor, its sizes and strides."""
-    made = question.forward(*(value.detach().cpu() for value in values))
+    made = question.forward(*(value if value.is_meta else value.detach().cpu() for value in values))
     return tree_map_only(torch.Tensor, lambda tensor: _Form(tuple(tensor.shape), tensor.stride()), made)
 
 
@@ -156,7 +166,7 @@ class Branches:
     Args:
         module: what is traced.
         value_of: gives its weights, by their names in it.
-        call: its arguments, of which integers may decide too; None where none are to.
+        call: its arguments, of which integers and sizes may decide too; None where none are to.
         answered: lines of the code, and paths of arguments, whose questions are answered; traces add to it.
 
     Attributes:
@@ -171,7 +181,9 @@ class Branches:
         self._module, self._value_of = module, value_of
         self._answered = set() if answered is None else answered
         leaves = [] if call is None else list(enumerate(flatten_with_path(call)))
-        self._leaves = {index: leaf for index, (_, leaf) in leaves if is_of_integers(leaf)}
+        self._leaves = {
+            index: _known_of(leaf) for index, (_, leaf) in leaves if isinstance(leaf, torch.Tensor)
+        }
         self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
         self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
@@ -275,8 +287,9 @@ class Branches:
         return any(isinstance(source, str) for source in self._answered)
 
     def _told_by(self, asked: _Asked) -> list[Any]:
-        """What the next trace has to answer: of constants alone, nothing."""
-        return [self._paths[index] for index in asked.inputs] or [asked.line] * bool(asked.weights)
+        """What the next trace has to answer: of constants and sizes alone, nothing."""
+        integers = [index for index in asked.inputs if not self._leaves[index].is_meta]
+        return [self._paths[index] for index in integers] or [asked.line] * bool(asked.weights)
 
     def _is_answered(self, asked: _Asked) -> bool:
         return self._answered.issuperset(self._told_by(asked))
@@ -305,9 +318,19 @@ class Branches:
         if asked is not None and isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
             self._asked |= dict.fromkeys(number.node.expr.free_symbols, asked)
 
-    def _are_settled(self, nodes: Iterable[fx.Node], tracer: Any) -> bool:
+    def _are_settled(self, nodes: Collection[fx.Node], tracer: Any) -> bool:
         known = self._names.keys() | self._inputs.keys()
-        return all(node in known or _is_settled(node) or _is_number(node, tracer) for node in nodes)
+        return not self._reads_real(nodes) and all(
+            node in known or _is_settled(node) or _is_number(node, tracer) for node in nodes
+        )
+
+    def _reads_real(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether any reads more of a real input than its sizes."""
+        real = {node for node, index in self._inputs.items() if self._leaves[index].is_meta}
+        return any(
+            node.target is not aten.sym_size.int and not real.isdisjoint(node.all_input_nodes)
+            for node in nodes
+        )
 
     def _question(self, asked: _Asked, tracer: Any, func: Any, args: Any, kwargs: Any) -> fx.GraphModule:
         """A function of the sources that are among the nodes; it writes to copies of them."""
@@ -345,9 +368,11 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
     indices = sorted({index for branch in ours for index in branch.inputs})
     if not ours:
         return ()
-    said = f"the code branches by values of {', '.join(names[index] for index in indices)}, which are others"
-    traced = {index: leaves[index].clone() for index in indices}
-    return (Guard(said, InputBranches(ours, traced)),)
+    found = InputBranches(ours, {index: _known_of(leaves[index]).clone() for index in indices})
+    said = (
+        f"the code branches by values of {', '.join(names[one] for one in found.integers)}, which are others"
+    )
+    return (Guard(said, found),)
 
 
 def goes_by_others(signature: InputSignature, call: BoundCall) -> bool:
@@ -368,7 +393,7 @@ def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> N
     """Raise InputError where the inputs of a microbatch do not decide as those of the trace did."""
     if not all(goes_by_same(signature, part) for part in parts):
         names = (signature if signature.prepared is None else signature.prepared.signature).names
-        deciding = sorted({index for one in _input_branches(signature) for index in one.traced})
+        deciding = sorted({index for one in _input_branches(signature) for index in one.integers})
         said = ", ".join(names[index] for index in deciding)
         raise InputError(
             f"the code branches by values of {said}, which are others in one microbatch than in another: pad "

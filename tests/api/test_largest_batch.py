@@ -71,3 +71,20 @@ def test_what_a_dataclass_holds_is_resized() -> None:
     with torch.no_grad():
         found = graphplan.largest_batch(OfSized(), {"cpu": 140_000}, (Sized(torch.ones(1, 4)),), most=64)
     assert 20 < found < 40
+
+
+def test_integers_that_decide_have_values() -> None:
+    class ByLengths(nn.Module):
+        """Masks rows from where each ends, unless all are whole."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            if (lengths == x.shape[1]).all():
+                return self.linear(x)
+            return self.linear(x) * (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+
+    inputs = torch.randn(2, 8, 16), torch.tensor([3, 8])
+    assert graphplan.largest_batch(ByLengths(), {0: "1MB"}, inputs, most=8) == 8

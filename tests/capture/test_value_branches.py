@@ -488,8 +488,8 @@ def test_questions_do_not_tie_a_graph_to_values_of_attributes(machine: Any) -> N
             assert largest_difference(placed(X, ids), eager(X, ids)) < 1e-5
 
 
-class OfOneLength(nn.Module):
-    """Is traced anew for each length, since what it asks has that size too."""
+class OfLength(nn.Module):
+    """Asks something of ids and of the length of the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,14 +499,13 @@ class OfOneLength(nn.Module):
         return self.linear(x) * 2 if (torch.arange(x.shape[0]).max() + ids.sum() > 4) else self.linear(x)
 
 
-@pytest.mark.filterwarnings("ignore:OfOneLength. its sizes cannot vary:graphplan.GraphplanWarning")
-def test_graphs_for_other_lengths_are_no_other_answers(machine: Any) -> None:
-    eager, ids = OfOneLength(), torch.tensor([1, 2])
-    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (torch.randn(3, 16), ids))
-    for length in range(3, 13):
+def test_lengths_that_decide_with_integers_vary(machine: Any) -> None:
+    eager, ids = OfLength(), torch.tensor([1, 2])
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (torch.randn(13, 16), ids))
+    for length in range(2, 13):
         x = torch.randn(length, 16)
         assert largest_difference(placed(x, ids), eager(x, ids)) < 1e-5
-    assert len(placed.plans) == 10
+    assert len(placed.plans) == 2
 
 
 class Pruned(nn.Module):
@@ -668,6 +667,33 @@ def test_sizes_that_no_value_decides_are_not_asked_for(machine: Any) -> None:
     placed = graphplan.partition(Looking(), machine.max_memory, call, strict=True)
     guards = placed._graphplan.programs[0].signature.guards
     assert [len(one.holds.branches) for one in guards if isinstance(one.holds, InputBranches)] == [1]
+
+
+class Whole(nn.Module):
+    """Masks rows from where each ends, unless all are as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if (lengths == x.shape[1]).all():
+            return self.linear(x)
+        return self.linear(x) * (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_integers_may_decide_together_with_sizes(machine: Any, grad: bool) -> None:
+    eager = Whole()
+    call = torch.randn(4, 9, 16), torch.tensor([9] * 4)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, call, train=grad, strict=True)
+    for batch, longest, shortest in ((4, 9, 9), (2, 5, 5), (3, 8, 8), (4, 9, 2), (3, 6, 5), (2, 4, 4)):
+        x, lengths = torch.randn(batch, longest, 16), torch.full((batch,), longest)
+        lengths[0] = shortest
+        with torch.set_grad_enabled(grad):
+            assert largest_difference(placed(x, lengths), eager(x, lengths)) < 1e-5
+    # a training step is traced for the sizes of its example first, and planned again for larger ones
+    assert len(placed.plans) == (5 if grad else 2)
 
 
 class Shifted(nn.Module):
