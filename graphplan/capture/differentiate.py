@@ -101,8 +101,7 @@ class _Tracing:
         sizes: OpenSizes | None,
     ) -> None:
         self.capture, self.weights, self.call, self.how, self.sizes = capture, weights, call, how, sizes
-        # one of its own is for sizes that values decide, each for as long as an operation is traced
-        self.env = sizes.env if sizes else ShapeEnv(allow_scalar_outputs=False)
+        self.env = sizes.env if sizes else ShapeEnv()
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=self.env, static_shapes=sizes is None
         )
@@ -110,6 +109,7 @@ class _Tracing:
         self.fed: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
         self.others: dict[int, str] = {}
+        self.data_sizes: dict[Any, int] = {}
         self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # of each leaf
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
@@ -152,7 +152,7 @@ class _Tracing:
 
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Fakes of the gradients that backward starts from; finds out of which results."""
-        with on_any_device():
+        with on_any_device(), self.env.ignore_fresh_unbacked_symbols():
             results = _Forward(self.capture.module, self.env).run(*_detached(values))
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         names = _names(self.capture.out_spec)
@@ -186,7 +186,10 @@ class _Tracing:
         given = len(values) - len(self.differentiated)
         inputs, tangents = values[:given], values[given:]
         with on_any_device():
-            results = list(_Forward(self.capture.module, self.env).run(*inputs))
+            forward = _Forward(self.capture.module, self.env)
+            results = list(forward.run(*inputs))
+        known = self.capture.sizes
+        self.data_sizes = {new: known[old] for new, old in forward.symbols.items() if old in known}
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
         sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
@@ -236,7 +239,7 @@ class _Tracing:
             inputs=inputs,
             states={renamed[name]: leaf for name, leaf in self.capture.states.items()},
             signature=signature,
-            sizes=sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, asked),
+            sizes=self.data_sizes | sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, asked),
             roles=self._roles() if self.sizes else (),
             step=step,
         )

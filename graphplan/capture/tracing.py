@@ -116,7 +116,7 @@ def capture(
         shapes = dynamic_shapes if vary else None
         found = _with_examples(model_copy, host, shapes, keep_grad, vary=vary, sizes=sizes)
         found = _completed(found, model_copy, keep_grad)
-        if not (step or any(tensor.device.type == "meta" for tensor in call.tensors)):
+        if not any(tensor.device.type == "meta" for tensor in call.tensors):
             found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
     by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)
     return _with_these_gradients(found, call) if left_out.beyond_inputs or by_inputs else found

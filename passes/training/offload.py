@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
@@ -82,5 +83,8 @@ def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
 
 
 def _nbytes(node: fx.Node) -> int:
+    """How many bytes a node makes; 0 where values decide that."""
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor) or has_free_unbacked_symbols(value):
+        return 0
+    return value.numel() * value.element_size()

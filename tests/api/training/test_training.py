@@ -997,20 +997,6 @@ def test_a_sparse_gradient_is_left_to_autograd() -> None:
     assert torch.equal(placed[0].weight.grad.to_dense(), eager[0].weight.grad.to_dense())
 
 
-def test_sizes_that_values_decide_are_left_to_autograd() -> None:
-    class Chooses(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x[x[:, 0] > 0]).sum()
-
-    torch.manual_seed(0)
-    model, x = Chooses(8, 8), torch.randn(6, 8)
-    with pytest.warns(graphplan.GraphplanWarning, match="values decide how much aten.index"):
-        placed = graphplan.partition(copy.deepcopy(model), CPU, args=(x,), train=True)
-    for each in (placed, model):
-        each(x).backward()
-    assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
-
-
 def test_lengths_may_vary_where_features_are_scattered_by_a_mask() -> None:
     class WithFeatures(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,99 @@
+"""Training steps of which values decide sizes: planned for as much as may be chosen, equal to eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training_steps import budgets_of, gap, gradients_of, measured, needed, step_of
+
+import graphplan
+
+ADAMW = torch.optim.AdamW
+
+
+class Experts(nn.Module):
+    """Two experts, which are given the tokens that a router chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.router(x).softmax(-1).topk(1, -1)
+        result = x.clone()
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == number)
+            result.index_add_(0, token, expert(x[token]) * shares[token, choice, None])
+        return result
+
+
+class Routed(nn.Module):
+    """Experts; the loss of the tokens that have a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.layers = nn.Sequential(Experts(), nn.Linear(16, 16))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.embedding(ids).flatten(0, 1))
+        kept = labels.flatten() != -100
+        return nn.functional.cross_entropy(self.head(hidden[kept]), labels.flatten()[kept])
+
+
+class Unpadded(nn.Module):
+    """Computes with the tokens that are not padding, and pads the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)),) * 3)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        places = (labels != -100).flatten().nonzero().flatten()
+        padded = torch.zeros(labels.numel(), 16)
+        padded[places] = self.layers(self.embedding(ids).flatten(0, 1)[places])
+        return padded.square().mean()
+
+
+def batch(rows: int, length: int, labelled: float, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tokens, of which this share has a label; the first has one."""
+    torch.manual_seed(seed)
+    ids, drawn = torch.randint(0, 40, (rows, length)), torch.rand(rows, length)
+    drawn[0, 0] = 0.0
+    return {"ids": ids, "labels": torch.where(drawn <= labelled, ids, -100)}
+
+
+CALLS = ((4, 12, 0.5), (4, 12, 1.0), (4, 12, 0.0), (3, 10, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("make", "configuration"),
+    [(Routed, 0), (Routed, 2), (Unpadded, 1)],
+    ids=["half", "two accelerators", "unpadded"],
+)
+def test_sizes_that_values_decide_are_in_a_training_step(make: Any, configuration: int) -> None:
+    torch.manual_seed(0)
+    eager, example = make(), batch(*CALLS[0])
+    budgets = budgets_of(needed(eager, example, optimizer=ADAMW), configuration)
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(
+            copy.deepcopy(eager), machine.max_memory, kwargs=example, train=True, optimizer=ADAMW, strict=True
+        )
+        steps = ADAMW(placed.parameters()), ADAMW(eager.parameters())
+        for turn, sizes in enumerate(CALLS):
+            inputs = batch(*sizes, turn)
+            machine.reset_peaks()
+            assert abs(float(step_of(placed, inputs)) - float(step_of(eager, inputs))) < 1e-5
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+            for one in steps:
+                one.step()
+                one.zero_grad(set_to_none=False)
+            measured(machine, placed.plans[-1] if len(placed.plans) > 1 else placed.plan)
