@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
 
+from graphplan.capture.thread_patches import Patch, patched
 from graphplan.warnings import silenced, unwarned
 
 _TALKATIVE = (
@@ -24,31 +23,7 @@ def quiet() -> Iterator[None]:
 
     ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
     """
-    with silenced(*_TALKATIVE), unwarned(), _unprinted():
+    stream = sys.stderr  # None without a console; ``print`` calls its ``write``
+    printed = [Patch(stream, "write", stream.write, len)] if hasattr(stream, "__dict__") else []
+    with silenced(*_TALKATIVE), unwarned(), patched(*printed):
         yield
-
-
-@contextmanager
-def _unprinted() -> Iterator[None]:
-    before = sys.stderr
-    stream: Any = _WithoutThread(before)
-    sys.stderr = stream
-    try:
-        yield
-    finally:
-        stream.ident = None
-        if sys.stderr is stream:  # another thread may have put its own there
-            sys.stderr = before
-
-
-class _WithoutThread:
-    """A stream that drops what one thread writes to it by ``write``, as ``print`` does."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.ident = stream, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self.ident else self.stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
