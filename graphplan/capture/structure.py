@@ -222,13 +222,15 @@ def _with_path(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
     if node is None:
         yield path, tree
         return
-    parts: list[tuple[Any, Any]]
-    if node.flatten_with_keys_fn is None:  # its class was registered without
-        parts = [(pytree.SequenceKey(index), part) for index, part in enumerate(node.flatten_fn(tree)[0])]
-    else:
-        parts = node.flatten_with_keys_fn(tree)[0]
-    for key, part in parts:
+    for key, part in keyed_parts(node, tree):
         yield from _with_path(part, (*path, key))
+
+
+def keyed_parts(node: pytree.NodeDef, value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a value, with pytree's keys; with numbers where its class was registered without."""
+    if node.flatten_with_keys_fn is None:
+        return [(pytree.SequenceKey(index), part) for index, part in enumerate(node.flatten_fn(value)[0])]
+    return node.flatten_with_keys_fn(value)[0]
 
 
 @contextmanager
@@ -255,16 +257,14 @@ class Given:
 
     Attributes:
         name: of the argument.
-        path: from the argument to the object: whether each step is an attribute, and its key or name.
+        path: from the argument to the object, in pytree's keys.
     """
 
     name: str
-    path: tuple[tuple[bool, Any], ...] = ()
+    path: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        return self.name + "".join(
-            f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in self.path
-        )
+        return self.name + pytree.keystr(self.path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -113,8 +113,8 @@ class _StructureWriter:
         if not mark.path:
             return f"g[{mark.name!r}]"
         if mark not in self.places:
-            steps = (f".{key}" if is_attribute else f"[{self._name(key)}]" for is_attribute, key in mark.path)
-            self.places[mark] = f"p{len(self.places)}", f"g[{mark.name!r}]{''.join(steps)}"
+            found = f"{self._name(pytree.key_get)}(g[{mark.name!r}], {self._name(mark.path)})"
+            self.places[mark] = f"p{len(self.places)}", found
         return self.places[mark][0]
 
     def _changed_at(self, mark: Given) -> str:

@@ -14,13 +14,11 @@ nested caches, what pytree cannot lead to) do not change so: a model that change
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from graphplan.capture.structure import CONSTANTS, Given, node_of_class
+from graphplan.capture.structure import CONSTANTS, Given, keyed_parts, node_of_class
 from graphplan.errors import NoGraphError
 
 _PLAIN = (*CONSTANTS, type(None))
@@ -32,15 +30,15 @@ class _Held:
     """A container of the caller's.
 
     Attributes:
-        label: how people write it: ``past['k']``.
-        place: where it is; None where no argument by name leads to it.
+        place: where it is.
+        is_found: whether an argument by name, and keys, lead to it.
         value: itself, in the trace.
         parts: what was in it before the call.
         context: what else makes it, as pytree has it.
     """
 
-    label: str
-    place: Given | None
+    place: Given
+    is_found: bool
     value: Any
     parts: list[Any]
     context: Any
@@ -65,41 +63,38 @@ class GivenContents:
         self._held: dict[int, _Held] = {}
         self._places: dict[int, Given] = {}  # by identity, also of tensors and objects
         for index, value in enumerate(args):
-            self._hold(value, f"args[{index}]", None)
+            self._hold(value, Given(f"args[{index}]"), is_found=False)
         for name, value in kwargs.items():
-            self._hold(value, name, Given(name))
+            self._hold(value, Given(name), is_found=True)
 
-    def _hold(self, value: Any, label: str, place: Given | None) -> None:
+    def _hold(self, value: Any, place: Given, *, is_found: bool) -> None:
         if id(value) in self._places or id(value) in self._held or isinstance(value, _PLAIN):
             return
-        if place is not None:
+        if is_found:
             self._places[id(value)] = place
         node = node_of_class(type(value))
         if node is None:
             return
         parts, context = node.flatten_fn(value)
-        self._held[id(value)] = _Held(label, place, value, list(parts), context)
-        for key, step, part in _steps(node, value):
-            self._hold(
-                part,
-                f"{label}{key}",
-                None if place is None or step is None else Given(place.name, (*place.path, step)),
-            )
+        self._held[id(value)] = _Held(place, is_found, value, list(parts), context)
+        is_found = is_found and node.flatten_with_keys_fn is not None
+        for key, part in keyed_parts(node, value):
+            self._hold(part, Given(place.name, (*place.path, key)), is_found=is_found)
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
         """By changed argument, what became of the lists and dicts in it; and what stands for all in it."""
         changed = {key: held for key, held in self._held.items() if held.is_changed}
         found: dict[str, list[tuple[Given, Any]]] = {}
         for held in changed.values():
-            if held.place is None or not _can_be_changed(held.value):
+            if not (held.is_found and _can_be_changed(held.value)):
                 raise NoGraphError(
-                    f"it changes {held.label}, a {type(held.value).__name__}, which it is given: a graph "
+                    f"it changes {held.place}, a {type(held.value).__name__}, which it is given: a graph "
                     "changes only lists and dicts, in arguments that forward has names for"
                 )
             found[held.place.name] = []
         # those that keep what they have too: a changed one must not be another of them in a later call
         for key, held in self._held.items():
-            if held.place is not None and held.place.name in found and _can_be_changed(held.value):
+            if held.is_found and held.place.name in found and _can_be_changed(held.value):
                 contents = _contents(held.value) if key in changed else held.value
                 found[held.place.name].append((held.place, contents))
         return found, {key: place for key, place in self._places.items() if place.name in found}
@@ -111,19 +106,3 @@ def _contents(value: Any) -> Any:
 
 def _can_be_changed(value: Any) -> bool:
     return type(value) in (list, *_DICTS) or isinstance(value, UserDict)
-
-
-def _steps(node: pytree.NodeDef, value: Any) -> Iterator[tuple[str, tuple[bool, Any] | None, Any]]:
-    """The parts of a container: each with how people write its key, and the step that leads to it."""
-    if node.flatten_with_keys_fn is None:
-        for part in node.flatten_fn(value)[0]:
-            yield "[...]", None, part
-        return
-    for key, part in node.flatten_with_keys_fn(value)[0]:
-        yield str(key), _step(key), part
-
-
-def _step(key: Any) -> tuple[bool, Any]:
-    if isinstance(key, pytree.GetAttrKey):
-        return True, key.name
-    return False, key.key if isinstance(key, pytree.MappingKey) else key.idx

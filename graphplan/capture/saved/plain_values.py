@@ -29,7 +29,8 @@ _FUNCTIONS = {
     "math": " ".join(name for name in vars(math) if not name.startswith("_")),
 }
 """By module, the functions of numbers: others, such as ``eval``, are not called whatever a file says."""
-_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep)
+_KEYS = (pytree.GetAttrKey, pytree.MappingKey, pytree.SequenceKey)
+_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, *_KEYS)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
