@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,7 +23,6 @@ from torch.utils import backend_registration
 from graphplan._compat import place, private
 from graphplan.errors import GraphplanError
 
-_ABSENT = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SERVED_BY = "_compiled_call_impl"
@@ -339,36 +338,23 @@ def name_own_device(name: str, module: Any) -> None:
     setup(name, backend_module=module)
 
 
-class Registry:
-    """Entries of torch's registry of pytree nodes that are there for a time."""
+def tell_pytree(nodes: Mapping[type, pytree.NodeDef], until: ExitStack) -> None:
+    """Let torch know these, instead of what it may know of their classes, until a stack is closed."""
+    known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
+    written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
+    kind = private(pytree, "_SerializeNodeDef", "torch")
+    for cls, node in nodes.items():
+        if known.get(cls) is not node:
+            _set(written, cls, kind(cls, f"{cls.__module__}:{cls.__qualname__}", None, None), until)
+            _set(known, cls, node, until)
 
-    def __init__(self) -> None:
-        self._before: list[tuple[dict[Any, Any], Any, Any]] = []
 
-    def put(self, nodes: Mapping[type, pytree.NodeDef]) -> None:
-        """Let torch know these, instead of what it may know of their classes."""
-        known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
-        written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
-        kind = private(pytree, "_SerializeNodeDef", "torch")
-        for cls, node in nodes.items():
-            if known.get(cls) is not node:
-                name = f"{cls.__module__}:{cls.__qualname__}"
-                self._set(written, cls, kind(cls, name, None, None))
-                self._set(known, cls, node)
-
-    def _set(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        self._before.append((table, key, table.get(key, _ABSENT)))
-        table[key] = value
-
-    def restore(self) -> None:
-        """Let torch know what it knew before, in reverse order."""
-        while self._before:
-            table, key, value = self._before[-1]
-            if value is _ABSENT:
-                table.pop(key, None)
-            else:
-                table[key] = value
-            self._before.pop()
+def _set(table: dict[Any, Any], key: Any, value: Any, until: ExitStack) -> None:
+    if key in table:
+        until.callback(table.__setitem__, key, table[key])
+    else:
+        until.callback(table.pop, key, None)
+    table[key] = value
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:

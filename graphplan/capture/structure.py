@@ -17,7 +17,7 @@ import enum
 import types
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.export import TRACED_NUMBERS
-from graphplan._compat.torch import Registry, storage_of
+from graphplan._compat.torch import storage_of, tell_pytree
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ CONSTANTS = (
 """What nobody changes in place."""
 
 _own: dict[type, pytree.NodeDef] = {}
-_tracing: list[Registry] = []  # those of the thread that holds the capture lock
+_tracing: list[ExitStack] = []  # of the blocks in which the thread is that holds the capture lock
 
 
 def know(
@@ -236,19 +236,16 @@ def keyed_parts(node: pytree.NodeDef, value: Any) -> list[tuple[Any, Any]]:
 @contextmanager
 def torch_knows() -> Iterator[None]:
     """A block, under the capture lock, in which torch looks into the same classes."""
-    registry = Registry()
-    _tracing.append(registry)
-    try:
-        registry.put(dict(_own))
+    with ExitStack() as stack:
+        _tracing.append(stack)
+        stack.callback(_tracing.remove, stack)
+        tell_torch()
         yield
-    finally:
-        _tracing.remove(registry)
-        registry.restore()
 
 
 def tell_torch() -> None:
     """Inside a block of :func:`torch_knows`, what has become known since it began."""
-    _tracing[-1].put(dict(_own))
+    tell_pytree(dict(_own), _tracing[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
