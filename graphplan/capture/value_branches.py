@@ -185,6 +185,10 @@ class Branches:
             index: _known_of(leaf) for index, (_, leaf) in leaves if isinstance(leaf, torch.Tensor)
         }
         self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing of a trace yet."""
         self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
         self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
         self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
@@ -194,12 +198,6 @@ class Branches:
         self.told: set[tuple[Any, ...]] = set()
         self.read_by: list[Sequence[fx.Node]] = []
         self.found: list[Branch] = []
-
-    def begin(self) -> None:
-        """Forget what the last trace has found."""
-        self._names, self._inputs, self._asked, self._failed = {}, {}, {}, None
-        self._known, self._writers = {}, _Writers()
-        self.told, self.read_by, self.found = set(), [], []
 
     def enter(self, tracer: Any, call: Any) -> None:
         """Know the weights and inputs before the first call of the trace, which may write to them."""
