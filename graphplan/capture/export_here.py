@@ -160,8 +160,7 @@ def _export(
     outside = caches.untouched(), untouched_by_hooks(module)
     # torch gives modules copies of containers in the end, so that two no longer share one
     tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
-    asked = (Patch.of(*replacement) for replacement in numbers.replacements())
-    patches = patched(*symbolic_lengths(module), *asked)
+    patches = patched(*symbolic_lengths(module), *numbers.replacements())
     with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, patches:
         export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
         with numbers.in_place():
@@ -232,20 +231,20 @@ def exporting(
             Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
             Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, branches, repeated)),
-            Patch.of(*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
+            (*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
-            Patch.of(tracer, "path_of_module", _path_in_model),
-            Patch.of(tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
-            Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
-            *(Patch.of(module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
-            *(Patch.of(nn.functional, name, _if_it_drops) for name in _DROPOUTS),
-            *(Patch.of(owner, "where", _by_flags) for owner in (torch, torch.Tensor)),
-            Patch.of(nn.Module, "to", _if_it_moves),
-            Patch.of(*inference_switch(), _without_gradients),
-            Patch.of(*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
-            *([Patch.of(*graph_maker(), _tracing_below)] if below else ()),
-            *(Patch.of(*replacement) for replacement in replaced),
+            (tracer, "path_of_module", _path_in_model),
+            (tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
+            (*mask_reader(), lambda _: _said_to_be_causal),
+            *((module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
+            *((nn.functional, name, _if_it_drops) for name in _DROPOUTS),
+            *((owner, "where", _by_flags) for owner in (torch, torch.Tensor)),
+            (nn.Module, "to", _if_it_moves),
+            (*inference_switch(), _without_gradients),
+            (*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
+            *([(*graph_maker(), _tracing_below)] if below else ()),
+            *replaced,
         ),
         on_any_device() if below else nullcontext(),
     ):

@@ -2,7 +2,7 @@
 
 What a thread replaces for a time, all others go on using as it is::
 
-    with patched(Patch.of(functional, "relu", lambda own: traced_relu)):
+    with patched((functional, "relu", lambda own: traced_relu)):
         functional.relu(x)         here traced_relu; in any other thread torch's own
 """
 
@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from graphplan._compat import Replacement
 from graphplan._compat.torch import compiled_as_constant
 
 _ABSENT = object()
@@ -59,7 +60,7 @@ def outside_inference_mode(function: Callable[_Params, _Result]) -> Callable[_Pa
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Something to replace.
+    """Something to replace by more than a :data:`~graphplan._compat.Replacement` says.
 
     Attributes:
         owner: a module, a class, or a mapping.
@@ -72,11 +73,6 @@ class Patch:
     name: str
     original: Any
     replacement: Any
-
-    @classmethod
-    def of(cls, owner: Any, name: str, factory: Callable[[Any], Any]) -> Self:
-        """A patch of an attribute by what ``factory`` makes of it."""
-        return cls(owner, name, inspect.getattr_static(owner, name), factory(getattr(owner, name)))
 
     def install(self, stack: ExitStack) -> None:
         """Replace it until the stack is closed."""
@@ -127,12 +123,17 @@ class _ByThread:
 
 
 @contextmanager
-def patched(*patches: Patch) -> Iterator[None]:
+def patched(*patches: Patch | Replacement) -> Iterator[None]:
     """A block in which this thread has replacements; what was there is put back in reverse order."""
     with ExitStack() as stack:
-        for patch in patches:
+        for patch in [one if isinstance(one, Patch) else _of_attribute(*one) for one in patches]:
             patch.install(stack)
         yield
+
+
+def _of_attribute(owner: Any, name: str, factory: Callable[[Any], Any]) -> Patch:
+    """A patch that other threads do not see of an attribute, by what ``factory`` makes of it."""
+    return Patch(owner, name, inspect.getattr_static(owner, name), factory(getattr(owner, name)))
 
 
 def unpatched(function: Any) -> Any:

@@ -53,7 +53,7 @@ def twice(own: Any) -> Any:
 
 def test_a_function_of_a_module_is_another_in_this_thread_alone() -> None:
     HOME.plus = plus  # type: ignore[attr-defined]
-    with patched(Patch.of(HOME, "plus", twice)):
+    with patched((HOME, "plus", twice)):
         assert HOME.plus(1) == 4
         assert elsewhere(lambda: HOME.plus(1)) == 2
         assert inspect.signature(HOME.plus) == inspect.signature(plus)
@@ -67,10 +67,10 @@ def test_a_function_of_a_module_is_another_in_this_thread_alone() -> None:
 def test_methods_of_all_kinds_are(cls: Any) -> None:
     before = dict(vars(cls))
     patches = [
-        Patch.of(cls, "method", lambda _: lambda self, number: (type(self).__name__, number)),
-        Patch.of(cls, "static", lambda _: staticmethod(lambda number: -number)),
-        Patch.of(cls, "of_class", lambda _: classmethod(lambda cls: cls.__name__ * 2)),
-        Patch.of(cls, "value", lambda _: property(lambda self: 2)),
+        (cls, "method", lambda _: lambda self, number: (type(self).__name__, number)),
+        (cls, "static", lambda _: staticmethod(lambda number: -number)),
+        (cls, "of_class", lambda _: classmethod(lambda cls: cls.__name__ * 2)),
+        (cls, "value", lambda _: property(lambda self: 2)),
     ]
 
     def seen() -> Any:
@@ -97,7 +97,7 @@ def test_all_is_put_back_in_reverse_order_after_errors(error: type[BaseException
     HOME.plus = plus  # type: ignore[attr-defined]
 
     def interrupted() -> None:
-        with patched(Patch.of(HOME, "plus", twice)), patched(Patch.of(HOME, "plus", twice)):
+        with patched((HOME, "plus", twice)), patched((HOME, "plus", twice)):
             assert HOME.plus(1) == 8
             assert elsewhere(lambda: HOME.plus(1)) == 2
             raise error
@@ -109,7 +109,7 @@ def test_all_is_put_back_in_reverse_order_after_errors(error: type[BaseException
 
 def test_what_was_installed_is_put_back_where_the_next_cannot_be() -> None:
     HOME.plus = plus  # type: ignore[attr-defined]
-    with pytest.raises(TypeError), patched(Patch.of(HOME, "plus", twice), Patch(int, "real", None, None)):
+    with pytest.raises(TypeError), patched((HOME, "plus", twice), Patch(int, "real", None, None)):
         pass
     assert HOME.plus is plus
 

@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import nn
 
+from graphplan._compat import Replacement
 from graphplan.capture.repeated.copied_call import CallCopy, NotRepeatedError
 from graphplan.capture.repeated.module_traits import ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.recorded_call import CallRecorder, RecordedCall
-from graphplan.capture.thread_patches import Patch
 from graphplan.capture.transformers.caches import transformers_caches
 from graphplan.capture.value_branches import Branches
 
@@ -71,14 +71,14 @@ class RepeatedModules:
         self._recorder: CallRecorder | None = None
         self._shared = transformers_caches()
 
-    def patches(self) -> Iterator[Patch]:
+    def patches(self) -> Iterator[Replacement]:
         """What tells of calls of caches inside a block."""
         methods = [
             (cls, *one) for cls in self._shared for one in vars(cls).items() if inspect.isfunction(one[1])
         ]
         names = {name for _, name, one in methods if _OF_A_LAYER in inspect.signature(one).parameters}
         # a subclass may have what is told of a layer among *args
-        yield from (Patch.of(cls, name, self._told) for cls, name, _ in methods if name in names)
+        yield from ((cls, name, self._told) for cls, name, _ in methods if name in names)
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any

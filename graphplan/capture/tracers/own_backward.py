@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from graphplan._compat.torch import backward_hooks, function_of
-from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.thread_patches import patched
 from graphplan.errors import NoGraphError
 
 _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "transformers.models.sew_d.")
@@ -67,9 +67,9 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
         return register_hook
 
     with patched(
-        Patch.of(BackwardCFunction, "__init__", noting),  # any ``apply`` makes one, a stored one too
-        Patch.of(torch.Tensor, "register_hook", hooking),
-        Patch.of(checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, left_out)),
+        (BackwardCFunction, "__init__", noting),  # any ``apply`` makes one, a stored one too
+        (torch.Tensor, "register_hook", hooking),
+        (checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, left_out)),
     ):
         yield left_out
     for function in functions:

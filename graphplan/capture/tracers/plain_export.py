@@ -33,7 +33,7 @@ from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import leaves_of
-from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.exported_program import from_program, require_served
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
@@ -111,7 +111,7 @@ def _varying(
     with (
         restored(map(vars, call.tensors)),  # a trace that fails leaves its marks on them
         unbacked_like_backed(),
-        patched(*(Patch.of(*one) for one in replaced), *lengths_vary()),
+        patched(*replaced, *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
     guards = conditions(program, given)

@@ -41,7 +41,7 @@ from graphplan.capture.sizes.dynamic_axes import (
     text_roles,
 )
 from graphplan.capture.structure import leaves_of, map_leaves
-from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.exported_program import asked_of, from_program, require_served
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
@@ -140,7 +140,7 @@ def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[s
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     asked = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
     known = {} if is_forward else {"position_ids": ()}  # of a text, which no other method has
-    with patched(Patch.of(*uncast_inputs())):
+    with patched(uncast_inputs()):
         _, prepared, _ = prepare_for_export(module, known | asked)
     found = {**given, **prepared}  # it takes out flags of the output, and labels that are None
     return {name: value for name, value in found.items() if name not in known or value != ()}
@@ -195,8 +195,8 @@ def _patched_for_export(module: nn.Module, inputs: Any, *, keep_grad: bool, unif
     with (
         torch.set_grad_enabled(keep_grad),
         unbacked_like_backed(),
-        patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)),
-        patched(*(Patch.of(*one) for one in plain_comparisons())),
+        patched(*(one for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)),
+        patched(*plain_comparisons()),
         masks_as_in_eager(),
         segments_as_in_eager(uniform=uniform),
         recurrences_whole(module),

@@ -131,13 +131,13 @@ def masks_as_in_eager() -> Iterator[None]:
     ignored, both_ways, found, packed, joined, expansion, indexing = functions_of_masks()
     looked_up = getattr(*indexing)  # as operations that vmap knows: tensor[number] asks for the number
     with patched(
-        Patch.of(*ignored, lambda own: _asking(own, masks)),
-        Patch.of(*both_ways, _asking_both_ways),
-        Patch.of(*found, _finding),
-        Patch.of(*packed, _keeping_apart),
-        Patch.of(*joined, _joining),
-        Patch.of(*expansion, lambda own: broadcasting(own, looked_up)),
-        Patch.of(*indexing, lambda _: nullcontext),
+        (*ignored, lambda own: _asking(own, masks)),
+        (*both_ways, _asking_both_ways),
+        (*found, _finding),
+        (*packed, _keeping_apart),
+        (*joined, _joining),
+        (*expansion, lambda own: broadcasting(own, looked_up)),
+        (*indexing, lambda _: nullcontext),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
         _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
     ):

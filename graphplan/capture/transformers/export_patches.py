@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.transformers import vision_stand_in
-from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.thread_patches import patched
 from graphplan.errors import CaptureError
 
 
@@ -56,7 +56,7 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
             with _apart(cu_seqlens, hidden_states.shape[-2]):
                 return own(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
 
-    with patched(Patch.of(exporter, name, lambda _: forward)):
+    with patched((exporter, name, lambda _: forward)):
         yield
 
 
@@ -72,7 +72,7 @@ def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
     def attention(*args: Any, **kwargs: Any) -> Any:
         return own(*args, attn_mask=mask, **kwargs)
 
-    with patched(Patch.of(functional, "scaled_dot_product_attention", lambda _: attention)):
+    with patched((functional, "scaled_dot_product_attention", lambda _: attention)):
         yield
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.thread_patches import Patch, patched, unpatched
+from graphplan.capture.thread_patches import patched, unpatched
 
 _SCAN = "mamba_selective_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -152,7 +152,7 @@ def recurrences_whole(module: nn.Module) -> Iterator[None]:
     """Inside, the recurrences of a model's layers are one operation each, where no gradients are."""
     homes = sorted({type(part).__module__ for part in module.modules()} & set(sys.modules))
     operations = (
-        Patch.of(sys.modules[home], name, functools.partial(_as_operation, home, name))
+        (sys.modules[home], name, functools.partial(_as_operation, home, name))
         for home in homes
         for name in _REPLACED
         if hasattr(sys.modules[home], name)
