@@ -29,11 +29,12 @@ from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import COMPRESSED, BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
 from graphplan.capture.source_lines import failed_line
+from graphplan.capture.structure import flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_plain, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
-from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, refuse_opaque
+from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, layout_of, refuse_opaque
 from graphplan.capture.value_branches import is_of_integers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
@@ -104,7 +105,7 @@ def capture(
         raise CaptureError(_SCRIPTED)
     _refuse_layouts(call)
     for name, cache in caches_in(call.kwargs).items():
-        refuse_opaque(name, cache)
+        refuse_opaque(name, layout_of(flatten(cache)[1]))
     host = call.on_cpu()
     integers = filter(is_of_integers, call.tensors)
     model_copy.knows_inputs = all(one.device.type != "meta" for one in integers)

@@ -168,11 +168,11 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
         know_containers((result, changes))
         tell_torch()
         for _, returned in caches_at(flatten(result)[1]):
-            _refuse_opaque("a cache that forward returns", layout_of(returned))
+            refuse_opaque("a cache that forward returns", layout_of(returned))
         if not caches and not changes:
             return result
         for name, cache in caches.items():
-            refuse_opaque(name, cache)
+            refuse_opaque(name, layout_of(flatten(cache)[1]))
         marks |= {id(cache): Given(name) for name, cache in caches.items()}
 
         def marked(tree: Any) -> Any:
@@ -282,22 +282,14 @@ class _Plain:
     """An object that has a ``__dict__`` alone."""
 
 
-def refuse_opaque(name: str, cache: Any) -> None:
-    """Raise NoGraphError where a cache, of this argument, has an attribute that cannot be looked into."""
-    _refuse_opaque(name, _flatten(cache)[1])
-
-
-def _refuse_opaque(name: str, layout: LayoutPart) -> None:
-    if layout.kind == "opaque":
+def refuse_opaque(name: str, layout: LayoutPart) -> None:
+    """Raise NoGraphError where a cache of this name is, or has in it, what cannot be looked into."""
+    opaque = next((part for _, part in layout.walk() if part.kind == "opaque"), None)
+    if opaque is not None:
+        has = f"is a {layout.cls.__qualname__}" if opaque is layout else f"has an attribute {opaque.value}"
         raise NoGraphError(
-            f"{name} is a {layout.cls.__qualname__}, which may hold tensors in slots, that a graph does not "
-            "see: keep them in attributes, lists, tuples or dicts"
-        )
-    opaque = [part.value for _, part in layout.walk() if part.kind == "opaque"]
-    if opaque:
-        raise NoGraphError(
-            f"{name} has an attribute {opaque[0]}, which may hold tensors that a graph does not see: keep "
-            "them in attributes, lists, tuples or dicts"
+            f"{name} {has}, which may hold tensors that a graph does not see: keep them in attributes, "
+            "lists, tuples or dicts, not in slots"
         )
 
 
