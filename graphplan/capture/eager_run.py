@@ -26,12 +26,11 @@ from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.parameter_notes import noted_tensors
-from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import unflatten, written_arguments
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
-from graphplan.errors import GraphplanError, InputError
-from graphplan.message_text import first_line
+from graphplan.errors import CaptureError, GraphplanError
 
 _SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
 
@@ -164,8 +163,8 @@ def _raised(
 ) -> Exception | None:
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
-    args, kwargs = unflatten(list(map(_own, leaf_names(call), leaves)), call.spec)
     try:
+        args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
         outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
         buffers = restored(part._buffers for part in module.modules())
         with quiet(), undrawn(module), outside[0], outside[1], mode, buffers:
@@ -175,17 +174,14 @@ def _raised(
     return None
 
 
-def _own(name: str, leaf: Any) -> Any:
+def _own(leaf: Any) -> Any:
     """A leaf of a call for a trial, which may change the caller's objects."""
     if isinstance(leaf, torch.Tensor):
         return leaf
     try:
         return copy.deepcopy(leaf)
     except Exception as error:  # an object of the caller, which may raise anything
-        raise InputError(
-            f"no graph is traced of a call with {name}, {type(leaf).__name__}, and to be tried out module by "
-            f"module it must be copied, which fails: {first_line(error)}. Pass what copy.deepcopy takes"
-        ) from error
+        raise CaptureError(f"a {type(leaf).__name__} cannot be copied") from error
 
 
 def _counted(

@@ -189,7 +189,7 @@ def test_an_argument_that_no_trial_can_copy_is_an_error_and_stays_as_it_is() -> 
             self.lock = threading.Lock()
 
     state = Locked()
-    with pytest.raises(graphplan.InputError, match=r"with state, Locked, .* must be copied.*lock"):
+    with pytest.raises(graphplan.InputError, match=r"must be copied \(state, Locked\).*lock"):
         graphplan.partition(Keeps(), {"cpu": "1GiB"}, (torch.ones(2, 16), state))
     assert state.h is None
 
