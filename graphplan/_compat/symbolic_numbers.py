@@ -75,14 +75,14 @@ def _compared(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def compare(a: Any, b: Any) -> Any:
         found = own(a, b)
         plain = isinstance(found, torch.SymBool) and found.node.has_hint()  # others may be for torch._check
-        return bool(found) if plain and not _is_torchs(sys._getframe(1)) else found
+        return bool(found) if plain and not is_torchs(sys._getframe(1)) else found
 
     return compare
 
 
 def _written(has_value: Callable[[Any], bool], plain: type, own: Callable[..., str]) -> Callable[..., str]:
     def text(number: Any, *form: str) -> str:
-        if _is_torchs(sys._getframe(1)) or not has_value(number):
+        if is_torchs(sys._getframe(1)) or not has_value(number):
             return own(number, *form)
         return format(plain(number), *form) if form else repr(plain(number))
 
@@ -108,7 +108,7 @@ def _asking_for_ones(own: Callable[..., Any]) -> Callable[..., Any]:
 def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def item(tensor: Any) -> Any:
         found = own(tensor)
-        if not isinstance(found, torch.SymBool) or _is_torchs(frame := sys._getframe(1)):
+        if not isinstance(found, torch.SymBool) or is_torchs(frame := sys._getframe(1)):
             return found  # torch._check_tensor_all leaves a check in the graph
         held = truth_that_passes(frame)
         return bool(found) if held is None else held
@@ -116,7 +116,7 @@ def _read_flag(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return item
 
 
-def _is_torchs(frame: Any) -> bool:
+def is_torchs(frame: Any) -> bool:
     """Whether code is torch's or ours, not a model's."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "graphplan")
 
@@ -125,7 +125,7 @@ def _class_for_models(plain: type, symbolic: type) -> Any:
     """A ``__class__`` that is the plain number's to all code but torch's own."""
 
     def read(_number: Any) -> type:
-        return symbolic if _is_torchs(sys._getframe(1)) else plain
+        return symbolic if is_torchs(sys._getframe(1)) else plain
 
     return property(read)
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat import Replacement
-from graphplan._compat.symbolic_numbers import SymbolicInt
+from graphplan._compat.symbolic_numbers import SymbolicInt, is_torchs
 
 _NAME = "int"
 
@@ -38,10 +38,9 @@ class WholeNumbers:
             try:
                 return own(value)
             except GuardOnDataDependentSymNode:
-                namespace = sys._getframe(1).f_globals
-                library = namespace.get("__name__", "").partition(".")[0]
-                if _NAME not in namespace and library not in ("torch", "graphplan"):
-                    self._asked.append(namespace)
+                frame = sys._getframe(1)
+                if _NAME not in frame.f_globals and not is_torchs(frame):
+                    self._asked.append(frame.f_globals)
                 raise
 
         return number
