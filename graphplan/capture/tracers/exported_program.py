@@ -29,6 +29,7 @@ from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
     FloatLeaf,
+    Guard,
     InputSignature,
     TensorLeaf,
     leaf_names,
@@ -54,6 +55,7 @@ def from_program(
     call: BoundCall,
     model_copy: ModelCopy,
     roles: Sequence[Roles] = (),
+    guards: Sequence[Guard] = (),
     *,
     is_text: bool = False,
 ) -> Capture:
@@ -64,11 +66,12 @@ def from_program(
         call: the example.
         model_copy: what was traced.
         roles: for each leaf of the call, its axes that may vary, where that is known.
+        guards: what the trace has taken for granted of these.
         is_text: whether tensors of integers are tokens, of which any strides do.
 
     Raises:
         NoGraphError: the program has inputs that are neither tensors nor constants.
-        CaptureError: it has such outputs.
+        CaptureError: it has such outputs, or does not serve its own example.
     """
     restore_users(program.graph)
     _refuse_transforms(program.graph)
@@ -88,6 +91,10 @@ def from_program(
     names, state = leaf_names(call), program.graph_module.meta[STATE]
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
+    guards = (*guards, *input_guard(state.branches, call.leaves, names))
+    signature = InputSignature(call.spec, leaves, names, guards)
+    if roles and (problem := signature.mismatch(call)) is not None:
+        raise CaptureError(f"the trace does not serve its own example: {problem}")
     sizes = sizes_of_call(program.graph, inputs, call.leaves) | largest_sizes(program.graph, inputs, leaves)
     return Capture(
         program.graph_module,
@@ -95,7 +102,7 @@ def from_program(
         constants,
         tuple(inputs),
         out_spec,
-        InputSignature(call.spec, leaves, names, input_guard(state.branches, call.leaves, names)),
+        signature,
         "export",
         sizes,
         order=tuple(range(len(inputs))),
@@ -103,13 +110,6 @@ def from_program(
         kept=_cache_leaves(out_spec),
         entry=model_copy.entry,
     )
-
-
-def require_served(signature: InputSignature, example: BoundCall) -> None:
-    """Raise CaptureError where a trace, by what it takes for granted, does not serve its own example."""
-    problem = signature.mismatch(example)
-    if problem is not None:
-        raise CaptureError(f"the trace does not serve its own example: {problem}")
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:

@@ -34,7 +34,7 @@ from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.exported_program import from_program, require_served
+from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
@@ -114,17 +114,13 @@ def _varying(
         patched(*replaced, *lengths_vary()),
     ):
         program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
-    guards = conditions(program, given)
-    found = from_program(program, call, model_copy, roles)
-    values = values_of(found.graph)
-    signature = replace(found.signature, guards=(*guards, *found.signature.guards))
-    require_served(signature, call)
-    sized = _sizes_of(found.graph)
+    found = from_program(program, call, model_copy, roles, conditions(program, given))
+    values, sized = values_of(found.graph), _sizes_of(found.graph)
     varied = tuple(
         _bounded_axes(leaf, values[name], own, sized)
-        for name, leaf, own in zip(found.inputs, signature.leaves, roles, strict=True)
+        for name, leaf, own in zip(found.inputs, found.signature.leaves, roles, strict=True)
     )
-    return replace(found, signature=signature, roles=varied)
+    return replace(found, roles=varied)
 
 
 def _sizes_of(graph: fx.Graph) -> set[Any]:

@@ -42,7 +42,7 @@ from graphplan.capture.sizes.dynamic_axes import (
 )
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.exported_program import asked_of, from_program, require_served
+from graphplan.capture.tracers.exported_program import asked_of, from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
@@ -123,10 +123,8 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     if uniform:
         guards += (_same_lengths(list(map(leaf_names(traced_call).index, bounds))),)
     flat = tuple(role for name in inputs for role in roles[name])
-    found = from_program(program, traced_call, model_copy, flat, is_text=True)
-    signature = replace(found.signature, guards=(*guards, *found.signature.guards))
-    require_served(signature, traced_call)
-    found = replace(found, method="transformers", roles=flat, signature=signature)
+    found = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
+    found = replace(found, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
     return _over_arguments(found, call, module) if computes else found
 
