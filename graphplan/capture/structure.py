@@ -233,6 +233,21 @@ def keyed_parts(node: pytree.NodeDef, value: Any) -> list[tuple[Any, Any]]:
     return node.flatten_with_keys_fn(value)[0]
 
 
+def reached(
+    starts: Iterable[Any],
+    following: Callable[[Any], Iterable[Any]],
+    key: Callable[[Any], Any] = lambda one: one,
+) -> Iterator[Any]:
+    """Of a graph of any things, the starts and all that follows of them; those of one ``key`` once."""
+    todo, seen = list(starts), set[Any]()
+    while todo:
+        one = todo.pop()
+        if (known := key(one)) not in seen:
+            seen.add(known)
+            yield one
+            todo += following(one)
+
+
 @contextmanager
 def torch_knows() -> Iterator[None]:
     """A block, under the capture lock, in which torch looks into the same classes."""

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
 from graphplan.capture.signature import BoundCall, Guard, InputSignature
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import flatten_with_path, memories, written_memories
+from graphplan.capture.structure import flatten_with_path, memories, reached, written_memories
 from graphplan.errors import InputError
 
 aten = torch.ops.aten
@@ -435,14 +435,12 @@ class _Writers:
 
 def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]]) -> list[fx.Node]:
     """Nodes, all that these are computed from, and all that has written to what these read, in order."""
-    todo, found = list(nodes), set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-            todo += [writer for memory in memories(node) for writer in writers.get(memory, ())]
-    return sorted(found)
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        written = (writer for memory in memories(node) for writer in writers.get(memory, ()))
+        return [*node.all_input_nodes, *written]
+
+    return sorted(reached(nodes, sources))
 
 
 def _is_number(node: fx.Node, tracer: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import InputSignature, TensorLeaf
+from graphplan.capture.structure import reached
 from graphplan.errors import CaptureError, VerificationError
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -125,17 +126,14 @@ class _Cut:
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
         """The nodes that the stage has: its own operations, what they read, what it makes again."""
-        found: set[fx.Node] = set()
-        left = [self.nodes[name] for name in names]
-        while left:
-            node = left.pop()
-            if node in found:
-                continue
-            found.add(node)
-            if node.name not in self.received and node.op != "placeholder":
-                self._require_made_here(node)
-                left += node.all_input_nodes
-        return found
+
+        def read(node: fx.Node) -> list[fx.Node]:
+            if node.name in self.received or node.op == "placeholder":
+                return []
+            self._require_made_here(node)
+            return node.all_input_nodes
+
+        return set(reached((self.nodes[name] for name in names), read))
 
     def _producer(self, node: fx.Node) -> fx.Node:
         """The node of the operation that makes a value, which may be one of several."""

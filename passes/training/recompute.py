@@ -22,6 +22,7 @@ from collections.abc import Container, Iterable, Sequence
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.structure import reached
 from graphplan.passes.frontend.flop_formulas import multiplies
 from graphplan.passes.training.segments import ModuleSegment, is_view, saved_nodes
 from graphplan.passes.training.weight_views import make_again
@@ -49,15 +50,11 @@ def repeated(segment: ModuleSegment, *, selectively: bool = False) -> tuple[list
 
 def _needed(able: Container[fx.Node], freed: Sequence[fx.Node], kept: Container[fx.Node]) -> set[fx.Node]:
     """What is to be computed again to have these again."""
-    found: set[fx.Node] = set()
-    pending = list(freed)
-    while pending:
-        node = pending.pop()
-        if node in found or node in kept or node not in able:
-            continue
-        found.add(node)
-        pending += node.all_input_nodes
-    return found
+
+    def again(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node in able and node not in kept]
+
+    return set(reached(again(freed), lambda node: again(node.all_input_nodes)))
 
 
 def _cheap(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:

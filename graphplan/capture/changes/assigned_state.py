@@ -29,7 +29,7 @@ from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
-from graphplan.capture.structure import Seen, flatten, unflatten, written_arguments
+from graphplan.capture.structure import Seen, flatten, reached, unflatten, written_arguments
 from graphplan.capture.value_branches import Branch
 from graphplan.errors import NoGraphError
 
@@ -335,15 +335,8 @@ def _any_of(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 def _matters(node: fx.Node) -> bool:
     """Whether a result, or what is written to, depends on a value."""
-    pending, seen = [node], set[fx.Node]()
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or _writes(user):
-                return True
-            if user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
+    users = reached(node.users, lambda user: user.users)
+    return any(user.op == "output" or _writes(user) for user in users)
 
 
 def _said(value: torch.Tensor | None) -> str:
@@ -352,14 +345,11 @@ def _said(value: torch.Tensor | None) -> str:
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
     """Each module of a tree, once; a tracer puts others, with the same attributes, in their places."""
-    pending, seen = [module], set[int]()
-    while pending:
-        part = pending.pop()
-        own = vars(part)
-        if id(own) not in seen:
-            seen.add(id(own))
-            pending += [child for child in own["_modules"].values() if child is not None]
-            yield part
+
+    def children(part: nn.Module) -> list[nn.Module]:
+        return [child for child in vars(part)["_modules"].values() if child is not None]
+
+    return reached([module], children, lambda part: id(vars(part)))
 
 
 def _tensors(kept: Snapshot) -> list[torch.Tensor]:

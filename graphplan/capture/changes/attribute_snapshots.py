@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.parameter_notes import notes_of
+from graphplan.capture.structure import reached
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: it
@@ -148,14 +149,12 @@ def items_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[tuple[A
 
 def held_by(model: nn.Module) -> set[int]:
     """Ids of a model's modules, of what is in their attributes but hooks, and in containers there."""
-    todo, found = list[Any](model.modules()), set[int]()
-    while todo:
-        value = todo.pop()
-        if id(value) not in found:
-            found.add(id(value))
-            attributes = own_attributes(value) if isinstance(value, nn.Module) else {}
-            todo += [one for name, one in attributes.items() if "hooks" not in name] + contents_of(value)
-    return found
+
+    def inside(value: Any) -> list[Any]:
+        attributes = own_attributes(value) if isinstance(value, nn.Module) else {}
+        return [one for name, one in attributes.items() if "hooks" not in name] + contents_of(value)
+
+    return set(map(id, reached(model.modules(), inside, id)))
 
 
 Attributes = list[tuple[Any, dict[str, Snapshot]]]

@@ -16,7 +16,7 @@ import gc
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphplan._compat.export import TRACED_NUMBERS
 from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
+from graphplan.capture.structure import reached
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
@@ -167,15 +168,11 @@ def _results(cached: Any) -> list[Any]:
 
 def _is_traced(value: Any) -> bool:
     """Whether something is of a trace, or holds that."""
-    todo, seen = [value], set[int]()
-    while todo:
-        one = todo.pop()
-        kind = type(one)
-        if issubclass(kind, _TRACED):
-            return True
-        if id(one) in seen or issubclass(kind, type | ModuleType | FunctionType):
-            continue
-        seen.add(id(one))
-        inside = one if issubclass(kind, _CONTAINERS) else attributes_behind(one)
-        todo += dict.values(inside) if isinstance(inside, dict) else inside or ()
-    return False
+
+    def inside(one: Any) -> Iterable[Any]:
+        if issubclass(type(one), type | ModuleType | FunctionType):
+            return ()
+        found = one if issubclass(type(one), _CONTAINERS) else attributes_behind(one)
+        return dict.values(found) if isinstance(found, dict) else found or ()
+
+    return any(issubclass(type(one), _TRACED) for one in reached([value], inside, id))

@@ -32,6 +32,7 @@ from graphplan.capture.changes.attribute_snapshots import (
     snapshot,
 )
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
+from graphplan.capture.structure import reached
 
 _CONTAINERS = (dict, list, set, deque)
 _CODE = (FunctionType, MethodType, functools.partial)
@@ -167,16 +168,13 @@ class _References:
 
     def reached_from(self, value: Any) -> bool:
         """Whether something is, holds, or closes over what has a copy."""
-        todo, seen = [value], set[int]()
-        while todo:
-            one = todo.pop()
+        seen = set[int]()
+        for one in reached([value], lambda one: () if id(one) in self._apart else _inside(one), id):
             if self._copies.get(id(one), one) is not one:
                 return True
             if type(one) is MethodType and id(one.__self__) in self._copies:
                 return True
-            if id(one) not in seen and id(one) not in self._apart:
-                seen.add(id(one))
-                todo += _inside(one)
+            seen.add(id(one))
         self._apart |= seen
         return False
 

@@ -37,6 +37,7 @@ from graphplan.capture.structure import (
     know_containers,
     leaves_of,
     map_leaves,
+    reached,
     tell_torch,
 )
 from graphplan.errors import NoGraphError
@@ -114,13 +115,7 @@ def know_caches(module: nn.Module) -> None:
 def transformers_caches() -> tuple[type[Any], ...]:
     """Transformers' ``Cache`` and its subclasses: none where it was not imported, so that nobody has one."""
     cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return () if cache is None else (cache, *_subclasses(cache))
-
-
-def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
+    return () if cache is None else tuple(reached([cache], type.__subclasses__))
 
 
 def _own_caches(classes: Iterable[type]) -> Iterator[type]:
