@@ -100,12 +100,17 @@ class Description:
             self._around.add(id(value))
             self._container(value, where)
             self._around.remove(id(value))
-        elif id(value) in self._seen:
-            self.note("again", self._seen[id(value)])
-        else:
-            self._seen[id(value)] = len(self._seen)
-            self._kept.append(value)
+        elif self._is_new(id(value), value):
             self._add_new(value, where)
+
+    def _is_new(self, key: Any, value: Any) -> bool:
+        """Whether a value was not met before under a key; where it was, hash when."""
+        if key in self._seen:
+            self.note("again", self._seen[key])
+            return False
+        self._seen[key] = len(self._seen)
+        self._kept.append(value)
+        return True
 
     def _add_new(self, value: Any, where: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -186,11 +191,8 @@ class Description:
     def add_class(self, cls: type, *, follow: bool = False) -> None:
         """Hash the code of a class; ``follow`` what methods refer to in packages too."""
         for one in cls.__mro__:
-            if (id(one), follow) in self._seen:
-                self.note("again", _name(one))
+            if not self._is_new((id(one), follow), one):
                 continue
-            self._seen[id(one), follow] = len(self._seen)
-            self._kept.append(one)
             self.note("class", _name(one))
             file = file_of(one)
             if is_of_versions(file):
@@ -242,12 +244,8 @@ class Description:
 
     def _function(self, function: types.FunctionType, where: str, *, follow: bool = False) -> None:
         code = function.__code__
-        key = id(function), follow
-        if key in self._seen:
-            self.note("again", function.__qualname__)
+        if not self._is_new((id(function), follow), function):
             return
-        self._seen[key] = len(self._seen)
-        self._kept.append(function)
         self.note("function", function.__module__, function.__qualname__)
         for cell in function.__closure__ or ():
             self._cell(cell, where, code)
@@ -302,9 +300,8 @@ class Description:
     def _file(self, file: str) -> None:
         """Hash a file of the user; of an installed package, what the user has put into its modules."""
         package = package_of(file) if is_installed(file) else ""
-        if ("file", package or file) in self._seen:
+        if not self._is_new(("file", package or file), file):
             return
-        self._seen["file", package or file] = 0
         if not package:
             self.note("file", state_of(file))
             return
