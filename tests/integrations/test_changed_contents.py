@@ -240,6 +240,26 @@ def test_one_list_in_two_places_is_an_error(change: str) -> None:
     assert len(one) == 1
 
 
+def test_tensors_of_a_cache_beside_a_changed_list_are_returned() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def change(state: Any, h: torch.Tensor) -> torch.Tensor:
+        state["log"].append(h)
+        kept: torch.Tensor = state["cache"].layers[0].keys
+        return kept
+
+    def make() -> dict[str, Any]:
+        cache = transformers.DynamicCache()
+        cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+        return {"cache": cache, "log": []}
+
+    model, mine, other = Changes(change), make(), make()
+    with graphplan.simulate(ROOM) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (X, make()))
+        assert largest_difference(placed(X, mine), model(X, other)) < 1e-5
+    alike(mine["log"], other["log"])
+
+
 def test_contents_have_gradients_and_are_differentiated_in_a_training_step() -> None:
     for how in ({"train": True}, {"grad": True}):
         model = Changes(append)

@@ -77,9 +77,9 @@ class GivenContents:
             return
         parts, context = node.flatten_fn(value)
         self._held[id(value)] = _Held(place, is_found, value, list(parts), context)
-        is_found = is_found and node.flatten_with_keys_fn is not None
         for key, part in keyed_parts(node, value):
-            self._hold(part, Given(place.name, (*place.path, key)), is_found=is_found)
+            inside = Given(place.name, (*place.path, key))
+            self._hold(part, inside, is_found=is_found and _leads_to(key, value, part))
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
         """By changed argument, what became of the lists and dicts in it; and what stands for all in it."""
@@ -98,6 +98,14 @@ class GivenContents:
                 contents = _contents(held.value) if key in changed else held.value
                 found[held.place.name].append((held.place, contents))
         return found, {key: place for key, place in self._places.items() if place.name in found}
+
+
+def _leads_to(key: Any, value: Any, part: Any) -> bool:
+    """Whether a key gets a part of a value: of a cache, and of other classes, parts have numbers alone."""
+    try:
+        return key.get(value) is part
+    except Exception:  # the class of the caller's object may raise anything
+        return False
 
 
 def _contents(value: Any) -> Any:
