@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import is_autocast, symbolic_kernels
+from graphplan.capture.source_lines import belong_with
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import NoGraphError
 
@@ -35,7 +36,6 @@ AUTOCAST = "autocast"
 """In ``meta`` of a node: the blocks of autocast around it, each (type of device, dtype, enabled, ...)."""
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
-_OF_READER = ("nn_module_stack", "stack_trace")  # what a cast has of the operation that it is for
 
 
 def write_casts(
@@ -164,7 +164,7 @@ class _Caster:
             return self.casts[source, dtype]
         with reader.graph.inserting_before(reader):
             made = reader.graph.call_function(aten.to.dtype, (source, dtype))
-        made.meta.update({key: reader.meta[key] for key in _OF_READER if key in reader.meta})
+        belong_with(made, reader)
         made.meta["val"] = _run(made)
         self.changed.add(made)
         if source in self.weights:

@@ -38,6 +38,7 @@ from graphplan.capture.sizes.decided_sizes import DecidedSizes
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
+from graphplan.capture.source_lines import belong_with
 from graphplan.capture.structure import Returned, written_memories
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.errors import InputError, NoGraphError
@@ -312,9 +313,6 @@ def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
     return [name for child, path in zip(children, paths, strict=True) for name in _names(child, path)]
 
 
-_OF_FORWARD = ("nn_module_stack", "stack_trace")  # what backward nodes have of the forward pass's
-
-
 def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
     """Mark what autograd ran: all from the first reader of a tangent on; and say which module it is of."""
     first: dict[Any, fx.Node] = {}  # of a number, the operation that autograd has given it
@@ -332,7 +330,7 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
         summed = added and _SUM in (node.meta.get("stack_trace") or "")
         owner = last if summed else first.get(node.meta.get("seq_nr"), last)
         if owner is not None:
-            node.meta.update({key: owner.meta[key] for key in _OF_FORWARD if key in owner.meta})
+            belong_with(node, owner)
             node.meta["forward"] = owner.name
             last = owner
 

@@ -10,11 +10,18 @@ from pathlib import PurePath
 from types import FrameType
 
 import torch
+from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_MODELS = (f"{PurePath(torch.__file__).parent}/", f"{PurePath(__file__).parents[1]}/")
 _EXPORT = f"{PurePath(torch.__file__).parent}/export/"
 _AROUND = ("/transformers/exporters/", "/contextlib.py", "/functools.py")
+
+
+def belong_with(node: fx.Node, other: fx.Node) -> None:
+    """Let a node be of the module, and of the line of the model's code, that another is of."""
+    of_code = ("nn_module_stack", "stack_trace")
+    node.meta |= {key: other.meta[key] for key in of_code if key in other.meta}
 
 
 def source_line(stack: str) -> str:

@@ -20,14 +20,13 @@ import operator
 import torch
 from torch import fx
 
+from graphplan.capture.source_lines import belong_with
 from graphplan.capture.structure import memories, named_arguments, written_arguments
 
 aten = torch.ops.aten
 
 ASSIGNS = "graphplan_assigns"
 """In the ``meta`` of nodes that write an assigned buffer, at the end of a trace."""
-
-_PLACE = ("nn_module_stack", "stack_trace")
 
 
 def place_writes(graph: fx.Graph) -> None:
@@ -65,7 +64,7 @@ def _move(nodes: list[fx.Node], own: set[int]) -> None:
         last = last.prev
     for node in reversed(nodes):
         last.append(node)
-        node.meta |= {name: last.meta[name] for name in _PLACE if name in last.meta}
+        belong_with(node, last)
 
 
 def _may_write(node: fx.Node) -> bool:

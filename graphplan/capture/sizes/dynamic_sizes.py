@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
-from graphplan.capture.structure import written_arguments
+from graphplan.capture.structure import reached, written_arguments
 
 UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 _MOST = 1 << 24  # elements: what decides sizes is computed from little
@@ -174,7 +174,7 @@ def sizes_of_example(
     values in other calls: then it calls ``warn``.
     """
     deciding = [node for node in graph.nodes if symbols_of(node)]
-    wanted = _with_ancestors(deciding)
+    wanted = set(reached(deciding, lambda node: node.all_input_nodes))
     known: dict[fx.Node, Any] = {}
     varying: set[fx.Node] = set()
     for node in graph.nodes:
@@ -204,15 +204,6 @@ def symbols_of(node: fx.Node) -> list[Any]:
     """Symbols that the data decides, of what a node makes: each alone."""
     shapes = _shapes(node.meta.get("val"))
     return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_open(symbol)]
-
-
-def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found, left = set(nodes), list(nodes)
-    while left:
-        new = [node for node in left.pop().all_input_nodes if node not in found]
-        found.update(new)
-        left += new
-    return found
 
 
 def _does_more(node: fx.Node) -> bool:
