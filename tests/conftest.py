@@ -68,9 +68,9 @@ def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     path = request.node.path.relative_to(Path(__file__).parent)
     little = any(path.is_relative_to(one) for one in SEARCH_LITTLE)
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
-    from shortcuts import short_search
+    from shortcuts import shortest_search
 
-    with nullcontext() if full or not little else short_search():
+    with nullcontext() if full or not little else shortest_search():
         yield
 
 

@@ -29,6 +29,7 @@ class Branches(nn.Module):
         return self.last(torch.cat([branch(x) for branch in self.branches], -1))
 
 
+@pytest.mark.full_search
 def test_small_weights_are_streamed_in_runs() -> None:
     """Neighbours share a copy: to keep the first weights and stream the rest takes as long as to keep all."""
     memory = {0: 536_265, "cpu": 1 << 30}
