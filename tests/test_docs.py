@@ -46,7 +46,7 @@ def included(page: Path) -> set[str]:
 # pages that train, generate or plan for many devices, each some 10 seconds: under -m slow
 LONG = {
     "from-accelerate", "generate", "laptop-for-cluster", "look-at-a-plan", "methods-and-submodules",
-    "several-machines", "train",
+    "one-gpu-and-cpu", "several-machines", "train",
 }  # fmt: skip
 
 

@@ -24,11 +24,11 @@ SAMPLE = (
 )  # fmt: skip
 # whose kinds of operations others of the sample have too, or that other tests place: Mixtral over three
 # devices below, CLIP by its methods in test_methods.py and over two processes in test_ranks.py; generate()
-# runs Whisper and Llama, and test_recurrences.py Mamba
+# runs Whisper and Llama, test_recurrences.py Mamba, and test_ranks.py ResNet
 LIKE_OTHERS = {
     "GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT", "GPT2",
     "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2", "T5", "CLIP", "Gemma3", "ModernBert",
-    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral", "Wav2Vec2", "Bert",
+    "DebertaV2", "Swin", "Whisper", "Mamba", "Llama", "Mixtral", "Wav2Vec2", "Bert", "ResNet",
 }  # fmt: skip
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 

@@ -86,9 +86,9 @@ def test_bytes_that_are_meant_as_another_unit() -> None:
         graphplan.plan(stack(), {0: 24, "cpu": "1GiB"}, (X,))
 
 
-TIGHT: list[tuple[Any, dict[Any, int], torch.Tensor]] = [
+TIGHT: list[Any] = [
     (stack, {0: 57344, "cpu": 57344}, X),
-    (Buffered, {0: 10240, "cpu": 4096, "disk": 1 << 20}, IDS),
+    pytest.param(Buffered, {0: 10240, "cpu": 4096, "disk": 1 << 20}, IDS, marks=pytest.mark.slow),
 ]
 
 
@@ -135,6 +135,7 @@ def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
     assert max(nbytes for one in budgets for nbytes in one.values()) < 4 * bytes_of(stack())
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_budgets_that_would_do_are_near_the_smallest() -> None:
     """Between the steps in which they grow is a bisection, whose work must not end before."""

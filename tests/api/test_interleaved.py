@@ -243,6 +243,7 @@ class Skip(nn.Sequential):
         return x + kept
 
 
+@pytest.mark.slow
 def test_an_error_names_budgets_that_do_for_another_search_too() -> None:
     """They were found by what the search that failed had learnt, which the next one does not know."""
     model, x = Skip(*(nn.Linear(16, 16, bias=False) for _ in range(3))), torch.empty(2, 16, device="meta")

@@ -415,7 +415,7 @@ def test_without_torchrun_there_is_no_group() -> None:
     "machines",
     [
         [{0: "900KiB"}, {0: "900KiB"}, {0: "900KiB"}],
-        [{0: "900KiB"}, {0: "2MiB"}, {"cpu": "3MiB"}],
+        pytest.param([{0: "900KiB"}, {0: "2MiB"}, {"cpu": "3MiB"}], marks=pytest.mark.slow),
     ],
 )
 def test_host_memory_makes_no_pipeline_slower(machines: list[dict[Any, str]]) -> None:

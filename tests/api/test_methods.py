@@ -134,7 +134,7 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
-FIRST = ("a method", "a submodule", "features and head", "layers one by one")
+FIRST = ("a method", "a submodule")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
             assert largest_difference(made.until_small(X), expected) < 1e-5
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_such_a_method_may_be_called_first_after_the_model_was_changed(cpu: bool) -> None:
     model = Autoencoder().eval()
     room = over_two_devices(model)
