@@ -69,8 +69,14 @@ def step(model: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
     return [result, *(p.grad for p in model.parameters()), *(t.grad for t in inputs)]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize(
+    ("simulated", "name"),
+    [
+        pytest.param(simulated, name, marks=[pytest.mark.slow] * ((turn + simulated) % 2))
+        for simulated in (False, True)
+        for turn, name in enumerate(CASES)
+    ],
+)
 def test_results_and_gradients_are_those_of_eager(name: str, simulated: bool) -> None:
     options, given = CASES[name]
     model = Attention(**options)

@@ -140,10 +140,14 @@ LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
         "'b' has backward hooks",
     ),
 }
+EACH_LOST = [  # by one way each; by the other under -m slow
+    pytest.param(what, way, marks=[pytest.mark.slow] * ((turn + other) % 2), id=f"{what}-{way}")
+    for turn, what in enumerate(LOST)
+    for other, way in enumerate(WAYS)
+]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("what", LOST)
+@pytest.mark.parametrize(("what", "way"), EACH_LOST)
 def test_what_no_graph_differentiates_is_left_to_autograd(what: str, way: dict[str, bool]) -> None:
     make, add, why = LOST[what]
     assert any(why in text for text in placed_like(make(), add, **way))
@@ -323,7 +327,9 @@ class Recurrent(nn.Module):
             return y.detach(), torch.autograd.grad(y.pow(2).sum(), x)[0]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow), nn.RNN])
+@pytest.mark.parametrize(
+    "kind", [nn.RNN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.LSTM, nn.GRU))]
+)
 def test_gradients_pass_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     model = Recurrent(kind)
     placed = graphplan.partition(model, {"cpu": ROOMY}, (torch.randn(2, 5, 8),), strict=True)

@@ -125,6 +125,11 @@ def test_a_decode_step(stem: str, copies: list[str], monkeypatch: pytest.MonkeyP
     assert lines(found.graph) == lines(traced_whole(model, **inputs).graph)
 
 
+def _small_llama() -> nn.Module:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
+    return LlamaModel(LlamaConfig(num_hidden_layers=_BLOCKS, **small)).eval()
+
+
 class Counting(DynamicCache):
     updates = 0
 
@@ -146,14 +151,14 @@ class Nested(Counting):
         return super().update(*args, **kwargs)
 
 
-@pytest.mark.parametrize("cache", [Counting, CountingAll, Nested])
+@pytest.mark.parametrize(
+    "cache", [Counting, *(pytest.param(one, marks=pytest.mark.slow) for one in (CountingAll, Nested))]
+)
 def test_what_a_cache_of_the_callers_does_is_done_for_each_block(
     cache: type[DynamicCache], copies: list[str]
 ) -> None:
     # what a subclass does beside transformers' own was done for the traced blocks alone
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
-    model = LlamaModel(LlamaConfig(num_hidden_layers=5, **small)).eval()
-    found = captured(model, input_ids=torch.ones(1, 4, dtype=torch.long), past_key_values=cache())
+    found = captured(_small_llama(), input_ids=torch.ones(1, 4, dtype=torch.long), past_key_values=cache())
     assert copies
     (layout,) = [spec.context for _, spec in caches_at(found.out_spec)][:1]
     assert dict(zip(layout.keys, layout.parts, strict=True))["updates"].value == 5
@@ -812,15 +817,15 @@ def test_a_cache_called_in_other_modes_than_its_block_is_traced(
     copies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a copy would call it in those of the block."""
-    _deeper(monkeypatch)
-    model, inputs = _decode_step("GPT2")
-    forward = type(model.transformer.h[0]).forward
+    model, inputs = _small_llama(), {"input_ids": torch.ones(1, 2, dtype=torch.long)}
+    inputs["past_key_values"] = DynamicCache()
+    forward = type(model.layers[0]).forward
 
     def under_autocast(self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(model.transformer.h[0]), "forward", under_autocast)
+    monkeypatch.setattr(type(model.layers[0]), "forward", under_autocast)
     found = captured(model, **copy.deepcopy(inputs))
     assert not copies
     assert lines(found.graph) == lines(traced_whole(model, **inputs).graph)

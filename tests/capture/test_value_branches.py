@@ -120,8 +120,14 @@ def machine() -> Iterator[Any]:
         yield machine
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    [
+        pytest.param(name, grad, marks=[pytest.mark.slow] * ((turn + grad) % 2))
+        for turn, name in enumerate(MODELS)
+        for grad in (False, True)
+    ],
+)
 def test_branches_by_what_calls_write(machine: Any, name: str, grad: bool) -> None:
     eager = MODELS[name]()
     limits = {0: bytes_of(eager) // 2 + (1 << 14), 1: "1MiB", "cpu": "1MiB"}
@@ -315,7 +321,7 @@ def gridded(*grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sum(height * width for height, width in grid), 16), torch.tensor(grid)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_integers_among_the_inputs_may_decide(machine: Any, grad: bool) -> None:
     eager = Gridded()
     first = gridded((2, 3), (1, 4))

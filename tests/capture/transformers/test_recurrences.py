@@ -78,7 +78,7 @@ FAMILIES = {
 }
 MORE = FAMILIES.keys() - {"mamba"}  # under -m slow
 LENGTHS = (9, 40, 66)  # of one chunk and of two, where a family goes by chunks of 64
-STEP_BY_STEP = (9, 16, 24)
+STEP_BY_STEP = (9, 16)
 
 
 @pytest.mark.parametrize(
