@@ -47,9 +47,16 @@ def assert_consistent(search: LocalSearch) -> None:
         assert len({*search.devices[members].tolist()}) == 1
 
 
-def test_a_move_costs_what_it_is_said_to() -> None:
+def shares_of(problems: int, least: int) -> pytest.MarkDecorator:
+    """So many problems, of which at least so many show something; a third of both in the quick suite."""
+    whole = pytest.param(problems, least, marks=pytest.mark.slow)
+    return pytest.mark.parametrize(("problems", "least"), [(-(-problems // 3), least // 3), whole])
+
+
+@shares_of(120, 200)
+def test_a_move_costs_what_it_is_said_to(problems: int, least: int) -> None:
     compared = 0
-    for arrays, devices, chosen in starts(120):
+    for arrays, devices, chosen in starts(problems):
         search, draw = LocalSearch(arrays, devices, ample(), chosen), random.Random(compared)
         moves = list(search._moves(off=np.ones(arrays.computing, dtype=bool)))
         for move in draw.sample(moves, min(6, len(moves))):
@@ -61,13 +68,14 @@ def test_a_move_costs_what_it_is_said_to() -> None:
             change = arrays.seconds(trial, chosen) - arrays.seconds(devices, chosen)
             assert search._delta(run, move.device) == pytest.approx(change, abs=1e-9 * search.seconds)
             compared += 1
-    assert compared >= 200
+    assert compared >= least
 
 
-def test_moves_without_room_for_their_weights_are_not_priced() -> None:
+@shares_of(120, 200)
+def test_moves_without_room_for_their_weights_are_not_priced(problems: int, least: int) -> None:
     """And what is left out for that passes a budget."""
     unplaced = 0
-    for arrays, devices, chosen in starts(120, fits=True):
+    for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         priced = set(search._moves())
         search.own_bytes = np.zeros(arrays.count)
@@ -76,13 +84,16 @@ def test_moves_without_room_for_their_weights_are_not_priced() -> None:
             trial[search._run(move)] = move.device
             assert not arrays.fits(trial, chosen)
             unplaced += 1
-    assert unplaced >= 200
+    assert unplaced >= least
 
 
+@shares_of(100, 40)
 @pytest.mark.parametrize(("exchanges", "share"), [(False, 0.25), (True, 0.1)])
-def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(exchanges: bool, share: float) -> None:
+def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(
+    exchanges: bool, share: float, problems: int, least: int
+) -> None:
     count, faster = 0, 0
-    for arrays, devices, chosen in starts(100, fits=True):
+    for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         if exchanges:
             search.climb()
@@ -96,12 +107,13 @@ def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(exchanges: 
         assert_consistent(search)
         count += 1
         faster += search.seconds < before * (1 - 1e-6)
-    assert count >= 40
+    assert count >= least
     assert faster >= share * count
 
 
-def test_nothing_is_left_to_gain_by_one_operation() -> None:
-    for arrays, devices, chosen in starts(60, fits=True):
+@pytest.mark.parametrize("problems", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_nothing_is_left_to_gain_by_one_operation(problems: int) -> None:
+    for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         search.climb()
         for members in arrays.units:
@@ -133,9 +145,10 @@ def test_operations_exchange_full_cards() -> None:
     assert_consistent(search)
 
 
-def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
+@shares_of(170, 40)
+def test_repair_ends_within_the_budgets_or_says_that_it_does_not(problems: int, least: int) -> None:
     repaired, tried = 0, 0
-    for arrays, devices, chosen in starts(170, fits=False):
+    for arrays, devices, chosen in starts(problems, fits=False):
         search = LocalSearch(arrays, devices, ample(), chosen)
         before = search.excess
         done = search.repair()
@@ -145,7 +158,7 @@ def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
         assert_consistent(search)
         tried += bool(before)
         repaired += done and bool(before)
-    assert tried >= 40
+    assert tried >= least
     assert repaired >= tried / 4
 
 
@@ -173,9 +186,10 @@ def test_repair_lets_a_weight_reside_where_nobody_reads_it() -> None:
     assert evaluate(arrays.problem, arrays.assignment(search.devices, search.chosen)).feasible
 
 
-def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:
+@shares_of(100, 40)
+def test_balancing_keeps_the_limit_and_leaves_more_room(problems: int, least: int) -> None:
     count, roomier = 0, 0
-    for arrays, devices, chosen in starts(100, fits=True):
+    for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         before, most = search.fullness, search.seconds * 1.05
         search.balance(most)
@@ -185,8 +199,8 @@ def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:
         assert_consistent(search)
         count += 1
         roomier += search.fullness < before
-    assert count >= 40
-    assert roomier >= 7
+    assert count >= least
+    assert roomier >= least // 6
 
 
 def test_balancing_moves_layers_to_the_emptier_card() -> None:

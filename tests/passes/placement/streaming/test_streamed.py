@@ -56,7 +56,7 @@ def tied_parts(count: int = 4) -> Graph:
     return Graph([*looks, h, *heads, y], values, weights, ["x"], ["y"])
 
 
-@pytest.mark.parametrize("mib", [3.5, 2.5, 1.1])
+@pytest.mark.parametrize("mib", [2.5, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (3.5, 1.1))])
 def test_weights_that_several_operations_read_are_streamed_where_they_have_no_room(mib: float) -> None:
     graph = tied_parts()
     problem = one_card(graph, mib, cpu_computes=False)
@@ -113,7 +113,7 @@ def test_what_fits_is_not_streamed() -> None:
     assert {*found.assignment.operations.values(), *found.assignment.weights.values()} == {0}
 
 
-@pytest.mark.parametrize("mib", [2.2, 4.2, 8.2])
+@pytest.mark.parametrize("mib", [4.2, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (2.2, 8.2))])
 def test_a_stack_takes_as_long_as_its_copies_or_its_work(mib: float) -> None:
     graph = stack([MIB] * 24, 2 * 10**8)
     problem = one_card(graph, mib, cpu_computes=False)
