@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -75,6 +76,8 @@ class Opened:
         return set(self.js("() => GraphView.ids()"))
 
     def shoot(self, name: str, *, whole: bool = False) -> None:
+        if "SCREENSHOTS" not in os.environ:
+            return
         SHOTS.mkdir(parents=True, exist_ok=True)
         self.page.wait_for_timeout(250)  # the picture glides to its place
         self.page.screenshot(path=SHOTS / f"{name}.png", full_page=whole)
@@ -87,7 +90,7 @@ WINDOW: Any = {"width": 1440, "height": 900}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield found
         found.close()
 
