@@ -92,7 +92,7 @@ number = 3
 DRIVER = """
 import contextlib, io, json, os, sys
 from graphplan.__main__ import main
-from shortcuts import short_search
+from shortcuts import shortest_search
 for line in sys.stdin:
     words, cwd, env = json.loads(line)
     sys.argv = ["graphplan", *words]
@@ -100,7 +100,7 @@ for line in sys.stdin:
     os.environ.update(env)
     code, encoding = 0, env.get("PYTHONIOENCODING", "utf-8")
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
-    search = contextlib.nullcontext() if words[:1] == ["demo"] else short_search()  # its output is compared
+    search = contextlib.nullcontext() if words[:1] == ["demo"] else shortest_search()  # compared
     with search, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main()

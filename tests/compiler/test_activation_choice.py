@@ -113,6 +113,7 @@ def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
     assert len(tried) == 1
 
 
+@pytest.mark.slow
 def test_two_devices_that_lack_little_do_not_compute_every_block_again() -> None:
     """What two lack is more than what one as large as both lacks: layers are not cut."""
     with torch.device("meta"):

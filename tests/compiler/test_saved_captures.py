@@ -257,7 +257,12 @@ def dtype(sources: Sources) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", CHANGES)
+QUICK_CHANGES = {"source", "global_container", "global_tensor", "attribute", "replaced_method", "hook"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK_CHANGES)) for one in CHANGES]
+)
 def test_a_change_of_what_is_traced_is_traced_anew(name: str, sources: Sources, exports: Counter) -> None:
     for count in (1, 0):
         block = sources.load().Block().eval()
@@ -298,7 +303,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     forget()
 
 
-@pytest.mark.parametrize("how", ["file", "function", "table"])
+@pytest.mark.parametrize(
+    "how", ["file", *(pytest.param(how, marks=pytest.mark.slow) for how in ("function", "table"))]
+)
 def test_a_change_deep_in_a_package_is_traced_anew(
     how: str, package: Callable[[], Any], tmp_path: Path, exports: Counter
 ) -> None:
@@ -350,7 +357,9 @@ class Config(dict):
 """
 
 
-@pytest.mark.parametrize("how", DEEP)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] * (turn % 3 > 0)) for turn, how in enumerate(DEEP)]
+)
 def test_a_change_deep_in_code_of_the_user_is_traced_anew(
     how: str, tmp_path: Path, exports: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,7 +498,16 @@ _CALLING = [
 
 @pytest.mark.parametrize(
     "damage",
-    [_cut, _flip, _empty, _foreign, _of_another, _with_code, *(_node_with_code(*one) for one in _CALLING)],
+    [
+        _cut,
+        _of_another,
+        _with_code,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (_flip, _empty, _foreign)),
+        *(
+            pytest.param(_node_with_code(*one), marks=[pytest.mark.slow] * (turn > 1))
+            for turn, one in enumerate(_CALLING)
+        ),
+    ],
 )
 def test_a_damaged_file_is_traced_anew(
     damage: Callable[[Path], None], sources: Sources, exports: Counter

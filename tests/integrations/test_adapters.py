@@ -31,7 +31,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 def test_prompts_that_are_disabled_for_a_time(before: bool) -> None:
     """PEFT sets ``forward`` to the base model's own, and then to the method that it was."""

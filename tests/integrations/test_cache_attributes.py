@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -98,9 +98,9 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def agree(placed: Any, model: Any, ours: Any, theirs: Any) -> None:
+def agree(placed: Any, model: Any, ours: Any, theirs: Any, counts: Sequence[int] = (5, 1, 2, 1)) -> None:
     """Calls with a cache that grows give the same."""
-    for count in (5, 1, 2, 1):
+    for count in counts:
         found = placed(input_ids=IDS[:, :count], past_key_values=ours).logits
         expected = model(input_ids=IDS[:, :count], past_key_values=theirs).logits
         assert largest_difference(found, expected) < 1e-5
@@ -121,7 +121,7 @@ def test_what_cannot_be_looked_into_runs_module_by_module() -> None:
         for name, make in kinds.items():
             ours, theirs = WatchingCache(make), WatchingCache(make)
             with pytest.warns(graphplan.GraphplanWarning, match=f"'seen', a {name}"):
-                agree(placed, model, ours, theirs)
+                agree(placed, model, ours, theirs, (5, 1))
             for one, other in zip(kept(ours), kept(theirs), strict=True):
                 assert largest_difference([one.cpu()], [other]) < 1e-5
 
@@ -230,7 +230,7 @@ def test_an_enum_in_a_cache_is_a_constant() -> None:
             assert len(ours.keys) == 1
 
 
-@pytest.mark.parametrize("max_length", [64, None])
+@pytest.mark.parametrize("max_length", [64, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_cache_of_a_plain_decoder_grows_within_two_plans(max_length: int | None) -> None:
     model, ids = PlainDecoder().eval(), torch.randint(0, 50, (1, 5))
     with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
@@ -311,7 +311,7 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
-@pytest.mark.parametrize("make", [StoreCache, DynamicCache])
+@pytest.mark.parametrize("make", [StoreCache, pytest.param(DynamicCache, marks=pytest.mark.slow)])
 def test_caches_of_plain_modules_are_extended_by_graphs(make: Callable[[], Any]) -> None:
     """The file of the model defines neither class."""
     model = Decoder().eval()

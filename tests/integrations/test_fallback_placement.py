@@ -190,8 +190,8 @@ def test_the_first_call_may_be_of_a_part() -> None:
             expected = model.encoder(input_ids=inputs["input_ids"]).last_hidden_state
         assert largest_difference(found.cpu(), expected) < 1e-6
         assert placed.plan.method == "hooks"
-        tokens = model.generate(**inputs, max_new_tokens=4)
-        assert torch.equal(placed.generate(**inputs, max_new_tokens=4), tokens)
+        tokens = model.generate(**inputs, max_new_tokens=2)
+        assert torch.equal(placed.generate(**inputs, max_new_tokens=2), tokens)
 
 
 def test_there_is_nothing_to_profile() -> None:
@@ -578,8 +578,18 @@ def test_an_optimizer_that_is_saved_with_its_model_trains_it() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(again.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), reloaded])
-@pytest.mark.parametrize("shares", [(0.8, 0.7), (0.5,), ()])
+def unpickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("copied", "shares"),
+    [
+        pytest.param(copied, shares, marks=[pytest.mark.slow] * (turn != other))
+        for turn, copied in enumerate((copy.deepcopy, unpickled, reloaded))
+        for other, shares in enumerate(((), (0.5,), (0.8, 0.7)))
+    ],
+)
 def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares: tuple[float, ...]) -> None:
     model = Whole().eval()
     model.again.register_forward_hook(noted)
@@ -643,8 +653,15 @@ def test_unplace_gives_the_plain_model_of_hooks_back(share: float) -> None:
         assert largest_difference(placed(X), expected) < 1e-6
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("share", [0.5, 2.0])
+@pytest.mark.parametrize(
+    ("share", "assign"),
+    [
+        (0.5, False),
+        (2.0, True),
+        pytest.param(0.5, True, marks=pytest.mark.slow),
+        pytest.param(2.0, False, marks=pytest.mark.slow),
+    ],
+)
 def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) -> None:
     model = Undecided().eval()
     state = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
@@ -826,7 +843,7 @@ class Attends(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:the trace has torch.vmap:graphplan.GraphplanWarning")
-@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_attention_that_no_graph_has(share: float | None) -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(8, 8)

@@ -242,6 +242,7 @@ def test_what_generate_calls_by_itself_is_planned_for() -> None:
         assert len(placed.plans) == known
 
 
+@pytest.mark.full_search  # the budgets are tight
 def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
     model = build("llama")
@@ -315,7 +316,7 @@ def _whisper() -> Any:
 def test_whisper_on_two_accelerators(frames: int) -> None:
     """Keys and values of a layer stay together; the mask of sound says nothing of the length of the text."""
     model, sound = _whisper(), torch.randn(2, 16, frames)
-    asked = {"language": "en", "task": "transcribe", "max_new_tokens": 6}
+    asked = {"language": "en", "task": "transcribe", "max_new_tokens": 3}
     if frames > 64:
         asked |= {"attention_mask": torch.ones(2, frames, dtype=torch.long), "return_timestamps": True}
     inputs = {"input_features": sound[..., :64], "decoder_input_ids": torch.randint(3, 100, (2, 4))}
@@ -347,8 +348,8 @@ def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_le
     model, inputs = build("short llama"), inputs_of("llama")
     asked = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
-    found = placed.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
-    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False, **asked)
+    found = placed.generate(**inputs, max_new_tokens=4, do_sample=False, **asked)
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False, **asked)
     assert torch.equal(found.sequences, expected.sequences)
     assert found.attentions == expected.attentions
     assert largest_difference(found.hidden_states, expected.hidden_states) < 1e-5
@@ -397,7 +398,7 @@ def test_a_text_about_an_image_is_generated_by_graphs(
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=asked(4))
     flags = {"max_new_tokens": 4, "do_sample": False}
     with caplog.at_level(logging.INFO, "graphplan"):
-        for length in (4, 6, 9):
+        for length in (4, 9):
             inputs = asked(length)
             assert torch.equal(placed.generate(**inputs, **flags), model.generate(**inputs, **flags))
     # of the image, which transformers 5.17 has in the prefill, of the prefill, of a token

@@ -260,8 +260,14 @@ def test_a_cache_of_a_model_inside_another_is_extended() -> None:
         assert placed.plan.method == "export"
 
 
-@pytest.mark.parametrize("make", [lambda: [torch.zeros(2, 16)], lambda: {"h": torch.zeros(2, 16)}, Holder])
-@pytest.mark.parametrize("is_example", [False, True])
+@pytest.mark.parametrize(
+    ("is_example", "make"),
+    [
+        pytest.param(is_example, make, marks=[pytest.mark.slow] * ((turn + is_example) % 2))
+        for turn, make in enumerate((lambda: [torch.zeros(2, 16)], lambda: {"h": torch.zeros(2, 16)}, Holder))
+        for is_example in (False, True)
+    ],
+)
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_what_replaces_a_part_of_an_argument_is_there_after_each_call(make: Any, is_example: bool) -> None:
     torch.manual_seed(0)

@@ -382,7 +382,7 @@ IDS = torch.arange(2, 20).reshape(2, 9)
     ("nested", "called"),
     [
         (False, True),
-        (True, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, False, marks=pytest.mark.slow),
         pytest.param(True, True, marks=pytest.mark.slow),
     ],

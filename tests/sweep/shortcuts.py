@@ -24,7 +24,6 @@ from graphplan.passes.placement.params import PARAMS, Limits
 
 __all__ = ["one_trace", "short_search", "shortest_search"]
 
-_FIRST_PLACEMENT = Limits(effort=0.02, proves=False)
 _EASY = replace(PARAMS, least_visits=500_000, visits_per_operation=5_000, advice_effort=0.5)
 
 
@@ -52,11 +51,12 @@ def one_trace() -> Iterator[None]:
 
 
 @contextmanager
-def short_search() -> Iterator[None]:
-    """The planner stops after its first good placement."""
+def short_search(effort: float = 0.2) -> Iterator[None]:
+    """The planner stops after its first good placement, or this share of the default work."""
 
-    def quick(problem: Any, limits: Limits = _FIRST_PLACEMENT, **options: Any) -> Solution:
-        return place(problem, replace(_FIRST_PLACEMENT, retries=limits.retries), **options)
+    def quick(problem: Any, limits: Limits = Limits(), **options: Any) -> Solution:  # noqa: B008  # frozen
+        first = Limits(effort=effort, proves=False, retries=limits.retries)
+        return place(problem, first, **options)
 
     with patch.object(caller_of_place, "place", quick):
         yield
@@ -64,6 +64,6 @@ def short_search() -> Iterator[None]:
 
 @contextmanager
 def shortest_search() -> Iterator[None]:
-    """It also looks little for a placement at all, and for budgets that would do: these are easily found."""
-    with short_search(), patch.object(driver, "PARAMS", _EASY):
+    """It looks less far for a placement at all, and for budgets that would do: for what is easily found."""
+    with short_search(0.02), patch.object(driver, "PARAMS", _EASY):
         yield

@@ -69,19 +69,30 @@ def assigned(options: dict[str, Any]) -> nn.Module:
     return placed
 
 
+MAKERS: dict[str, Optimizer] = {
+    "adamw": ADAMW,
+    "fused": functools.partial(ADAMW, fused=True),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+PLACES = (at_first_call, unpickled, assigned)
+OPTIONS = ({"train": True}, {"grad": True})
+RESUMED = [  # every other one, the rest under -m slow
+    pytest.param(
+        MAKERS[name],
+        place,
+        options,
+        marks=[pytest.mark.slow] * ((one + two + three) % 2),
+        id=f"{name}-{place.__name__}-{options}",
+    )
+    for one, name in enumerate(MAKERS)
+    for two, place in enumerate(PLACES)
+    for three, options in enumerate(OPTIONS)
+]
+
+
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-@pytest.mark.parametrize("options", [{"train": True}, {"grad": True}], ids=str)
-@pytest.mark.parametrize("place", [at_first_call, unpickled, assigned])
-@pytest.mark.parametrize(
-    "make",
-    [
-        ADAMW,
-        functools.partial(ADAMW, fused=True),
-        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        torch.optim.Adafactor,
-    ],
-    ids=["adamw", "fused", "momentum", "adafactor"],
-)
+@pytest.mark.parametrize(("make", "place", "options"), RESUMED)
 def test_the_optimizers_state_goes_where_the_parameters_go(
     make: Optimizer, place: Callable[[dict[str, Any]], nn.Module], options: dict[str, Any]
 ) -> None:

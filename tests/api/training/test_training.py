@@ -83,6 +83,7 @@ def size() -> int:
         return needed(stack(), batch(), optimizer=ADAMW)
 
 
+@pytest.mark.full_search
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.8, marks=pytest.mark.slow), 0.6])
 def test_one_accelerator_with_the_cpu(size: int, share: float) -> None:
     with short_search():
@@ -429,7 +430,7 @@ def test_an_lstm_on_the_cpu() -> None:
     assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_a_step_of_the_optimizer_is_no_change_of_a_recurrent_layer(kind: Any) -> None:
     """These layers have their weights in a list too."""
     with warnings.catch_warnings():
@@ -442,8 +443,15 @@ def test_a_fused_optimizer() -> None:
     check_training(stack(), batch(), {0: ROOMY}, optimizer=fused, exact=False)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("foreach", "kind"),
+    [
+        (False, torch.optim.ASGD),
+        (True, torch.optim.Adafactor),
+        pytest.param(False, torch.optim.Adafactor, marks=pytest.mark.slow),
+        pytest.param(True, torch.optim.ASGD, marks=pytest.mark.slow),
+    ],
+)
 def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bool) -> None:
     made = functools.partial(kind, foreach=foreach)
     check_training(stack(), batch(), {0: ROOMY}, optimizer=made, exact=False)
@@ -663,7 +671,7 @@ def size_of_one_batch() -> int:
         return needed(stack(), batch(), **ONE_BATCH)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
 def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
     size: int, size_of_one_batch: int, share: float
 ) -> None:

@@ -92,7 +92,11 @@ def same_steps(placed: nn.Module, eager: nn.Module, calls: list[dict[str, torch.
 
 @pytest.mark.parametrize(
     ("kind", "share"),
-    [("text", 0.5), ("image", 0.5), ("image", 1.5), pytest.param("text", 1.5, marks=pytest.mark.slow)],
+    [
+        ("text", 0.5),
+        ("image", 1.5),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("image", 0.5), ("text", 1.5))),
+    ],
 )
 def test_a_second_trace_serves_all_other_sizes(kind: str, share: float) -> None:
     made, of = (Text(), text_of) if kind == "text" else (Image(), image_of)
@@ -117,7 +121,9 @@ def test_other_sizes_than_batches_and_lengths_vary_from_when_they_do() -> None:
         same_steps(placed, eager, [image_of(*sizes) for sizes in ((3, 8), (3, 6), (3, 10), (2, 7), (3, 6))])
 
 
-@pytest.mark.parametrize(("first", "blocks"), [((4, 8), 1), ((1, 8), 0)])
+@pytest.mark.parametrize(
+    ("first", "blocks"), [((4, 8), 0), ((1, 8), 0), pytest.param((4, 8), 1, marks=pytest.mark.slow)]
+)
 def test_a_size_of_one_is_another_structure(first: tuple[int, int], blocks: int) -> None:
     made = Text(blocks)
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}

@@ -61,6 +61,7 @@ def test_a_grid_has_a_graph(recwarn: pytest.WarningsRecorder) -> None:
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_a_text_about_an_image_of_a_known_grid_needs_no_graph(caplog: pytest.LogCaptureFixture) -> None:
     model = qwen()

@@ -370,7 +370,14 @@ def test_a_strided_weight_is_not_sliced() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ratio", "cpu_compute"), [(0.5, False), (0.7, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("ratio", "cpu_compute"),
+    [
+        (0.5, False),
+        (0.9, True),
+        *(pytest.param(ratio, False, marks=pytest.mark.slow) for ratio in (0.7, 0.9)),
+    ],
+)
 def test_the_segformer_of_the_imbalance_report(ratio: float, cpu_compute: bool) -> None:
     """88 % of its bytes are one convolution, so accelerate puts at most 2.4 % of them on the GPU."""
     transformers = pytest.importorskip("transformers")

@@ -199,8 +199,14 @@ def step_graph(*, accumulates: bool = True) -> Graph:
     return graphplan.plan(Layers(), {0: "1GiB"}, kwargs=inputs, train=True, **options).graph
 
 
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("folded", "accumulates"),
+    [
+        pytest.param(folded, accumulates, marks=[pytest.mark.slow] * (folded != accumulates))
+        for folded in (False, True)
+        for accumulates in (False, True)
+    ],
+)
 def test_a_training_step_is_judged_as_by_the_evaluator(folded: bool, accumulates: bool) -> None:
     graph, draw, kinds = step_graph(accumulates=accumulates), random.Random(0), Counter[str]()
     gradients = [value for value in graph.values.values() if value.gradient_of]

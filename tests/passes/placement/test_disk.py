@@ -18,7 +18,7 @@ from builders import bytes_of, chain, largest_difference, moves_of, planned_move
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from shortcuts import short_search
+from shortcuts import shortest_search
 from test_properties import graphs
 from torch import nn
 
@@ -93,7 +93,7 @@ def test_what_has_no_room_to_stream_from_disk_is_computed_on_the_cpu(blocks: flo
 @contextmanager
 def mapped(path: Path, budgets: dict[Any, int], **options: Any) -> Iterator[Any]:
     machine_has = {key: 1 << 20 for key in budgets if isinstance(key, int)} or {0: 1 << 20}
-    with graphplan.simulate(machine_has) as machine, short_search():
+    with graphplan.simulate(machine_has) as machine, shortest_search():
         placed = graphplan.partition(meta(), budgets, (X,), checkpoint=str(path), **options)
         assert "disk" in placed.plan.placement.values()
         gc.collect()
@@ -194,7 +194,7 @@ def disk_problem(weights: int, cpu: int, disk: int) -> Problem:
 
 
 @pytest.mark.full_search
-@pytest.mark.parametrize("cpu", [6144, 8192, 40000])
+@pytest.mark.parametrize("cpu", [6144, pytest.param(8192, marks=pytest.mark.slow), 40000])
 def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
     problem = disk_problem(3, cpu, 1 << 20)
     solution = place_or_map(problem)
