@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import bytes_of, largest_difference
 from language_models import CACHE_NAMES, FAMILIES, build, example_of, inputs_of, padded_inputs
-from shortcuts import one_trace
+from shortcuts import one_trace, short_search
 
 import graphplan
 from graphplan.capture.signature import leaf_names
@@ -246,7 +246,7 @@ def test_what_generate_calls_by_itself_is_planned_for() -> None:
 def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
     model = build("llama")
-    with one_trace():
+    with one_trace(), short_search():
         for budget in (71212, 73772, 74796, 75820):  # the first suffices
             graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
 
