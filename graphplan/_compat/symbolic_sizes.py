@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]  # has no types
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy import functions, numbers
@@ -21,6 +22,13 @@ from graphplan.errors import NoGraphError
 
 _INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
+
+
+def made_as(size: Any) -> Any:
+    """A size as it was made, whatever it has turned out to equal since."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.sympify(size)
+    return sympy.sympify(private(size.node, "_expr", "torch"))
 
 
 def plain_expression(expression: Any) -> Any:

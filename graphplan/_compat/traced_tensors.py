@@ -51,31 +51,23 @@ def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
     return name
 
 
-def current_tracer() -> Any:
-    """What is tracing here; None where nothing is."""
-    mode = proxy_tensor.get_proxy_mode()
-    return None if mode is None else mode.tracer
-
-
 def with_sizes(made: Any, forms: Sequence[tuple[Any, Any]], tracer: Any) -> Any:
     """What the trace takes for the tensors that an operation has made; their sizes and strides are known.
 
-    ``forms`` has these of each, in order. Without a tracer, these tensors.
+    ``forms`` has these of each, in order.
     """
     leaves, spec = tree_flatten(made)
+    nodes = [node_of(leaf, tracer) for leaf in leaves]
     with untraced():
         known = [
             fake_tensor(private(leaf, "fake_mode", "torch"), *form, 0, leaf.dtype, leaf.device, None)
             for leaf, form in zip(leaves, forms, strict=True)
         ]
-    found = tree_unflatten(known, spec)
-    if tracer is None:
-        return found
-    nodes = [node_of(leaf, tracer) for leaf in leaves]
     for node, tensor in zip(nodes, known, strict=True):
         assert node is not None
         set_node(tensor, node, tracer)
         node.meta["val"] = tensor
+    found = tree_unflatten(known, spec)
     for node in {node if spec.is_leaf() else node.all_input_nodes[0] for node in nodes if node is not None}:
         node.meta["val"] = found
         node.meta.pop("unbacked_bindings", None)

@@ -34,6 +34,7 @@ from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
+from graphplan.capture.sizes.chance_broadcasts import equal_by_chance
 from graphplan.capture.sizes.decided_sizes import DecidedSizes
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
@@ -111,6 +112,7 @@ class _Tracing:
         self.differentiated: tuple[int, ...] = ()
         self.others: dict[int, str] = {}
         self.data_sizes: dict[Any, int] = {}
+        self.known_sizes: dict[Any, int] = {}
         self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # of each leaf
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
@@ -189,7 +191,7 @@ class _Tracing:
         with on_any_device():
             forward = _Forward(self.capture.module, self.env)
             results = list(forward.run(*inputs))
-        known = self.capture.sizes
+        known, self.known_sizes = self.capture.sizes, forward.known
         self.data_sizes = {new: known[old] for new, old in forward.symbols.items() if old in known}
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
@@ -200,6 +202,11 @@ class _Tracing:
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
         graph = traced.graph
+        broadcast = equal_by_chance(graph, self.known_sizes)
+        if broadcast is not None:
+            raise NoGraphError(
+                f"values decide sizes of what {broadcast.target} is given, and where one is 1, it broadcasts"
+            )
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for place, node in zip(placeholders, nodes, strict=False):

@@ -17,10 +17,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from graphplan._compat.traced_tensors import current_tracer, with_sizes
-from graphplan.capture.sizes.dynamic_sizes import with_known
-
-_SIZED = (torch.Tensor, torch.SymInt)
+from graphplan._compat.traced_tensors import untraced
+from graphplan.errors import NoGraphError
 
 
 class DecidedSizes(fx.Interpreter):
@@ -32,6 +30,10 @@ class DecidedSizes(fx.Interpreter):
 
     Attributes:
         symbols: of sizes that only the data decides: each -> that of the capture.
+        known: of the other sizes that values decide: each -> what it is.
+
+    Raises:
+        NoGraphError: the capture takes a size that values decide for another one.
     """
 
     def __init__(self, module: fx.GraphModule, env: ShapeEnv) -> None:
@@ -39,40 +41,39 @@ class DecidedSizes(fx.Interpreter):
         self.extra_traceback = False  # errors say enough
         self._env = env
         self.symbols: dict[Any, Any] = {}
+        self.known: dict[Any, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
-        traced = tree_leaves(n.meta.get("val"))
-        if any(isinstance(leaf, _SIZED) and has_free_unbacked_symbols(leaf) for leaf in traced):
+        traced = _sizes(tree_leaves(n.meta.get("val")))
+        if any(map(_is_open, traced)):
             made = super().run_node(n)
-            for here, before in zip(_sizes(tree_leaves(made)), _sizes(traced), strict=True):
+            for here, before in zip(_sizes(tree_leaves(made)), traced, strict=True):
                 if isinstance(here, torch.SymInt) and isinstance(before, torch.SymInt):
                     self.symbols.setdefault(here.node.expr, before.node.expr)
             return made
         with self._env.ignore_fresh_unbacked_symbols():
             made = super().run_node(n)
-        tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        if not any(map(has_free_unbacked_symbols, tensors)):
-            return made
-        known = _decided(tensors, traced)
-        forms = [
-            (
-                [with_known(size, known) for size in one.shape],
-                [with_known(step, known) for step in one.stride()],
+        sizes = _sizes(tree_leaves(made))
+        if any(map(_is_open, sizes)):
+            for here, decided in zip(sizes, traced, strict=True):
+                self._decide(n, here, decided)
+        return made
+
+    def _decide(self, node: fx.Node, size: Any, decided: Any) -> None:
+        if not _is_open(size):
+            return
+        if isinstance(decided, torch.SymInt):
+            raise NoGraphError(
+                f"values decide how much {node.target} returns, and the code takes it to be {decided}"
             )
-            for one in tensors
-        ]
-        return with_sizes(made, forms, current_tracer())
-
-
-def _decided(tensors: Iterable[torch.Tensor], traced: Iterable[torch.Tensor]) -> dict[Any, int]:
-    """Symbol of a size -> its value in the capture."""
-    known = dict[Any, int]()
-    for size, decided in zip(_sizes(tensors), _sizes(traced), strict=True):
-        if has_free_unbacked_symbols(size):
+        self.known[size.node.expr] = decided
+        with untraced():
             torch._check(size == decided)  # also of what the operation has made on its way
-            known[size.node.expr] = int(decided)
-    return known
+
+
+def _is_open(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size)
 
 
 def _sizes(made: Iterable[Any]) -> list[Any]:

@@ -100,16 +100,6 @@ def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
     return int(expression) if isinstance(expression, int) or expression.is_number else None
 
 
-def with_known(size: Any, sizes: Mapping[Any, int]) -> Any:
-    """A size of a trace, in which these symbols are numbers."""
-    known = exact_size(size, sizes)
-    if known is not None:
-        return known
-    if size.node.expr.free_symbols.isdisjoint(sizes):
-        return size
-    return size.node.shape_env.create_symintnode(size.node.expr.xreplace(sizes), hint=size.node.hint)
-
-
 def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
     """The sizes, and bounds of those that the data decides.
 

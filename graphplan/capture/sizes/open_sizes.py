@@ -19,7 +19,7 @@ from graphplan._compat.symbolic_sizes import conditions_since
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import Guard
 from graphplan.capture.sizes.dynamic_axes import all_of
-from graphplan.capture.sizes.dynamic_sizes import values_of, with_known
+from graphplan.capture.sizes.dynamic_sizes import exact_size, values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,12 @@ class OpenSizes:
 
     def settled(self, size: Any) -> Any:
         """A size, in which small ones are numbers."""
-        return with_known(size, self.small)
+        if not isinstance(size, torch.SymInt) or size.node.expr.free_symbols.isdisjoint(self.small):
+            return size
+        known = exact_size(size, self.small)
+        if known is not None:
+            return known
+        return self.env.create_symintnode(size.node.expr.xreplace(self.small), hint=size.node.hint)
 
     def guards(self) -> tuple[Guard, ...]:
         """What has been taken for granted since.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -97,3 +98,37 @@ def test_sizes_that_values_decide_are_in_a_training_step(make: Any, configuratio
                 one.step()
                 one.zero_grad(set_to_none=False)
             measured(machine, placed.plans[-1] if len(placed.plans) > 1 else placed.plan)
+
+
+class Met(nn.Module):
+    """Multiplies chosen numbers with others, chosen in another way: eager mode may broadcast one."""
+
+    def __init__(self, others: str) -> None:
+        super().__init__()
+        self.others, self.first, self.second = others, nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        first, second = self.first(x).flatten(), self.second(x).flatten()
+        other = {
+            "rest": lambda: second.masked_select(~marks),
+            "same": lambda: second[(marks.clone().unsqueeze(1)).nonzero()[:, 0]],
+            "four": lambda: second[:4],
+        }[self.others]()
+        return (first.masked_select(marks) * other).square().sum()
+
+
+@pytest.mark.parametrize("others", ["rest", "same", "four"])
+def test_gradients_of_what_may_broadcast_are_left_to_autograd(others: str) -> None:
+    torch.manual_seed(0)
+    eager, x = Met(others), torch.randn(8, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = graphplan.partition(
+            copy.deepcopy(eager), {"cpu": "1GiB"}, args=(x, torch.arange(8) < 4), train=True
+        )
+    assert any("has no graph" in str(each.message) for each in caught) == (others != "same")
+    for count in (4, 1):
+        for model in (placed, eager):
+            model.zero_grad()
+            model(x, torch.arange(8) < count).backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
