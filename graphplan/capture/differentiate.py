@@ -25,9 +25,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.symbolic_sizes import made_as
 from graphplan._compat.torch import mark_backward_nodes, storage_of
 from graphplan.capture.attention import AttentionWhole, on_any_device
 from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
@@ -202,11 +203,7 @@ class _Tracing:
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
         graph = traced.graph
-        broadcast = equal_by_chance(graph, self.known_sizes)
-        if broadcast is not None:
-            raise NoGraphError(
-                f"values decide sizes of what {broadcast.target} is given, and where one is 1, it broadcasts"
-            )
+        self._refuse_chance(graph)
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for place, node in zip(placeholders, nodes, strict=False):
@@ -252,6 +249,25 @@ class _Tracing:
             step=step,
         )
 
+    def _refuse_chance(self, graph: fx.Graph) -> None:
+        """Raise NoGraphError where the trace takes sizes for equal that need not be."""
+        results: Any = graph.output_node().args[0]
+        known = dict[Any, Any](self.known_sizes)
+        tangents = graph.find_nodes(op="placeholder")[-len(self.differentiated) :]
+        for tangent, position in zip(tangents, self.differentiated, strict=True):
+            result = results[position]
+            sizes = zip(tangent.meta["val"].shape, result.meta["val"].shape, strict=True)
+            known |= {
+                made_as(own): made_as(size).xreplace(self.known_sizes)
+                for own, size in sizes
+                if isinstance(own, torch.SymInt)
+            }
+        broadcast = equal_by_chance(graph, known)
+        if broadcast is not None:
+            raise NoGraphError(
+                f"values decide sizes of what {broadcast.target} is given, and where one is 1, it broadcasts"
+            )
+
     def _signature(self) -> InputSignature:
         """Which calls the step serves: of the sizes that are no symbols, and of these gradients."""
         own = self.capture.signature
@@ -293,7 +309,18 @@ class _Forward(DecidedSizes, AttentionWhole):
         """Run one operation."""
         if target is aten.masked_scatter.default:  # its fake does not broadcast sizes that are symbols
             args = (*torch.broadcast_tensors(*args[:2]), *args[2:])
+        if target is aten.dropout.default and has_free_unbacked_symbols(
+            args[0]
+        ):  # it asks whether that is empty
+            return _dropped(*args, **kwargs)
         return super().call_function(target, args, kwargs)
+
+
+def _dropped(given: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """What dropout returns, for any number of elements."""
+    if p == 0 or not train:
+        return given
+    return given * (torch.empty_like(given).bernoulli_(1 - p).div_(1 - p) if p < 1 else given.new_zeros(()))
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

@@ -35,6 +35,7 @@ from graphplan.errors import InputError
 
 aten = torch.ops.aten
 
+_OF_SIZES = (aten.sym_size.int, aten.sym_numel.default)
 _FEW = 16  # numbers that may stay symbols; a trace takes long over more
 
 ValueOf = Callable[[str], torch.Tensor | None]
@@ -326,8 +327,7 @@ class Branches:
         """Whether any reads more of a real input than its sizes."""
         real = {node for node, index in self._inputs.items() if self._leaves[index].is_meta}
         return any(
-            node.target is not aten.sym_size.int and not real.isdisjoint(node.all_input_nodes)
-            for node in nodes
+            node.target not in _OF_SIZES and not real.isdisjoint(node.all_input_nodes) for node in nodes
         )
 
     def _question(self, asked: _Asked, tracer: Any, func: Any, args: Any, kwargs: Any) -> fx.GraphModule:

@@ -702,6 +702,27 @@ def test_integers_may_decide_together_with_sizes(machine: Any, grad: bool) -> No
     assert len(placed.plans) == (5 if grad else 2)
 
 
+class OfElements(nn.Module):
+    """Asks how many elements a tensor of real numbers has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 2 if (count == x.numel()) else self.linear(x)
+
+
+def test_numbers_of_elements_vary(machine: Any) -> None:
+    eager = OfElements()
+    call = torch.randn(9, 16), torch.tensor(9 * 16)
+    placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, call)
+    for batch, count in ((9, 144), (5, 80), (5, 81), (8, 128), (4, 80)):
+        x = torch.randn(batch, 16)
+        assert largest_difference(placed(x, torch.tensor(count)), eager(x, torch.tensor(count))) < 1e-5
+    assert len(placed.plans) == 2
+
+
 class Shifted(nn.Module):
     """Looks integers up at places that a buffer shifts, which may be past the last."""
 

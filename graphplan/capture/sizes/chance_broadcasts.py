@@ -39,7 +39,7 @@ _OF_ONE_COUNT = frozenset(
 )
 
 
-def equal_by_chance(graph: fx.Graph, known: Mapping[Any, int]) -> fx.Node | None:
+def equal_by_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> fx.Node | None:
     """The first operation of a trace that would broadcast in calls with other values; None where none would.
 
     Args:

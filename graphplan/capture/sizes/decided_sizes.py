@@ -45,6 +45,8 @@ class DecidedSizes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
+        if n.op == "output":
+            return super().run_node(n)
         traced = _sizes(tree_leaves(n.meta.get("val")))
         if any(map(_is_open, traced)):
             made = super().run_node(n)

@@ -132,3 +132,43 @@ def test_gradients_of_what_may_broadcast_are_left_to_autograd(others: str) -> No
             model.zero_grad()
             model(x, torch.arange(8) < count).backward()
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
+class Chosen(nn.Module):
+    """Returns the chosen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(1.0)
+        )
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        return x[marks] + self.layers(x[marks]) + self.layers[:-1](x[marks])
+
+
+def test_results_may_have_sizes_that_values_decide_and_dropout() -> None:
+    torch.manual_seed(0)
+    eager, x = Chosen(), torch.randn(8, 4)
+    with graphplan.simulate({0: "1GiB"}) as machine:
+        placed = graphplan.partition(
+            copy.deepcopy(eager), machine.max_memory, args=(x, torch.arange(8) < 3), train=True, strict=True
+        )
+        for count in (3, 0, 1, 8):
+            machine.reset_peaks()
+            inputs = {"x": x, "marks": torch.arange(8) < count}
+            for model in (placed, eager):
+                model.zero_grad(set_to_none=False)
+            for turn in range(2):
+                losses = [float(step_of_rows(model, inputs, turn)) for model in (placed, eager)]
+                assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+            measured(machine, placed.plan)
+
+
+def step_of_rows(model: nn.Module, inputs: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    """A step by the sum of a result's squares; of no rows, that is 0."""
+    torch.manual_seed(seed)
+    loss: torch.Tensor = model(**inputs).square().sum()
+    loss.backward()
+    return loss.detach()
