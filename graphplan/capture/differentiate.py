@@ -35,8 +35,7 @@ from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
-from graphplan.capture.sizes.chance_broadcasts import equal_by_chance
-from graphplan.capture.sizes.decided_sizes import DecidedSizes
+from graphplan.capture.sizes.decided_sizes import DecidedSizes, refuse_chance
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
@@ -262,11 +261,7 @@ class _Tracing:
                 for own, size in sizes
                 if isinstance(own, torch.SymInt)
             }
-        broadcast = equal_by_chance(graph, known)
-        if broadcast is not None:
-            raise NoGraphError(
-                f"values decide sizes of what {broadcast.target} is given, and where one is 1, it broadcasts"
-            )
+        refuse_chance(graph, known)
 
     def _signature(self) -> InputSignature:
         """Which calls the step serves: of the sizes that are no symbols, and of these gradients."""
@@ -309,10 +304,8 @@ class _Forward(DecidedSizes, AttentionWhole):
         """Run one operation."""
         if target is aten.masked_scatter.default:  # its fake does not broadcast sizes that are symbols
             args = (*torch.broadcast_tensors(*args[:2]), *args[2:])
-        if target is aten.dropout.default and has_free_unbacked_symbols(
-            args[0]
-        ):  # it asks whether that is empty
-            return _dropped(*args, **kwargs)
+        if target is aten.dropout.default and has_free_unbacked_symbols(args[0]):
+            return _dropped(*args, **kwargs)  # its own way asks whether there is any element
         return super().call_function(target, args, kwargs)
 
 

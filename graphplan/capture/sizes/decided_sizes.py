@@ -9,16 +9,32 @@ Some the first trace knows, by a guard. An operation that is run again on fake t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    free_unbacked_symbols,
+    has_free_unbacked_symbols,
+)
 from torch.utils._pytree import tree_leaves
 
+from graphplan._compat.symbolic_sizes import made_as
 from graphplan._compat.traced_tensors import untraced
 from graphplan.errors import NoGraphError
+
+aten = torch.ops.aten
+
+_BROADCASTING = frozenset(
+    {
+        *(aten.expand.default, aten.copy_.default, aten.masked_select.default, aten.masked_fill.Scalar),
+        *(aten.mse_loss.default, aten.huber_loss.default, aten.smooth_l1_loss.default),
+    }
+)
+"""What broadcasts, without a tag that says so."""
 
 
 class DecidedSizes(fx.Interpreter):
@@ -81,3 +97,32 @@ def _is_open(size: Any) -> bool:
 def _sizes(made: Iterable[Any]) -> list[Any]:
     """Of tensors all sizes; numbers as they are."""
     return [size for leaf in made for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+
+
+def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:
+    """Raise NoGraphError where an operation would broadcast in calls with other values.
+
+    A trace takes sizes for equal, of which the formulas of gradients then sum over nothing: in
+    ``x[mask] * y[~mask]`` eager mode sums the gradient of a single row of ``y`` over the rows of ``x``.
+
+    Args:
+        graph: the trace.
+        known: symbol of a size that values decide -> what it is in each call that the trace serves.
+    """
+    for node in graph.nodes:
+        for pair in _paired_sizes(node):
+            one, other = (made_as(size).xreplace(known) for size in pair)
+            if one != other and 1 not in (one, other) and free_unbacked_symbols([one, other]):
+                raise NoGraphError(
+                    f"values decide sizes of what {node.target} is given, and where one is 1, it broadcasts"
+                )
+
+
+def _paired_sizes(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Sizes that are to be equal, or one of them 1."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _BROADCASTING:
+        return
+    nodes = [*node.all_input_nodes, *([node] if node.target is aten.expand.default else [])]
+    tensors = [one for each in nodes if isinstance(one := each.meta.get("val"), torch.Tensor)]
+    for one, other in combinations(tensors, 2):
+        yield from zip(reversed(one.shape), reversed(other.shape), strict=False)
