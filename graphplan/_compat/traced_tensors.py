@@ -30,6 +30,17 @@ def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
+def taken_for(tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """A fake tensor that the trace in progress takes for what it was given."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None
+    node = node_of(given, mode.tracer)
+    assert node is not None
+    set_node(tensor, node, mode.tracer)
+    node.meta["val"] = tensor
+    return tensor
+
+
 def constant_of(node: fx.Node, tracer: Any) -> torch.Tensor | None:
     """The tensor with values that a node stands for; None where it stands for anything else."""
     if node.op != "get_attr":

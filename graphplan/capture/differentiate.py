@@ -28,8 +28,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.symbolic_sizes import made_as
 from graphplan._compat.torch import mark_backward_nodes, storage_of
+from graphplan._compat.traced_tensors import taken_for, untraced
 from graphplan.capture.attention import AttentionWhole, on_any_device
 from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
@@ -196,13 +196,14 @@ class _Tracing:
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
         sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
-        gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+        of_starts = list(map(_of_size, tangents, starts))
+        gradients = torch.autograd.grad(starts, sources, of_starts, allow_unused=True)
         return [*results, *gradients]
 
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
         graph = traced.graph
-        self._refuse_chance(graph)
+        refuse_chance(graph, self.known_sizes)
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for place, node in zip(placeholders, nodes, strict=False):
@@ -248,21 +249,6 @@ class _Tracing:
             step=step,
         )
 
-    def _refuse_chance(self, graph: fx.Graph) -> None:
-        """Raise NoGraphError where the trace takes sizes for equal that need not be."""
-        results: Any = graph.output_node().args[0]
-        known = dict[Any, Any](self.known_sizes)
-        tangents = graph.find_nodes(op="placeholder")[-len(self.differentiated) :]
-        for tangent, position in zip(tangents, self.differentiated, strict=True):
-            result = results[position]
-            sizes = zip(tangent.meta["val"].shape, result.meta["val"].shape, strict=True)
-            known |= {
-                made_as(own): made_as(size).xreplace(self.known_sizes)
-                for own, size in sizes
-                if isinstance(own, torch.SymInt)
-            }
-        refuse_chance(graph, known)
-
     def _signature(self) -> InputSignature:
         """Which calls the step serves: of the sizes that are no symbols, and of these gradients."""
         own = self.capture.signature
@@ -307,6 +293,15 @@ class _Forward(DecidedSizes, AttentionWhole):
         if target is aten.dropout.default and has_free_unbacked_symbols(args[0]):
             return _dropped(*args, **kwargs)  # its own way asks whether there is any element
         return super().call_function(target, args, kwargs)
+
+
+def _of_size(tangent: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The gradient of a result, of the size that the result has in this trace, where values decide it."""
+    if not has_free_unbacked_symbols(tangent):
+        return tangent
+    with untraced():
+        made = torch.empty_like(result)
+    return taken_for(made, tangent)
 
 
 def _dropped(given: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
     """
     found = dict(sizes)
     for node, chosen in _choices(graph):
-        most = _most_chosen([source.meta.get("val") for source in node.all_input_nodes], found)
+        most = _most_chosen(node, found)
         found |= {} if most is None else dict.fromkeys(chosen, most)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
         whole = node.args[0].meta.get("val")
@@ -128,19 +129,29 @@ def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Each node that chooses of a tensor, with the symbols that it decides: no node before it has them."""
     before: set[Any] = set()
     for node in graph.nodes:
+        if node.op == "placeholder":  # the gradient of a result: it is given when that has been made
+            continue
         new = [symbol for symbol in symbols_of(node) if symbol not in before]
         before.update(new)
         if new and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CHOICES:
             yield node, new
 
 
-def _most_chosen(vals: Sequence[Any], sizes: Mapping[Any, int]) -> int | None:
+def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
     """How many elements are chosen at most: as many as the mask has, or the tensor; None if that is open."""
+    vals = [source.meta.get("val") for source in node.all_input_nodes]
     tensors = [val for val in vals if isinstance(val, torch.Tensor)]
     masks = [tensor for tensor in tensors if tensor.dtype == torch.bool]
-    shapes = [[largest_size(size, sizes) for size in tensor.shape] for tensor in masks or tensors]
-    counts = [math.prod(size for size in shape if size is not None) for shape in shapes if None not in shape]
-    return max(counts) if len(counts) == len(shapes) else None
+    together = node.target is torch.ops.aten.masked_select.default  # which broadcasts the mask and the tensor
+    shapes = list[list[int]]()
+    for tensor in tensors if together else masks or tensors:
+        known = [largest_size(size, sizes) for size in tensor.shape]
+        shapes.append([size for size in known if size is not None])
+        if len(shapes[-1]) < len(known):
+            return None
+    if together:
+        shapes = [[max(of_axis) for of_axis in zip_longest(*map(reversed, shapes), fillvalue=1)]]
+    return max(map(math.prod, shapes), default=None)
 
 
 def _is_open(expression: Any) -> bool:

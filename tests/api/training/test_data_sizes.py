@@ -172,3 +172,24 @@ def step_of_rows(model: nn.Module, inputs: dict[str, torch.Tensor], seed: int) -
     loss: torch.Tensor = model(**inputs).square().sum()
     loss.backward()
     return loss.detach()
+
+
+class Selected(nn.Module):
+    """Selects the rows of which a mask has one element each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).masked_select(marks[:, None]).exp().sum()
+
+
+def test_masks_that_are_repeated_choose_more_than_they_have() -> None:
+    example = {"x": torch.randn(64, 16), "marks": torch.arange(64) < 3}
+    with graphplan.simulate({0: "1GiB"}) as machine:
+        placed = graphplan.partition(Selected(), machine.max_memory, kwargs=example, train=True, strict=True)
+        for count in (3, 64):
+            machine.reset_peaks()
+            step_of_rows(placed, {**example, "marks": torch.arange(64) < count}, 0)
+            measured(machine, placed.plan)
