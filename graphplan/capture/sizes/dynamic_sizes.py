@@ -191,14 +191,23 @@ def sizes_of_example(
     for node in (node for node in deciding if node in known):
         for sizes, here in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
             found |= {symbol: int(size) for symbol, size in _sized(sizes, here) if _is_open(symbol)}
+    counts = {node: known[each] for node in deciding if (each := _counts_of(node)) in known}
+    repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one is for all rows
+    for node, each in repeated.items():
+        found |= dict.fromkeys(symbols_of(node), int(each.sum()))
     bounded = {symbol for _, chosen in _choices(graph) for symbol in chosen}
     open_ = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
-    if any(node in known for node in open_ if node in varying):
+    if any(node in known or node in repeated for node in open_ if node in varying):
         warn(
             "sizes that only the data decides count in the plan as in the example call: calls in which they "
             "are larger may pass its peaks"
         )
     return found
+
+
+def _counts_of(node: fx.Node) -> Any:
+    """How often a node repeats each row of what need not be known; None where it does not."""
+    return node.args[1] if node.target is torch.ops.aten.repeat_interleave.self_Tensor else None
 
 
 def symbols_of(node: fx.Node) -> list[Any]:

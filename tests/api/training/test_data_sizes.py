@@ -193,3 +193,27 @@ def test_masks_that_are_repeated_choose_more_than_they_have() -> None:
             machine.reset_peaks()
             step_of_rows(placed, {**example, "marks": torch.arange(64) < count}, 0)
             measured(machine, placed.plan)
+
+
+class Repeated(nn.Module):
+    """Repeats rows that it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).repeat_interleave(counts, 0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:sizes that only the data decides:graphplan.GraphplanWarning")
+@pytest.mark.parametrize("train", [False, True])
+def test_rows_are_repeated_as_often_as_in_the_example(train: bool) -> None:
+    call = torch.randn(4, 16), torch.tensor([5, 9, 3, 7])
+    with graphplan.simulate({0: "1MB"}) as machine, torch.set_grad_enabled(train):
+        placed = graphplan.partition(Repeated(), machine.max_memory, args=call, train=train, strict=True)
+        machine.reset_peaks()
+        result = placed(*call)
+        if train:
+            result.square().sum().backward()
+        assert measured(machine, placed.plan) or train
