@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import largest_difference
+from cases import in_turn
 from torch import nn
 from torch.nn import functional
 
@@ -69,14 +70,7 @@ def step(model: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
     return [result, *(p.grad for p in model.parameters()), *(t.grad for t in inputs)]
 
 
-@pytest.mark.parametrize(
-    ("simulated", "name"),
-    [
-        pytest.param(simulated, name, marks=[pytest.mark.slow] * ((turn + simulated) % 2))
-        for simulated in (False, True)
-        for turn, name in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("name", "simulated"), in_turn(CASES, [False, True]))
 def test_results_and_gradients_are_those_of_eager(name: str, simulated: bool) -> None:
     options, given = CASES[name]
     model = Attention(**options)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from builders import run_placed
+from cases import in_turn
 from torch import nn
 
 import graphplan
@@ -74,8 +75,7 @@ def by_a_default(model: Tapped) -> Callable[..., None]:
 WAYS = [by_itself, by_its_dict, by_a_global, by_a_partial, by_a_default]
 
 
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("hook", WAYS)
+@pytest.mark.parametrize(("hook", "called"), in_turn(WAYS, [False, True]))
 def test_what_hooks_keep_for_the_model_is_in_its_graph(
     hook: Callable[[Tapped], Callable[..., None]], called: bool
 ) -> None:
@@ -372,8 +372,7 @@ HOLDERS: dict[str, tuple[Callable[[Shifted], Any], Callable[[Any], torch.Tensor]
 }
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(("holder", "lazy"), in_turn(HOLDERS, [False, True]))
 def test_what_holds_functions_and_weak_references_knows_the_placed_model(holder: str, lazy: bool) -> None:
     model = Shifted(*HOLDERS[holder])
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from shortcuts import short_search
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -140,14 +141,9 @@ LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
         "'b' has backward hooks",
     ),
 }
-EACH_LOST = [  # by one way each; by the other under -m slow
-    pytest.param(what, way, marks=[pytest.mark.slow] * ((turn + other) % 2), id=f"{what}-{way}")
-    for turn, what in enumerate(LOST)
-    for other, way in enumerate(WAYS)
-]
 
 
-@pytest.mark.parametrize(("what", "way"), EACH_LOST)
+@pytest.mark.parametrize(("what", "way"), in_turn(LOST, WAYS))
 def test_what_no_graph_differentiates_is_left_to_autograd(what: str, way: dict[str, bool]) -> None:
     make, add, why = LOST[what]
     assert any(why in text for text in placed_like(make(), add, **way))

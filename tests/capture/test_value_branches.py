@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, largest_difference
+from cases import in_turn
 from torch import nn
 
 import graphplan
@@ -120,14 +121,7 @@ def machine() -> Iterator[Any]:
         yield machine
 
 
-@pytest.mark.parametrize(
-    ("name", "grad"),
-    [
-        pytest.param(name, grad, marks=[pytest.mark.slow] * ((turn + grad) % 2))
-        for turn, name in enumerate(MODELS)
-        for grad in (False, True)
-    ],
-)
+@pytest.mark.parametrize(("name", "grad"), in_turn(MODELS, [False, True]))
 def test_branches_by_what_calls_write(machine: Any, name: str, grad: bool) -> None:
     eager = MODELS[name]()
     limits = {0: bytes_of(eager) // 2 + (1 << 14), 1: "1MiB", "cpu": "1MiB"}

@@ -362,6 +362,7 @@ def test_accelerate_runs_our_maps(stem: str) -> None:
 @pytest.mark.parametrize(
     "stem", ["ViT", *(pytest.param(s, marks=pytest.mark.slow) for s in ("GPT2", "Llama", "T5"))]
 )
+@pytest.mark.full_search
 def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
     stem: str, tmp_path: Any, monkeypatch: Any
 ) -> None:

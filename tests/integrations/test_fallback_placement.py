@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, largest_difference
+from cases import in_turn
 from language_models import build, inputs_of
 from safetensors.torch import save_file
 from torch import nn
@@ -583,12 +584,7 @@ def unpickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("copied", "shares"),
-    [
-        pytest.param(copied, shares, marks=[pytest.mark.slow] * (turn != other))
-        for turn, copied in enumerate((copy.deepcopy, unpickled, reloaded))
-        for other, shares in enumerate(((), (0.5,), (0.8, 0.7)))
-    ],
+    ("copied", "shares"), in_turn([copy.deepcopy, unpickled, reloaded], [(), (0.5,), (0.8, 0.7)])
 )
 def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares: tuple[float, ...]) -> None:
     model = Whole().eval()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import largest_difference
+from cases import in_turn
 from torch import nn
 from transformers import (
     BambaConfig,
@@ -261,12 +262,8 @@ def test_a_cache_of_a_model_inside_another_is_extended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_example", "make"),
-    [
-        pytest.param(is_example, make, marks=[pytest.mark.slow] * ((turn + is_example) % 2))
-        for turn, make in enumerate((lambda: [torch.zeros(2, 16)], lambda: {"h": torch.zeros(2, 16)}, Holder))
-        for is_example in (False, True)
-    ],
+    ("make", "is_example"),
+    in_turn([lambda: [torch.zeros(2, 16)], lambda: {"h": torch.zeros(2, 16)}, Holder], [False, True]),
 )
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_what_replaces_a_part_of_an_argument_is_there_after_each_call(make: Any, is_example: bool) -> None:

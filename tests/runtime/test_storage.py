@@ -259,6 +259,7 @@ class Writing(nn.Module):
         {0: 24979, 1: 12489, "cpu": 15119},
     ],
 )
+@pytest.mark.full_search
 def test_what_fitted_tightly_fits_again_after_pickling(budgets: dict) -> None:
     x = torch.randn(8, 32)
     with graphplan.simulate(budgets) as machine:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import in_turn
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
 
+OPTIONS: list[dict[str, Any]] = [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}]
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
@@ -359,8 +361,7 @@ def same_gradients(placed: nn.Module, model: nn.Module) -> None:
         assert torch.allclose(gradient.cpu(), parameter.grad, rtol=1e-4, atol=1e-4), name
 
 
-@pytest.mark.parametrize("kind", TRACED)
-@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+@pytest.mark.parametrize(("kind", "options"), in_turn(TRACED, OPTIONS))
 def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = TRACED[kind]()
@@ -492,8 +493,9 @@ def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
     assert model.last is None
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("model", [Remembers, Begins, Pair, Appends, Once, Recent])
+@pytest.mark.parametrize(
+    ("model", "inside"), in_turn([Remembers, Begins, Pair, Appends, Once, Recent], [False, True])
+)
 @torch.no_grad()
 def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.Module], inside: bool) -> None:
     made = nn.Sequential(nn.Linear(8, 8), model()) if inside else model()
@@ -861,8 +863,7 @@ class DecidingSums(Sums):
         return super().forward(x) if bool(x.sum() < 1e6) else x
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("kind", SUMS)
+@pytest.mark.parametrize(("kind", "first"), in_turn(SUMS, [False, True]))
 @torch.no_grad()
 def test_tensors_that_a_trial_writes_to_are_as_before(kind: str, first: bool) -> None:
     model = DecidingSums(kind)
@@ -917,8 +918,10 @@ class SumsOf(nn.Module):
 WAYS = ["a view", "converted", "without gradients", "out", "made at first"]
 
 
-@pytest.mark.parametrize("options", [{}, {"grad": True}])
-@pytest.mark.parametrize("make", [*((Sums, kind) for kind in SUMS), *((SumsOf, how) for how in WAYS)])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    in_turn([*((Sums, kind) for kind in SUMS), *((SumsOf, how) for how in WAYS)], OPTIONS[:2]),
+)
 def test_tensors_that_are_written_in_place_are_those_of_the_model(
     make: tuple[Callable[[str], Any], str], options: dict[str, Any]
 ) -> None:
@@ -1134,8 +1137,7 @@ HELD = (
 )
 
 
-@pytest.mark.parametrize("go_on", HELD)
-@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+@pytest.mark.parametrize(("go_on", "options"), in_turn(HELD, OPTIONS))
 def test_what_a_buffer_held_stays_what_it_was(go_on: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Holds(go_on)

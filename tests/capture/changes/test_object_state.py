@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from torch import nn
 from transformers import DynamicCache
 
@@ -163,8 +164,7 @@ def same_calls(placed: nn.Module, model: nn.Module) -> None:
         torch.testing.assert_close(placed(rows), model(rows))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", GOES_ON)
+@pytest.mark.parametrize(("kind", "shared"), in_turn(GOES_ON, [False, True]))
 @torch.no_grad()
 def test_what_the_next_call_goes_by_is_run_by_modules(kind: str, shared: bool) -> None:
     model = model_of(kind, GOES_ON[kind](), shared=shared)
@@ -175,8 +175,7 @@ def test_what_the_next_call_goes_by_is_run_by_modules(kind: str, shared: bool) -
     same_calls(placed, model)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", DOES_NOT)
+@pytest.mark.parametrize(("kind", "shared"), in_turn(DOES_NOT, [False, True]))
 @torch.no_grad()
 def test_what_no_later_call_depends_on_is_traced(kind: str, shared: bool) -> None:
     model = model_of(kind, DOES_NOT[kind](), shared=shared)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, largest_difference, run_placed
+from cases import in_turn
 from test_annotate import graph_of
 from torch import nn
 from transformers import DynamicCache
@@ -126,9 +127,12 @@ def test_a_cache_ties_its_own_layer_only() -> None:
     assert len(graph.changed_inputs) == 4
 
 
-@pytest.mark.parametrize("model", [InPlaceChain, OldView, WriteThrough, Cached, Counter])
 @pytest.mark.parametrize(
-    "budgets", [{0: 0.62, 1: 0.62}, {0: 0.62, "cpu": 4.0}, {0: 0.62, 1: 0.62, "cpu": 4.0}]
+    ("model", "budgets"),
+    in_turn(
+        [InPlaceChain, OldView, WriteThrough, Cached, Counter],
+        [{0: 0.62, 1: 0.62}, {0: 0.62, "cpu": 4.0}, {0: 0.62, 1: 0.62, "cpu": 4.0}],
+    ),
 )
 def test_placed_models_see_every_write(model: type[nn.Module], budgets: dict[Any, float]) -> None:
     original = model()
