@@ -58,7 +58,7 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3", "t5"))]
+    "family", ["short llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3", "t5"))]
 )
 def test_the_graph_is_that_of_the_whole_work(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(family), torch.randint(1, 20, (2, 7))

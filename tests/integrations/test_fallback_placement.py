@@ -164,6 +164,7 @@ def test_the_first_call_may_fall_back_too() -> None:
         assert placed.plan.method == "hooks"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers 5.17
 def test_the_first_call_may_be_of_a_part() -> None:
     transformers = pytest.importorskip("transformers")

@@ -181,7 +181,7 @@ def test_what_autograd_does_not_take_with_symbols_is_of_one_size_each(
         return own(self, *values)
 
     monkeypatch.setattr(differentiate._Tracing, "step", step)
-    made = Text()
+    made = Text(0)
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
     with graphplan.simulate(budgets):
         placed = graphplan.partition(made, budgets, kwargs=text_of(4, 8), train=True, time_limit=0.5)
@@ -208,6 +208,7 @@ def test_limits_plan_for_the_largest_sizes_at_once() -> None:
             graphplan.partition(Text(), {0: budget}, plan=placed.plan, **options)
 
 
+@pytest.mark.slow
 def test_images_of_transformers_vary_in_the_second_trace(caplog: pytest.LogCaptureFixture) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 

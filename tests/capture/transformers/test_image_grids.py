@@ -49,6 +49,7 @@ def asked(*grids: tuple[int, int], words: int = 4) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_grid_has_a_graph(recwarn: pytest.WarningsRecorder) -> None:
     model = qwen()

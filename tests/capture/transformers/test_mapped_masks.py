@@ -31,13 +31,8 @@ def gemma3(layers: list[str]) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        ["sliding_attention"],
-        pytest.param(["sliding_attention", "full_attention"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [["sliding_attention"], ["sliding_attention", "full_attention"]])
 def test_tokens_of_an_image_see_each_other_in_a_graph(layers: list[str]) -> None:
     model, ids = gemma3(layers), torch.randint(6, 96, (2, LENGTH))
     ids[:, 2:6] = 5
