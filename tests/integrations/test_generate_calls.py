@@ -92,7 +92,9 @@ def test_room_is_left_for_a_fast_prefill() -> None:
     ids = torch.randint(0, 1024, (1, 48))
     with graphplan.simulate({0: int(0.4 * bytes_of(model)) + 200_000, "cpu": 1 << 26}) as machine:
         call = {"input_ids": ids.to("sim:0"), "use_cache": False}
-        placed = graphplan.partition(model, machine.max_memory, kwargs=call, max_length=64, devices=speeds)
+        placed = graphplan.partition(
+            model, machine.max_memory, kwargs=call, max_length=64, devices=speeds, time_limit=60
+        )
         forward, prefill, decode = placed.plans
     assert max(prefill.makespan, decode.makespan) < 2 * forward.makespan
 

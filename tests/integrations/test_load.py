@@ -389,7 +389,7 @@ def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path
 @pytest.mark.slow
 def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path) -> None:
     total = benchmark.write_checkpoint(tmp_path, benchmark.LARGE, layers=2, shard=100_000_000)
-    row = benchmark.alone(benchmark.load, str(tmp_path), int(0.8 * total))
+    row = benchmark.alone(benchmark.load, 0.8, str(tmp_path))
     assert 0.3 * total < row["on_host"] < 0.8 * total
     assert row["over_host"] < 1.1
 
