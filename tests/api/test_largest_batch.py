@@ -75,16 +75,14 @@ def test_what_a_dataclass_holds_is_resized() -> None:
 
 def test_integers_that_decide_have_values() -> None:
     class ByLengths(nn.Module):
-        """Masks rows from where each ends, unless all are whole."""
+        """Branches by whether all rows are whole."""
 
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(16, 16)
 
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            if (lengths == x.shape[1]).all():
-                return self.linear(x)
-            return self.linear(x) * (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+            return self.linear(x) * (1 if (lengths == x.shape[1]).all() else 2)
 
     inputs = torch.randn(2, 8, 16), torch.tensor([3, 8])
     assert graphplan.largest_batch(ByLengths(), {0: "1MB"}, inputs, most=8) == 8

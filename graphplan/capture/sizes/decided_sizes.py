@@ -30,8 +30,12 @@ aten = torch.ops.aten
 
 _BROADCASTING = frozenset(
     {
-        *(aten.expand.default, aten.copy_.default, aten.masked_select.default, aten.masked_fill.Scalar),
+        *(aten.expand.default, aten.copy_.default, aten.copy.default, aten.masked_select.default),
+        *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
         *(aten.mse_loss.default, aten.huber_loss.default, aten.smooth_l1_loss.default),
+        *(aten.dist.default, aten.linalg_cross.default),
+        *(aten.complex.default, aten.polar.default),
     }
 )
 """What broadcasts, without a tag that says so."""
@@ -64,7 +68,7 @@ class DecidedSizes(fx.Interpreter):
         if n.op == "output":
             return super().run_node(n)
         traced = _sizes(tree_leaves(n.meta.get("val")))
-        if any(map(_is_open, traced)):
+        if any(map(_data_decides, traced)):
             made = super().run_node(n)
             for here, before in zip(_sizes(tree_leaves(made)), traced, strict=True):
                 if isinstance(here, torch.SymInt) and isinstance(before, torch.SymInt):
@@ -73,13 +77,13 @@ class DecidedSizes(fx.Interpreter):
         with self._env.ignore_fresh_unbacked_symbols():
             made = super().run_node(n)
         sizes = _sizes(tree_leaves(made))
-        if any(map(_is_open, sizes)):
+        if any(map(_data_decides, sizes)):
             for here, decided in zip(sizes, traced, strict=True):
                 self._decide(n, here, decided)
         return made
 
     def _decide(self, node: fx.Node, size: Any, decided: Any) -> None:
-        if not _is_open(size):
+        if not _data_decides(size):
             return
         if isinstance(decided, torch.SymInt):
             raise NoGraphError(
@@ -90,7 +94,7 @@ class DecidedSizes(fx.Interpreter):
             torch._check(size == decided)  # also of what the operation has made on its way
 
 
-def _is_open(size: Any) -> bool:
+def _data_decides(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size)
 
 

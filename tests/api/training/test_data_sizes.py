@@ -113,11 +113,12 @@ class Met(nn.Module):
             "rest": lambda: second[~marks],
             "same": lambda: second[marks],
             "four": lambda: second[:4],
+            "filled": lambda: first[marks].masked_fill(x[:, 0][~marks] > 0, x.new_tensor(2.0)),
         }[self.others]()
         return (first[marks] * other).square().sum()
 
 
-@pytest.mark.parametrize("others", ["rest", "same", "four"])
+@pytest.mark.parametrize("others", ["rest", "same", "four", "filled"])
 def test_gradients_of_what_may_broadcast_are_left_to_autograd(others: str) -> None:
     torch.manual_seed(0)
     eager, x = Met(others), torch.randn(8, 4)
