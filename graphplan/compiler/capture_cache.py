@@ -1,4 +1,4 @@
-"""What has been traced of one model: a capture of each structure of calls, annotated for bounds of sizes."""
+"""The captures of one model: each structure of calls is traced once, then annotated for bounds on sizes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ logger = logging.getLogger("graphplan")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was traced, in some modes of the modules; and annotated, for some sizes.
+    """A traced structure of calls, the modes of the modules, and an annotator for each bound on sizes.
 
-    ``varies`` says whether sizes were to be symbols: not in a first training step, which takes less so.
+    ``varies`` says whether sizes could become symbols: not in a first training step, since it costs less.
     """
 
     modes: Modes
@@ -46,16 +46,16 @@ class Captured:
 
 
 class Captures:
-    """Traces calls of one model, each structure once: ``known`` has what was traced so far."""
+    """Traces calls of one model, each structure once; ``known`` has the captures so far."""
 
     def __init__(self, model_copy: ModelCopy, options: Options, bench: KernelBench) -> None:
         self.model_copy, self.options, self.bench = model_copy, options, bench
         self.known: list[Captured] = []
-        self._of_one_size = set[str]()  # entries of which the sizes of a step cannot vary
+        self._fixed_entries = set[str]()  # entries whose training steps are traced with fixed sizes
 
     @one_at_a_time
     def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
-        """A call, traced unless one of its structure was traced before, for sizes up to a bound.
+        """Return the annotator of a call for sizes up to a bound; trace the call if its structure is new.
 
         ``ahead`` is as in :meth:`graphplan.capture.sizes.size_limits.SizeLimits.largest`.
         """
@@ -75,16 +75,16 @@ class Captures:
         return known.annotators[-1]
 
     def adopt(self, annotator: Annotator) -> None:
-        """Let a capture that was made elsewhere, as of a stage, serve the calls of its signature."""
+        """Serve calls of its signature with a capture that was made elsewhere, such as a stage's."""
         self.known.append(Captured(self.model_copy.modes, annotator.capture, [annotator]))
 
     def drop(self, annotator: Annotator) -> None:
-        """Undo :meth:`adopt`, where there was no room."""
+        """Undo :meth:`adopt`, after a placement found no room."""
         self.known[:] = [known for known in self.known if annotator not in known.annotators]
 
     @one_at_a_time
     def traced(self, call: BoundCall, entry: str = "") -> Captured:
-        """A call, traced unless one of its structure was traced before."""
+        """Return the capture of a call; trace it if its structure is new."""
         modes, reason = self.model_copy.modes, None
         step, sizes = self.model_copy.step is not None, False
         vary = not step or self.options.size_limits.given
@@ -111,32 +111,32 @@ class Captures:
         enter_stage("trace")
         traced = self._trace(call, entry, vary=vary, sizes=sizes)
         self.known.append(Captured(modes, traced, [], vary))
-        self.model_copy.enter(modes)  # forward may set what it finds missing in the configuration
+        self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.known[-1]
 
     def _trace(self, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
-        """A call, traced; a training step in which sizes cannot vary, for those of the call alone."""
+        """Trace a call; trace a training step for the sizes of this call alone if its sizes cannot vary."""
         part, step = self.model_copy.part(entry), self.model_copy.step is not None
-        if step and (not vary or entry in self._of_one_size):
-            return self._made(part, call, entry, vary=False, sizes=False)
+        if step and (not vary or entry in self._fixed_entries):
+            return self._capture(part, call, entry, vary=False, sizes=False)
         try:
-            return self._made(part, call, entry, vary=vary, sizes=sizes)
+            return self._capture(part, call, entry, vary=vary, sizes=sizes)
         except NoGraphError as error:
             if not step:
                 raise
             why = first_line(error)
-        self._of_one_size.add(entry)
-        found = self._made(part, call, entry, vary=False, sizes=False)
+        self._fixed_entries.add(entry)
+        fixed_capture = self._capture(part, call, entry, vary=False, sizes=False)
         part.warn_once(
             "sizes cannot vary in the trace of this training step, so that each new one is traced and planned"
             f" anew: {why}"
         )
-        return found
+        return fixed_capture
 
-    def _made(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
-        """A call, from the folder of captures; or traced, simplified and differentiated, and saved there."""
+    def _capture(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
+        """Read a capture from the folder; or trace, simplify and differentiate the call, and save it."""
         how, saved = self.model_copy.step, self.options.saved_captures
-        shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
+        shapes = None if entry else self.options.dynamic_shapes  # given for forward's arguments alone
         keep_grad, fixed = self.options.grad or how is not None, part.entry in part.fixed
         options = {"keep_grad": keep_grad, "step": how is not None, "vary": vary, "sizes": sizes}
         origin = None
@@ -146,20 +146,20 @@ class Captures:
         if found is None:
             with overheard() as warnings:
                 found = capture(part, call, shapes, **options)
-                known = origin is not None and is_known(found, origin)
+                is_savable = origin is not None and is_known(found, origin)
                 simplify(found, keep_grad=keep_grad)
                 if how is not None:
                     found = with_backward(found, part.weights, call, how, fixed=not vary)
-            if saved and origin and known:
+            if saved and origin and is_savable:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
         return found
 
 
 def _differing(signature: InputSignature, call: BoundCall) -> set[int]:
-    """Sizes that were no symbols of the trace, as those of an image, and that the call has others for.
+    """Return the sizes that are constants of the trace, such as an image's, and differ in the call.
 
-    In a training step, those of 0 and 1 never are.
+    In a training step, sizes of 0 and 1 never become symbols.
     """
     return {
         fixed
@@ -171,17 +171,15 @@ def _differing(signature: InputSignature, call: BoundCall) -> set[int]:
 
 
 def _other_number(signature: InputSignature, call: BoundCall) -> bool:
-    """Whether an int or a float that was no symbol of the trace is another."""
+    """Whether an int or a float that is a constant of the trace differs in the call."""
     pairs = zip(signature.leaves, call.leaves, strict=True)
-    return any(
-        type(asked) in (int, float) and type(here) is type(asked) and asked != here for asked, here in pairs
-    )
+    return any(type(old) in (int, float) and type(new) is type(old) and old != new for old, new in pairs)
 
 
 def with_backward(
     capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation, *, fixed: bool
 ) -> Capture:
-    """A training step of which this is the forward pass, simplified; ``fixed`` as in ``differentiate``."""
+    """Return the simplified training step of a captured forward pass; ``fixed`` as in ``differentiate``."""
     found = differentiate(capture, weights, call, how, fixed=fixed)
     simplify(found)
     read_weights_anew(found)
@@ -189,9 +187,9 @@ def with_backward(
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:
-    """Let a constant have one name in all captures of a model, and a name one value, and one attribute."""
+    """Rename constants: in all captures a constant has one name, and a name one value and attribute."""
     known = {name: tensor for other in others for name, tensor in other.constants.items()}
-    held = {name: at for other in others for name, at in (other.attributes or {}).items()}
+    held = {name: attr for other in others for name, attr in (other.attributes or {}).items()}
     names: dict[str, str] = {}
     for name, tensor in capture.constants.items():
         alike = held.get(name) == (capture.attributes or {}).get(name)

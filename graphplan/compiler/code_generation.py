@@ -1,4 +1,4 @@
-"""A plan becomes the program that a placed module runs: pass after pass, each proven."""
+"""Lower a plan to the program that a placed module runs; the lowered code is verified against the plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lower_planned(
     constants: PlacedConstants,
     modes: Modes,
 ) -> Program:
-    """The program of a plan; ``modes`` are those in which it was traced."""
+    """Return the program of a plan; ``modes`` are those of the modules when the call was traced."""
     captured, plan = planned.capture, planned.plan
     graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
     backward, tangents = None, () if captured.step is None else captured.step.tangents
@@ -76,7 +76,6 @@ def lower_planned(
 
 
 def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backward:
-    """The backward pass of a training step, whose code this is."""
     assert captured.step is not None
     read = {str(node.target) for node in code.nodes if node.op == "get_attr"}
     return Backward(
@@ -92,7 +91,7 @@ def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backw
 def _generate(
     planned: Planned, topology: Topology, options: Options
 ) -> tuple[torch.fx.Graph, Mapping[str, nn.Module]]:
-    """The code, and the modules that it calls, by attribute."""
+    """Return the code, and attribute name -> module that the code calls."""
     graph, schedule = planned.plan.graph, planned.plan.schedule
     code, branches = lower(planned.capture, graph, schedule, topology)
     quicken(code)
@@ -105,27 +104,27 @@ def _generate(
 
 
 def _states_of(captured: Capture, graph: Graph) -> list[str]:
-    """The caches' tensors in the order in which the code takes them."""
+    """Return the names of the caches' tensors in the order in which the code takes them."""
     return [name for name in graph.weights if name in captured.states]
 
 
 def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
-    """Where each tensor of the caller's caches is to be."""
+    """Return the tensors of the caller's caches, each with the device where it is and where it has to be."""
     captured, plan, call = planned.capture, planned.plan, planned.call
-    found = []
+    states = []
     for position, name in enumerate(_states_of(captured, plan.graph), len(plan.graph.inputs)):
         home = topology[plan.schedule.assignment.weights[name]].torch_device
         leaf = captured.states[name]
-        here = call.leaves[leaf].device
-        found.append(State(position, leaf, home, torch.device(CPU) if here.type == "meta" else here))
-    return tuple(found)
+        device = call.leaves[leaf].device
+        states.append(State(position, leaf, home, torch.device(CPU) if device.type == "meta" else device))
+    return tuple(states)
 
 
 def _made_dense(captured: Capture, inputs: Sequence[str]) -> tuple[int, ...]:
-    """Positions of the inputs that may have any strides: they were traced with the usual ones."""
-    found, places = [], dict(zip(captured.inputs, captured.order, strict=True))
+    """Return the positions of the inputs that may have any strides, but were traced as contiguous."""
+    found, leaf_of = [], dict(zip(captured.inputs, captured.order, strict=True))
     for position, name in enumerate(inputs):
-        index = places[name]
+        index = leaf_of[name]
         leaf = None if index is None else captured.signature.leaves[index]
         if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
             found.append(position)
@@ -133,7 +132,7 @@ def _made_dense(captured: Capture, inputs: Sequence[str]) -> tuple[int, ...]:
 
 
 def _read_on_host(plan: Plan, inputs: Sequence[str]) -> frozenset[int]:
-    """Positions of the inputs that an operation on the caller's device reads without a move."""
+    """Return the positions of the inputs that an operation on the caller's device reads without a move."""
     host, graph = plan.schedule.host, plan.graph
     read = {
         name

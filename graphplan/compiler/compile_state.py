@@ -1,4 +1,4 @@
-"""What the passes of the planner hand on to each other: calls, and what is placed of each."""
+"""What the passes of the planner hand on to each other: the calls to plan, and the placement of each."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Member:
 
 
 def in_parts(member: Member, parts: Sequence[Part]) -> Member:
-    """The same call, with some weights computed in parts."""
+    """Return the same call with weights sliced into these parts."""
     annotator = member.annotator
     return replace(member, annotator=annotator.of(slice_weights(annotator.capture, parts)))
 
 
 @dataclass(frozen=True, slots=True)
 class CompileState:
-    """The calls to place, beside what is settled, and how long the search may take."""
+    """The calls to place, what earlier plans and the caller have settled, and the limits of the search."""
 
     formulation: Formulation
     members: Sequence[Member]
@@ -46,31 +46,31 @@ class CompileState:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A call, with weights in parts or with less saved, and the placement that a quick search finds."""
+    """A call with weights in parts or with less saved, and the placement of a quick search, if any."""
 
     member: Member
     found: Evaluation | None
 
     @property
     def seconds(self) -> float:
-        """Of the call and of the optimizer's step after it; infinite where nothing is found."""
+        """Seconds of the call and of the optimizer's step after it; infinite without a placement."""
         return math.inf if self.found is None else with_optimizer(self.found)
 
 
 def with_optimizer(found: Evaluation) -> float:
-    """Seconds of a call, and of the optimizer's step after it."""
+    """Return the seconds of a call and of the optimizer's step after it."""
     problem = found.problem
     return found.seconds + optimizer_seconds(problem.graph, problem.topology, found.assignment.weights)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A call that is placed.
+    """A placed call.
 
     Attributes:
         member: the call.
-        asked: its problem, and the caller's constraints apart.
-        solution: of the problem with them.
+        asked: its problem without the caller's constraints, and these constraints.
+        solution: of the constrained problem.
     """
 
     member: Member
@@ -79,10 +79,10 @@ class Choice:
 
     @cached_property
     def problem(self) -> Problem:
-        """With the constraints."""
+        """The constrained problem."""
         return self.asked.with_homes({})
 
     @property
     def seconds(self) -> float:
-        """Of one call, as estimated."""
+        """Estimated seconds of one call."""
         return self.solution.evaluation.seconds

@@ -1,4 +1,4 @@
-"""What the plans of a model settle for those that come later: homes of weights, constants, buffers."""
+"""What earlier plans of a model settle for later ones: devices of weights and constants, prefetch buffers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ALLOCATOR_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger
 
 
 class PlacedConstants:
-    """Those of all plans of a model, in whose captures a name is of one value.
+    """The constants of all plans of a model; a name stands for one value in all of its captures.
 
     Attributes:
-        tensors: name -> values, as traced.
-        homes: name -> where the first plan that has it puts it.
+        tensors: name -> value, as traced.
+        homes: name -> device on which the first plan that has it puts it.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class PlacedConstants:
         self._copies: dict[str, torch.Tensor] = {}
 
     def settle(self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]) -> None:
-        """Let constants that no earlier plan has be where this one has them."""
+        """Settle the devices of the constants that no earlier plan has."""
         for name, tensor in constants.items():
             self.tensors.setdefault(name, tensor)
             self.homes.setdefault(name, homes[name])
 
     def place(self, constants: Mapping[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
-        """Each constant on the device that is settled: one tensor for all plans that have it."""
+        """Return each constant on its settled device; all plans that have it share one tensor."""
         for name in constants:
             if name not in self._copies:
                 device = topology[self.homes[name]].torch_device
@@ -45,15 +45,15 @@ class PlacedConstants:
 
 
 class Commitments:
-    """What is settled.
+    """What earlier plans have settled.
 
     Attributes:
-        homes: weight or part of one -> where it lives; None until a plan has decided.
-        known: the assignment that has put the weights there, where that was another process.
-        constants: those that are placed.
+        homes: weight or part of a weight -> device where it resides; None until a plan has decided.
+        known: the assignment that has placed the weights, if another process has done it.
+        constants: the placed constants.
         plans: made so far.
-        trained: parameters beside which one of these has a gradient, which may stay.
-        refused: calls for which there was no room beside these.
+        trained: parameters that have a gradient or optimizer state in one of the plans, which may stay.
+        refused: captures of calls for which there was no room beside the plans.
     """
 
     def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
@@ -64,56 +64,56 @@ class Commitments:
         self.refused: list[Capture] = []
 
     def lacks_room(self, capture: Capture) -> bool:
-        """Whether there was none for a call of the same trace that is no larger."""
+        """Whether there was no room for a call of the same trace that is no larger."""
         alike = [one.sizes for one in self.refused if one.module is capture.module]
         return any(all(capture.sizes.get(name, 0) >= n for name, n in sizes.items()) for sizes in alike)
 
     def known_for(self, graph: Graph) -> Assignment | None:
-        """The known assignment, if it is of this graph."""
+        """Return the known assignment if it is of this graph, else None."""
         known = self.known
         if known is None or known.operations.keys() != graph.operations.keys():
             return None
         return known if known.weights.keys() == graph.weights.keys() else None
 
     def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
-        """Let what no earlier plan has settled be where this one has it, and its constants too."""
+        """Settle the weights and constants of this plan that no earlier plan has settled."""
         homes = plan.schedule.assignment.weights
-        own = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
-        self.homes = own | (self.homes or {})
+        own_homes = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
+        self.homes = own_homes | (self.homes or {})
         self.constants.settle(constants, homes)
         self.plans.append(plan)
         self.trained.update(weight.name for weight in plan.graph.weights.values() if weight.beside)
 
     @property
     def parts(self) -> dict[Part, DeviceKey]:
-        """Parts of sliced weights that have been placed."""
+        """Placed part of a sliced weight -> its device."""
         named = ((Part.named(name), key) for name, key in (self.homes or {}).items())
         return {part: key for part, key in named if part is not None}
 
     def prefetch_bytes(self) -> dict[DeviceKey, int]:
-        """Bytes of the prefetch buffers that earlier plans have made."""
+        """Return device -> bytes of the prefetch buffer that earlier plans have there."""
         return prefetch_bytes(buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers)
 
     def prefetch_limits(self, topology: Topology) -> dict[DeviceKey, int]:
-        """Bytes that the prefetch buffers may have so that earlier plans keep their budgets."""
-        here = self.prefetch_bytes()
+        """Return device -> most bytes of a prefetch buffer with which earlier plans keep their budgets."""
+        existing = self.prefetch_bytes()
         limits: dict[DeviceKey, int] = {}
         for plan in self.plans:
-            own = prefetch_bytes(plan.schedule.prefetch_buffers)
+            planned = prefetch_bytes(plan.schedule.prefetch_buffers)
             for spec in topology.devices:
                 slack = _ALLOCATOR_SLACK if spec.type == "cuda" else 0
-                left = own.get(spec.key, 0) + spec.room - plan.peak_bytes[spec.key] - slack
-                limit = max(left, here.get(spec.key, 0))
+                available = planned.get(spec.key, 0) + spec.room - plan.peak_bytes[spec.key] - slack
+                limit = max(available, existing.get(spec.key, 0))
                 limits[spec.key] = min(limit, limits.get(spec.key, limit))
         return limits
 
     def layout(self, topology: Topology) -> Layout:
-        """Where the first plans have put the weights, and which of them they stream."""
+        """Return where the first plans have put the weights, and which weights are streamed."""
         assert self.homes is not None
         prefetch_buffers = [buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers]
-        of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
+        whole_of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
         streamed = (
-            of.get(n, n)
+            whole_of.get(n, n)
             for buffer in prefetch_buffers
             for segment in buffer.segments
             for n in segment.weights

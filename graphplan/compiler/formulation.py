@@ -1,4 +1,4 @@
-"""The problem that a call poses: its graph, beside what the caller and earlier plans have settled."""
+"""The placement problem of a call: its graph, the caller's options, and what earlier plans have settled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from graphplan.passes.placement.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What does not change from call to call; as in :func:`graphplan.partition`."""
+    """The options that are the same for all calls; as in :func:`graphplan.partition`."""
 
     dynamic_shapes: Any = None
     grad: bool = False
@@ -39,7 +39,7 @@ class Options:
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
     training: Training | None = None
-    # not in the repr, which ranks compare: each may have a folder of its own
+    # not in the repr, which ranks compare: each rank may have its own folder
     saved_captures: SavedCaptures | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,13 +50,13 @@ class Options:
 
     @property
     def differentiates(self) -> bool:
-        """Whether a backward pass may follow: by autograd, or as planned."""
+        """Whether a backward pass may follow, by autograd or in a planned training step."""
         return self.grad or self.training is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Formulation:
-    """Poses problems, beside what earlier plans have ``committed``.
+    """Formulates placement problems, around what earlier plans have ``committed``.
 
     ``mappable`` are the parameters that can stay on disk; None for all.
     """
@@ -67,12 +67,12 @@ class Formulation:
     mappable: Set[str] | None = None
 
     def constrained(self, annotator: Annotator, call: BoundCall) -> Problem:
-        """What is to be placed, with the caller's rules."""
+        """Return the problem of a call, with the caller's constraints."""
         plain = self.plain(annotator, call)
         return constrain(plain, self.options.constraints.within(plain.graph))
 
     def plain(self, annotator: Annotator, call: BoundCall, together: Sequence[Capture] = ()) -> Problem:
-        """What is to be placed, without the caller's rules; ``together`` as in :meth:`graph`."""
+        """Return the problem of a call without the caller's constraints; ``together`` as in :meth:`graph`."""
         states = self._state_homes(annotator.capture, call)
         return Problem(
             self.graph(annotator, together=together),
@@ -88,7 +88,7 @@ class Formulation:
     def graph(
         self, annotator: Annotator, schedule: Schedule | None = None, together: Sequence[Capture] = ()
     ) -> Graph:
-        """The graph with the constants and parts of other calls, which take their bytes all the same.
+        """Return the graph, with the constants, caches and parts of other calls, which also take memory.
 
         ``schedule`` is as in :meth:`Annotator.graph`; ``together`` are all calls that are planned together.
         """
@@ -96,45 +96,45 @@ class Formulation:
         graph = annotator.graph(schedule, kinds)
         if self.options.training is not None:
             graph = self.options.training.held(graph, annotator.capture, self.committed.trained)
-        beside = [*self._beside(annotator.capture, together), *self._kept_parts(annotator.capture, graph)]
-        return graph.changed(weights=[*graph.weights.values(), *beside]) if beside else graph
+        others = [*self._others(annotator.capture, together), *self._other_parts(annotator.capture, graph)]
+        return graph.changed(weights=[*graph.weights.values(), *others]) if others else graph
 
-    def _beside(self, capture: Capture, together: Sequence[Capture]) -> list[Weight]:
-        """Constants and tensors of caches of other calls."""
+    def _others(self, capture: Capture, together: Sequence[Capture]) -> list[Weight]:
+        """Return the constants and the tensors of caches that other calls have and this one has not."""
         tensors = dict(self.committed.constants.tensors)
         for other in together:
             tensors |= other.constants
-        away = [name for other in together for name in other.states if name not in capture.states]
+        caches = [name for other in together for name in other.states if name not in capture.states]
         return [
             *(
                 Weight(name, tensor_bytes(tensor), (name,), "constant", False)
                 for name, tensor in tensors.items()
                 if name not in capture.constants
             ),
-            *(Weight(name, 0, (name,), "cache", False) for name in away),
+            *(Weight(name, 0, (name,), "cache", False) for name in caches),
         ]
 
-    def _kept_parts(self, capture: Capture, graph: Graph) -> list[Weight]:
-        """Parts of sliced weights that this call does not read so."""
-        found = []
+    def _other_parts(self, capture: Capture, graph: Graph) -> list[Weight]:
+        """Return the placed parts of sliced weights that this call does not read as parts."""
+        weights = []
         for part, key in self.committed.parts.items():
             if part.name not in capture.parts:
                 kept = part_weight(graph.weights[part.weight], part)
-                nbytes = kept.nbytes if self.topology[key].is_accelerator else 0  # else a view
-                found.append(replace(kept, nbytes=nbytes, part_of=""))
-        return found
+                nbytes = kept.nbytes if self.topology[key].is_accelerator else 0  # on the CPU it is a view
+                weights.append(replace(kept, nbytes=nbytes, part_of=""))
+        return weights
 
     def _state_homes(self, capture: Capture, call: BoundCall) -> dict[str, DeviceKey]:
-        """Where the tensors of a call's caches are, as far as accelerators hold them and weights too."""
+        """Return the devices of the cache tensors on accelerators; none before weights are placed."""
         if self.committed.homes is None:
             return {}
-        of = {spec.torch_device: spec.key for spec in self.topology.accelerators}
-        found = ((name, of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())
-        return {name: key for name, key in found if key is not None}
+        key_of = {spec.torch_device: spec.key for spec in self.topology.accelerators}
+        keys = ((name, key_of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())
+        return {name: key for name, key in keys if key is not None}
 
 
 def host_key(topology: Topology, call: BoundCall) -> DeviceKey:
-    """The key of the device where the caller's tensors are; meta ones are taken to be on the CPU."""
+    """Return the key of the device that holds the caller's tensors; meta tensors count as on the CPU."""
     device = call.device
     if device is None or device.type == "meta":
         device = torch.device(CPU)

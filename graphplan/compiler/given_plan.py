@@ -1,4 +1,4 @@
-"""Carry out a plan that was made before: the same graph, checked, at the places that it says; no search."""
+"""Carry out an existing plan: check that the graph is the same, and place it as planned, without a search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphplan.passes.training.knapsack import Savings, savings_of
 
 
 def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
-    """Pass: the placement of a plan, of as many calls."""
+    """Pass: place the calls as an existing plan of as many calls says."""
     plans = plan.calls
     if len(plans) != len(state.members):
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
@@ -33,7 +33,7 @@ def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
 
 
 def _as_planned(member: Member, plan: PlanData) -> Member:
-    """The call with the weights in parts that the plan has in parts, and what it saves less of saved less."""
+    """Return the call with the sliced weights, recomputation and offloading of the plan."""
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
     if parts:
         member = in_parts(member, parts)
@@ -42,7 +42,7 @@ def _as_planned(member: Member, plan: PlanData) -> Member:
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
-    formulation, together = state.formulation, [one.annotator.capture for one in state.members]
+    formulation, together = state.formulation, [each.annotator.capture for each in state.members]
     plain = formulation.plain(member.annotator, member.call, together)
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
@@ -51,19 +51,19 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     if agreed is None:
         _refuse(plan.graph, graph)
     problem = replace(plain, graph=agreed, prefetch_bytes=plan.shared_prefetch_bytes)
-    found = evaluate(problem, plan.schedule.assignment)
-    _require_room(found, state)
-    asked = Call(problem, plan.constraints, member.weight)
-    known = agreed is plan.graph and _no_roomier(problem.topology, plan.topology)
-    bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for others")
-    return Choice(member, asked, certify(found, bound))
+    evaluation = evaluate(problem, plan.schedule.assignment)
+    _require_room(evaluation, state)
+    call = Call(problem, plan.constraints, member.weight)
+    holds = agreed is plan.graph and _no_roomier(problem.topology, plan.topology)
+    bound = Bound(plan.lower_bound, plan.proof) if holds else Bound(0.0, "made for other devices or budgets")
+    return Choice(member, call, certify(evaluation, bound))
 
 
 def _agreed(planned: Graph, here: Graph) -> Graph | None:
-    """The graph that was planned, if that of this model is the same, or what both need; else None.
+    """Return the planned graph if this model's is equal, else one that holds here if only kernels differ.
 
-    It may have been planned for other devices: kernels differ in what they copy, and in the workspace that
-    they take, which is measured where the device is at hand. How long the optimizer takes is as planned.
+    Return None otherwise. The plan may be for other devices, whose kernels copy other values or need other
+    workspace, which is measured only on devices of this machine. The optimizer's traffic is as planned.
     """
     traffic = {name: weight.step_traffic for name, weight in planned.weights.items()}
     weights = [replace(w, step_traffic=traffic.get(w.name, w.step_traffic)) for w in here.weights.values()]
@@ -80,26 +80,24 @@ def _unmeasured(graph: Graph) -> Graph:
 
 
 def _kinds(graph: Graph) -> set[str]:
-    """The types of devices for which workspaces were measured."""
+    """Return the device types for which workspaces are known."""
     return {kind for one in graph.operations.values() for kind in one.workspace}
 
 
 def _computed(graph: Graph) -> tuple[object, ...]:
-    """What a graph computes of what, whatever the devices."""
-    operations = [
-        (one.name, one.type, one.inputs, one.outputs, one.mutates) for one in graph.operations.values()
-    ]
+    """Return what a graph computes from what, independent of devices."""
+    operations = [(op.name, op.type, op.inputs, op.outputs, op.mutates) for op in graph.operations.values()]
     sizes = {name: value.copy_bytes for name, value in graph.values.items()}
     return operations, sizes, graph.weights, graph.inputs, graph.outputs
 
 
 def _no_roomier(now: Topology, planned: Topology) -> bool:
-    """Whether a bound for the planned devices holds for these: they are as fast, and have no more room."""
+    """Whether the planned bound holds here: the devices are the planned ones, and none has more room."""
     return all(here.room <= there.room for here, there in zip(now.devices, planned.devices, strict=True))
 
 
-def _require_room(found: Evaluation, state: CompileState) -> None:
-    for key, over in found.excess.items():
+def _require_room(evaluation: Evaluation, state: CompileState) -> None:
+    for key, over in evaluation.excess.items():
         room = state.formulation.topology[key].room
         raise PlanError(
             f"the plan takes {readable_bytes(room + over)} on device {key!r}, where max_memory leaves "
@@ -117,7 +115,7 @@ def _refuse(planned: Graph, here: Graph) -> NoReturn:
 
 
 def _details(planned: Graph, here: Graph) -> Iterator[str]:
-    """What else differs: what operations read, the results, the bytes of weights, all else."""
+    """Yield the other differences: what operations read, the results, the bytes of weights, all else."""
     for name, operation in planned.operations.items():
         now = here.operations.get(name)
         if now is not None and now.inputs != operation.inputs:

@@ -3,11 +3,11 @@
 ::
 
     capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
-    plan            Compiler._passed        over one CompileState, of one call or several
-        reuse_slices                        weights that are in parts already
-        place_step                          constrain, save less or slice, place: where everything is
-        check_budgets                       proof that nothing passes a budget, in any call
-    lower           lower_planned           plan -> fx graph with every move, specialised, verified
+    plan            Compiler._run_passes    on one CompileState, of one call or several
+        reuse_slices                        slice weights as earlier plans have
+        place_step                          constrain, save less or slice, assign devices
+        check_budgets                       prove that no call passes a budget
+    lower           lower_planned           plan -> fx graph with every transfer, specialised, verified
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
 
-_SETTLED = ", with the weights where they are"  # what a proof says that holds beside an earlier plan alone
-_NOTICED = 1e-3  # seconds of a call: of shorter ones nobody asks why they are slow
-_WORTH = 2.0  # times as slow as one for the sizes at hand may be a plan for larger ones, which come next
-AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
+_SETTLED = ", with the weights where they are"  # ends the proof of a bound for weights placed earlier
+_NOTICED = 1e-3  # seconds: for a shorter call, no warning says that it is slow
+_WORTH = 2.0  # a plan for larger sizes, which are likely next, may be so many times as slow as one without
+AHEAD = (1.0, 0.25)  # how far to plan ahead for later sizes, as far as there is room
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs ({}), give "
     "partition {}"
@@ -67,7 +67,7 @@ _TRAINED = "max_batch and max_length that cover them, or them as its example"  #
 
 @dataclass(frozen=True, slots=True)
 class EntryCall:
-    """A call to plan, of the model or of the ``entry`` at a path; its seconds count ``weight`` times."""
+    """A call to plan, of the model or of its method ``entry``; the objective counts it ``weight`` times."""
 
     call: BoundCall
     entry: str = ""
@@ -75,21 +75,21 @@ class EntryCall:
 
 
 class Compiler:
-    """Plans and lowers calls of one model; the first decides where weights are.
+    """Plans and lowers calls of one model; the first plan decides where weights reside.
 
-    A placed module and its copies share it, in any threads: it works under the capture lock.
+    A placed module and its copies share one, in any threads: it works under the capture lock.
 
     Args:
-        model_copy: the copy of the model that is traced.
+        model_copy: the copy of the model to trace.
         topology: the devices.
-        options: of the caller.
-        homes: where weights are already, if that is settled.
-        known: the assignment that has put them there.
-        mappable: the parameters that can stay on disk; None for all. Where a model is trained, none can.
-        given: a plan to carry out in place of a search, of the first calls.
+        options: the caller's.
+        homes: weight -> device, if weights are placed already.
+        known: the assignment that has placed them.
+        mappable: the parameters that can stay on disk; None for all. In training, none can.
+        given: an existing plan, which the first calls carry out in place of a search.
 
     Attributes:
-        captures: what has been traced so far.
+        captures: the captures so far.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Compiler:
 
     @property
     def homes(self) -> dict[str, DeviceKey] | None:
-        """Where weights live; None until a plan has decided."""
+        """Weight -> device where it resides; None until a plan has decided."""
         return self._committed.homes
 
     def settle(self) -> None:
-        """Let weights that no plan knows reside on the CPU, or else where weights leave the most room."""
+        """Assign weights that no plan knows to the CPU, or else to the device with the most room left."""
         homes = self.homes
         assert homes is not None
         room = {spec.key: spec.room for spec in self.topology.devices if spec.key != DISK}
@@ -126,7 +126,7 @@ class Compiler:
             room[home] = room.get(home, 0) - tensor_bytes(weights[name])
 
     def layout(self) -> Layout:
-        """Where the first plans have put the weights, and which of them they stream."""
+        """Return where the first plans have put the weights, and which weights are streamed."""
         return self._committed.layout(self.topology)
 
     @one_at_a_time
@@ -138,35 +138,35 @@ class Compiler:
         *,
         retries: bool = False,
     ) -> Planned:
-        """Capture, annotate and place a call, with larger sizes as the options say.
+        """Capture, annotate and place a call, for larger sizes if the options say so.
 
-        ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is
-        planned as it is, a later one ahead, as far as there is room for that and to be fast. ``retries`` as
-        in :class:`Limits`.
+        ``aheads`` are as for captures, tried in order until there is room. By default a first call is planned
+        for its own sizes, a later one for larger sizes if there is room and the plan is fast. ``retries`` is
+        as in :class:`Limits`.
         """
         placed, tried, slow = self.homes is not None, list[Annotator](), list[tuple[float, Planned]]()
         aheads = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
         for ahead in aheads:
             last = ahead == aheads[-1]
             annotator = self.captures.annotated(call, entry, ahead)
-            again = annotator in tried  # the caller has set the limits; the last error says what would do
-            if (again and (slow or retries or not last)) or (slow and ahead):  # or it is as slow
+            again = annotator in tried  # the caller's limits fix the sizes; the last error names budgets
+            if (again and (slow or retries or not last)) or (slow and ahead):  # a plan ahead is slow again
                 continue
             if not last and self._committed.lacks_room(annotator.capture):
                 continue
             tried.append(annotator)
             try:
-                found = self._planned([Member(annotator, 1.0, call)], retries=retries or not last)[0]
-            except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
+                planned = self._planned([Member(annotator, 1.0, call)], retries=retries or not last)[0]
+            except InfeasibleError as error:  # no room for larger sizes: those at hand may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
                 self._committed.refused.append(annotator.capture)
                 continue
-            times = slowness(found.plan) if placed else 1.0
+            times = slowness(planned.plan) if placed else 1.0
             if times <= SLOW:
-                return found
-            slow.append((times, found))
-        if slow:  # where nothing is fast, a plan for more sizes saves planning
+                return planned
+            slow.append((times, planned))
+        if slow:  # no plan is fast: one for more sizes saves planning again
             return slow[-1][1] if _WORTH * slow[-1][0] < slow[0][0] else slow[0][1]
         if placed:
             advice = _SIZED if self.options.training is None else _TRAINED
@@ -177,14 +177,14 @@ class Compiler:
             del lacking  # a cycle with this frame would keep the caller's tensors
 
     def aheads(self, call: BoundCall, entry: str) -> Sequence[float]:
-        """How far to plan ahead where weights may move: a cache is sure to grow."""
+        """Return how far to plan ahead if weights may move: a cache is sure to grow."""
         return AHEAD if self.captures.traced(call, entry).capture.states else (*AHEAD, 0.0)
 
     @one_at_a_time
     def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
-        """Capture several calls, and place them over the same homes of weights.
+        """Capture several calls, and place them over one placement of weights.
 
-        Calls of one structure are one call with the sum of their weights. ``advise`` as in :class:`Limits`.
+        Calls of one structure count as one, with the sum of their weights. ``advise`` as in :class:`Limits`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one in calls:
@@ -192,51 +192,51 @@ class Compiler:
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + one.weight, one.call)
-        made = self._planned(list(members.values()), advise=advise)
-        first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
-        return replace(made[0], plan=first), *made[1:]
+        plans = self._planned(list(members.values()), advise=advise)
+        first = replace(plans[0].plan, others=tuple(planned.plan for planned in plans[1:]))
+        return replace(plans[0], plan=first), *plans[1:]
 
     def plan_and_commit(self, calls: Sequence[EntryCall], *, advise: bool = True) -> Sequence[Planned]:
-        """As :meth:`plan_together`; later plans go by these."""
+        """Plan calls as in :meth:`plan_together`, and commit the plans."""
         planned = self.plan_together(calls, advise=advise)
         for one in planned:
             self.commit(one)
         return planned
 
     def pose(self, asked: EntryCall) -> Problem:
-        """What a plan of a call would have to place, with the weights where earlier plans have put them.
+        """Return the problem that a plan of a call has to solve, with weights where earlier plans put them.
 
         Raises:
-            LimitError: it is larger than the caller's limits.
-            CaptureError: it cannot be traced, or measured.
+            LimitError: the call is larger than the caller's limits.
+            CaptureError: the call cannot be traced or measured.
         """
         return self._formulation.plain(self.captures.annotated(asked.call, asked.entry), asked.call)
 
     def commit(self, planned: Planned) -> None:
-        """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
+        """Settle for later plans where this one has put weights, and what memory it takes."""
         self._committed.commit(planned.plan, planned.capture.constants)
 
     def keep_room_for(self, plan: Plan) -> None:
-        """Leave calls of another plan their memory, which is that of no graph."""
+        """Reserve the memory of a plan whose calls run without a graph."""
         self._committed.plans.append(plan)
 
     def restart(self) -> None:
-        """Forget what has been committed; traces are remembered."""
+        """Forget all commitments; keep the captures."""
         self._committed = Commitments()
 
     @one_at_a_time
     def lower(self, planned: Planned) -> Program:
-        """The program of a plan that was committed."""
+        """Return the program of a committed plan."""
         enter_stage("lower")
         constants, modes = self._committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
     def anew(self) -> Compiler:
-        """One that shares what has been traced, and the constants, and may place the weights elsewhere."""
-        found = copy.copy(self)
-        found._committed = Commitments()
-        found._committed.constants = self._committed.constants
-        return found
+        """Return a compiler that shares captures and constants, and may place the weights elsewhere."""
+        other = copy.copy(self)
+        other._committed = Commitments()
+        other._committed.constants = self._committed.constants
+        return other
 
     @with_progress
     @one_at_a_time
@@ -249,11 +249,11 @@ class Compiler:
         values: Mapping[str, torch.Tensor] = MappingProxyType({}),
         current: ValueOf | None = None,
     ) -> Program:
-        """Plan, commit and lower a call of another structure, with the weights where they are.
+        """Plan, commit and lower a call of a new structure, with placed weights where they are.
 
-        ``barely``: whether memory for this call suffices, without room for a cache that grows. If not, a call
-        without room is tried again: weights move, or it is planned barely. ``values`` and ``current`` are as
-        in :meth:`ModelCopy.enter`.
+        ``barely``: plan for this call alone, without room for its cache to grow. If False, the caller retries
+        a call that has no room: weights move, or it is planned barely. ``values`` and ``current`` are as in
+        :meth:`ModelCopy.enter`.
         """
         self.model_copy.enter(modes, values, current)
         settled = self.homes is not None
@@ -262,11 +262,11 @@ class Compiler:
         self.commit(planned)
         program = self.lower(planned)
         if settled:
-            self._tell_of_slow_call(planned.plan, entry)
+            self._warn_of_slow_call(planned.plan, entry)
         return program
 
-    def _tell_of_slow_call(self, plan: Plan, entry: str) -> None:
-        """A call that has no room beside the weights is told of before it is waited for, once."""
+    def _warn_of_slow_call(self, plan: Plan, entry: str) -> None:
+        """Warn once, before it runs, that a kind of call is slow for lack of room beside the weights."""
         told, noticed = self.model_copy.told, plan.makespan > _NOTICED
         if noticed and (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
             told.add(key)
@@ -281,7 +281,7 @@ class Compiler:
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
 
-    def _passed(self, state: CompileState) -> list[Choice]:
+    def _run_passes(self, state: CompileState) -> list[Choice]:
         if self.given is None or self.homes is not None:
             return check_budgets(place_step(reuse_slices(state)))
         return check_budgets(place_as_planned(state, self.given))
@@ -292,39 +292,39 @@ class Compiler:
         enter_stage("search")
         limits = Limits.within(self.options.time_limit)
         timed = limits.deadline is not None
-        first = replace(limits, advises=advise and not timed, retries=retries or timed)
-        state = CompileState(self._formulation, members, first)
-        found = None
+        first_limits = replace(limits, advises=advise and not timed, retries=retries or timed)
+        state = CompileState(self._formulation, members, first_limits)
+        choices = None
         try:
-            found = self._passed(state)
+            choices = self._run_passes(state)
         except InfeasibleError:
             if not timed:
                 raise
-        if found is None:  # behind the handler, whose error would be the next one's context, and hold weights
+        if choices is None:  # outside the handler: as the context of a next error, it would hold weights
             # an error costs the caller more than a longer search
             again = replace(limits, deadline=None, proves=False, advises=advise, retries=retries)
-            found = self._passed(replace(state, limits=again))
-        for choice in found:
+            choices = self._run_passes(replace(state, limits=again))
+        for choice in choices:
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
-        return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in found]
+        return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in choices]
 
 
 def check_budgets(choices: list[Choice]) -> list[Choice]:
-    """Pass: prove each schedule, in which nothing passes a budget; VerificationError otherwise."""
+    """Pass: prove that each schedule is valid within the budgets; raise VerificationError otherwise."""
     for choice in choices:
         check_schedule(choice.problem.graph, choice.problem.topology, choice.solution.evaluation.schedule)
     return choices
 
 
 def plan_of(choice: Choice) -> Plan:
-    """What was chosen of a call, as its plan; beside settled weights a bound holds beside them alone."""
-    found, asked, bound = choice.solution.evaluation, choice.asked, choice.solution.bound
+    """Return the plan of a choice; its proof says if the bound holds only for weights fixed before."""
+    evaluation, asked, bound = choice.solution.evaluation, choice.asked, choice.solution.bound
     proof = bound.text.removesuffix(_SETTLED)
     return Plan(
         graph=choice.problem.graph,
         topology=choice.problem.topology,
-        schedule=found.schedule,
-        makespan=found.seconds,
+        schedule=evaluation.schedule,
+        makespan=evaluation.seconds,
         lower_bound=bound.seconds,
         proof=proof + _SETTLED if asked.problem.fixed_weights else proof,
         method=choice.member.annotator.capture.method,
@@ -338,8 +338,8 @@ def plan_of(choice: Choice) -> Plan:
 
 
 def _refuse_shared(graph: Graph, model_copy: ModelCopy, *, placed: bool) -> None:
-    """Weights that are views of one memory are placed apart, which a call that writes would show."""
-    kind = CaptureError if placed else NoGraphError  # what runs without a graph joins them at the start only
+    """Raise if forward writes to a weight that shares memory with another: each is placed by itself."""
+    kind = CaptureError if placed else NoGraphError  # hooks keep views together only in a first placement
     for weight in graph.weights.values():
         if weight.mutated and weight.kind != "cache" and (others := model_copy.weights.sharing(weight.name)):
             raise kind(

@@ -1,4 +1,4 @@
-"""A bar of the stages of planning, on stderr where that is a terminal, for what takes over two seconds."""
+"""A progress bar of the planning stages, on stderr if that is a terminal, once planning takes two seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _bar: ContextVar[tqdm[Any] | None] = ContextVar("planning", default=None)
 
 
 def with_progress(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that shows the stages that it goes through; what it calls goes on with its bar."""
+    """Decorate a function to show its planning stages in a bar; functions that it calls share the bar."""
 
     @wraps(function)
     def shown(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -44,7 +44,7 @@ def with_progress(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def enter_stage(stage: Stage) -> None:
-    """Say what begins now; several calls that are planned together begin with the first stage again."""
+    """Show the stage that begins now; each of several calls planned together starts again at the first."""
     bar = _bar.get()
     if bar is not None and not bar.disable:
         bar.n = _STAGES.index(stage)
@@ -52,6 +52,6 @@ def enter_stage(stage: Stage) -> None:
 
 
 def _show(bar: tqdm[Any]) -> None:
-    """Draw a bar from now on; tqdm itself would wait for the end of the stage."""
+    """Draw the bar now; tqdm itself would wait for the end of the stage."""
     bar.delay = 0
     bar.refresh()

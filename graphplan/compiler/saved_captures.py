@@ -1,8 +1,8 @@
 """A folder of captures that later processes use instead of tracing.
 
-Each file has the name of a hash of all that its trace comes from, so that a change of any makes another
-file, and is a zip archive of JSON and of a safetensors file: nothing is unpickled. What is damaged, or was
-written by something else, is traced anew, with a warning.
+The name of a file is a hash of everything that the trace depends on, so that any change leads to another
+file. A file is a zip archive of JSON and of a safetensors file: nothing is unpickled. If a file is damaged,
+or was written by something else, the model is traced anew, with a warning.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanErr
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """All that a trace comes from.
+    """What a trace depends on.
 
     Attributes:
-        key: a hash of it.
-        tensors: identities of the tensors of which the values are in the hash.
+        key: a hash of all of it.
+        tensors: identities of the tensors whose values are in the hash.
     """
 
     key: str
@@ -66,12 +66,12 @@ class Origin:
 
 
 class SavedCaptures:
-    """Reads and writes the files of a folder, which is made where it is not there.
+    """Reads and writes the files of a folder, which is created if needed.
 
-    Several processes may use one folder at the same time: a file is whole as soon as it has its name.
+    Several processes may use one folder at the same time: a file gets its name only once it is complete.
 
     Raises:
-        InputError: it is no folder, or cannot be made.
+        InputError: the path is no folder, or the folder cannot be created.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -84,7 +84,7 @@ class SavedCaptures:
             ) from error
 
     def read(self, origin: Origin, call: BoundCall, model_copy: ModelCopy) -> Capture | None:
-        """The capture of a call, with the warnings of its trace; None where there is none to use."""
+        """Return the capture of a call and repeat the warnings of its trace; None if no file is usable."""
         path = self._path(origin)
         if not path.is_file():
             return None
@@ -99,7 +99,7 @@ class SavedCaptures:
                 logger.info("%s has changed, so that the model is traced anew", changed)
                 return None
             constants = safetensors.torch.load(tensors)
-            found = made_capture(plain["capture"], constants, call)
+            capture = made_capture(plain["capture"], constants, call)
         except (*_DAMAGED, UnicodeDecodeError) as error:
             warn(f"{path} is damaged ({first_line(error)}), so that the model is traced anew")
             return None
@@ -111,17 +111,17 @@ class SavedCaptures:
             model_copy.fixed.add(model_copy.entry)
         for message in plain["warnings"]:
             model_copy.warn_once(message)
-        return found
+        return capture
 
     def write(
         self, origin: Origin, found: Capture, call: BoundCall, warnings: Sequence[str], *, fixed: bool
     ) -> None:
-        """Save a capture for later processes; where that is not possible, warn why."""
+        """Save a capture for later processes; warn why if that is not possible."""
         try:
             plain, constants = plain_capture(found)
             text = json.dumps(plain)
-            again, _ = plain_capture(made_capture(json.loads(text), constants, call))
-            if json.dumps(again) != text:
+            reread, _ = plain_capture(made_capture(json.loads(text), constants, call))
+            if json.dumps(reread) != text:
                 raise NotSavedError("what would be read of it is not what was traced")
             notes = {"key": origin.key, "files": loaded_files(), "warnings": list(warnings), "fixed": fixed}
             self._write(
@@ -141,37 +141,37 @@ class SavedCaptures:
         write_whole(path, file.getvalue())
 
 
-def origin_of(model_copy: ModelCopy, call: BoundCall, *beside: Any) -> Origin | None:
-    """What the trace of a call comes from; ``beside`` are the settings of the trace.
+def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin | None:
+    """Return what the trace of a call depends on, with ``settings`` of the trace.
 
-    None, with a warning, where it cannot be said.
+    Return None, with a warning, if something of it cannot be hashed.
     """
     module = model_copy.module
     weights = named_tensors(module)
-    found = Description({id(tensor): name for name, tensor in weights.items()})
+    description = Description({id(tensor): name for name, tensor in weights.items()})
     try:
-        _note_process(found)
+        _note_process(description)
         for name, tensor in weights.items():
-            found.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
-        found.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
+            description.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
+        description.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
         for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
-            _note_leaf(found, name, leaf)
-        found.add((call.spec, beside), "what is asked of the trace")
-        found.add_torch()
-        found.add(module, type(module).__name__)
+            _note_leaf(description, name, leaf)
+        description.add((call.spec, settings), "what is asked of the trace")
+        description.add_torch()
+        description.add(module, type(module).__name__)
     except NotSavedError as error:
         model_copy.warn_once(f"capture_cache is not used for {type(module).__name__}: {error}")
         return None
-    return Origin(found.digest(), frozenset(found.tensors))
+    return Origin(description.digest(), frozenset(description.tensors))
 
 
 def is_known(found: Capture, origin: Origin) -> bool:
-    """Whether a trace, before it is simplified, has constants of its origin alone.
+    """Whether all constants of a trace that is not simplified yet come from its origin; warn if not.
 
-    Those are literals of the code, which it copies at each call, and attributes. Others are tensors that the
-    code found elsewhere, such as in a global variable of a package; a warning says so.
+    These are literals of the code, which the graph copies at each call, and attributes. Others are tensors
+    that the code found elsewhere, such as in a global variable of a package.
     """
-    literal = {
+    literals = {
         node.name
         for node in found.graph.find_nodes(op="placeholder")
         if node.users and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
@@ -180,7 +180,7 @@ def is_known(found: Capture, origin: Origin) -> bool:
         warn("the trace is not saved in capture_cache: the model's code branches by values of weights")
         return False
     for node, name in found.weights.items():
-        constant = None if node in literal else found.constants.get(name)
+        constant = None if node in literals else found.constants.get(name)
         if constant is not None and identity(constant) not in origin.tensors:
             warn(f"the trace is not saved in capture_cache: it is not known where {name!r} comes from")
             return False
@@ -191,25 +191,25 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor).__name__, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
-def _note_leaf(found: Description, name: str, leaf: Any) -> None:
+def _note_leaf(description: Description, name: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor):
-        found.add(leaf, name)
+        description.add(leaf, name)
     elif is_dense(leaf):
-        found.note("tensor", *_shape(leaf))
+        description.note("tensor", *_shape(leaf))
     else:
         raise NotSavedError(f"{name} is a {type(leaf).__name__}, {leaf.layout}")
 
 
-def _note_process(found: Description) -> None:
-    """What of this process a trace depends on: versions, the code of graphplan, settings of torch."""
+def _note_process(description: Description) -> None:
+    """Note what a trace depends on in this process: versions, the code of graphplan, settings of torch."""
     try:
         transformers = version("transformers")
     except PackageNotFoundError:
         transformers = ""
-    found.note(__version__, _own_code(), torch.__version__, torch.version.git_version, transformers)
-    found.note(platform.python_implementation(), sys.version, platform.machine())
+    description.note(__version__, _own_code(), torch.__version__, torch.version.git_version, transformers)
+    description.note(platform.python_implementation(), sys.version, platform.machine())
     cuda = torch.backends.cuda
-    found.note(
+    description.note(
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.cuda.is_available(),
@@ -221,9 +221,9 @@ def _note_process(found: Description) -> None:
 
 @lru_cache(maxsize=1)
 def _own_code() -> str:
-    """A hash of the code that traces."""
-    found = hashlib.sha256()
+    """Return a hash of graphplan's tracing code."""
+    code_hash = hashlib.sha256()
     for package in _TRACERS:
         for file in sorted(Path(package.__path__[0]).rglob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()
+            code_hash.update(file.read_bytes())
+    return code_hash.hexdigest()

@@ -1,8 +1,8 @@
-"""Place a call with its weights whole and, where no accelerator holds one of them, in parts: the faster.
+"""Place a call with whole weights or, if no accelerator holds one of them, with weights in parts, if faster.
 
-A part must fit a slot of the prefetch buffer. With more parts than that takes, less memory goes to
-slots and more to parts that stay; with too many, latencies and overheads add up. So several counts are
-offered. An embedding table is left whole where the CPU may read it.
+A part must fit a slot of the prefetch buffer. With more parts than that takes, less memory goes to slots and
+more to resident parts; with too many, latencies and overheads add up. So several numbers of parts are tried.
+An embedding table stays whole if the CPU may read it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.problem import Problem
 
-_FACTORS = (1, 2, 4, 8)
-_MOST = 64  # parts of a weight
-_CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
-_FEW = 2  # weights, an embedding and a head: of many large ones some are kept and some streamed, as they are
-_HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
+_FACTORS = (1, 2, 4, 8)  # times the fewest parts that fit
+_MOST = 64  # parts of a weight, at most
+_CROWDED = 0.4  # share of an accelerator's room: larger weights are sliced if a placement of whole ones fails
+_FEW = 2  # an embedding and a head; of more large weights, some can be resident and some streamed, whole
+_HOPE = 1.1  # factor: a probe that is slower than another plan by more is not refined
 
 
 def reuse_slices(state: CompileState) -> CompileState:
-    """Pass: weights that an earlier plan has sliced are in the same parts again."""
+    """Pass: slice weights into the same parts as earlier plans."""
     return replace(state, members=[_sliced_as_before(state.formulation, one) for one in state.members])
 
 
 def place_whole_or_sliced(state: CompileState) -> list[Choice]:
-    """Pass: place the calls; one alone with its oversized weights in parts, where that is faster.
+    """Pass: place the calls; a single call with its oversized weights in parts, if that is faster.
 
     Raises:
         InfeasibleError: no placement fits.
     """
     if len(state.members) > 1 or state.formulation.committed.homes is not None:
-        return place_calls(state)  # later plans find weights in the parts that they have
+        return place_calls(state)  # a later plan finds weights in the parts of earlier ones
     sliced = _best_slicing(state)
     if sliced is None:
         return _whole_or_crowded(state)
@@ -54,16 +54,16 @@ def place_whole_or_sliced(state: CompileState) -> list[Choice]:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole[0].seconds * _HOPE < sliced.seconds:
             return whole
-    found = None
-    with suppress(InfeasibleError):  # the moves that slicing brings may make operations take more
-        found = place_calls(replace(state, members=[sliced.member]))
-    if found is None:
+    placed = None
+    with suppress(InfeasibleError):  # with the transfers of slicing, operations may need more
+        placed = place_calls(replace(state, members=[sliced.member]))
+    if placed is None:
         return whole or place_calls(state)
-    return found if whole is None else _faster(whole, found)
+    return placed if whole is None else _faster(whole, placed)
 
 
 def _whole_or_crowded(state: CompileState) -> list[Choice]:
-    """Place the weights whole; where that fails or may be slow, large ones in parts."""
+    """Place whole weights; if that fails or may be slow, place large ones in parts."""
     try:
         whole = place_calls(state)
     except InfeasibleError as error:
@@ -83,28 +83,28 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
 
 
 def _sliced_as_before(formulation: Formulation, member: Member) -> Member:
-    """The capture with the parts that earlier plans have placed, of weights that it can read so."""
+    """Return the call with the parts that earlier plans have placed, as far as it can read them."""
     capture = member.annotator.capture
-    here = [part for part in formulation.committed.parts if is_sliceable(capture, part.weight)]
-    return in_parts(member, here) if here else member
+    parts = [part for part in formulation.committed.parts if is_sliceable(capture, part.weight)]
+    return in_parts(member, parts) if parts else member
 
 
 def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> Trial | None:
-    """Oversized weights in as many parts as seem best; None where no number of parts would do.
+    """Return the fastest probe with oversized weights in parts; None if no number of parts fits.
 
-    Nor where there are more of them than ``most``.
+    Return None also if there are more than ``most`` such weights.
     """
     formulation, (member,) = state.formulation, state.members
     capture, weights = member.annotator.capture, member.annotator.weights
-    if capture.step is not None:  # gradients are of whole weights
+    if capture.step is not None:  # a training step has gradients of whole weights
         return None
     problem = formulation.constrained(member.annotator, member.call)
     if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
-        return None  # a weight in parts takes no less: what parts leave on accelerators are copies
+        return None  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
     oversized = [
-        one
-        for one in _find_oversized(problem, _named(formulation), share)
-        if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
+        each
+        for each in _find_oversized(problem, _named(formulation), share)
+        if is_sliceable(capture, each.weight.name) and weights.has_rows(each.weight.name)
     ]
     if most is not None and len(oversized) > most:
         return None
@@ -112,22 +112,22 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)
         constrained = formulation.constrained(sliced.annotator, member.call)
-        found = probe(constrained, deadline=state.limits.deadline)
-        if found is not None and best is not None and found.seconds >= best.seconds:
+        probed = probe(constrained, deadline=state.limits.deadline)
+        if probed is not None and best is not None and probed.seconds >= best.seconds:
             break
-        if found is not None:
-            best = Trial(sliced, found)
+        if probed is not None:
+            best = Trial(sliced, probed)
     return best
 
 
 def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
-    """The error, and where a weight that no accelerator holds could be sliced, if it might not be here."""
+    """Return the error; add a hint if other options allow slicing a weight that no accelerator holds."""
     (member,) = state.members
     problem = state.formulation.constrained(member.annotator, member.call)
     rooms = [spec.room for spec in problem.topology.accelerators]
-    asks = [] if problem.topology.cpu is not None else ["add a budget for 'cpu' to max_memory"]
-    asks += [] if problem.offload else ["leave out offload=False"]
-    if not rooms or not asks:
+    advice = [] if problem.topology.cpu is not None else ["add a budget for 'cpu' to max_memory"]
+    advice += [] if problem.offload else ["leave out offload=False"]
+    if not rooms or not advice:
         return error
     weights = problem.graph.weights.values()
     large = [w for w in weights if w.nbytes > max(rooms) and is_sliceable(member.annotator.capture, w.name)]
@@ -135,7 +135,7 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
         return error
     hint = (
         f"{large[0].name!r}, of {readable_bytes(large[0].nbytes)}, is larger than what any accelerator "
-        f"may hold. It can be computed in slices if the whole may reside on the CPU: {' and '.join(asks)}"
+        f"may hold. It can be computed in slices if the whole may reside on the CPU: {' and '.join(advice)}"
     )
     error.args = (f"{error}. {hint}",)
     return error
@@ -147,7 +147,7 @@ def _named(formulation: Formulation) -> set[str]:
 
 
 def _faster(whole: list[Choice], sliced: list[Choice]) -> list[Choice]:
-    """The faster of two placements, with the lower of their bounds, which holds for both graphs."""
+    """Return the faster of two placements, with the lower of their bounds, which holds for both graphs."""
     best = min(*whole, *sliced, key=lambda choice: choice.seconds)
     bound = whole[0].solution.bound
     if (other := sliced[0].solution.bound).seconds < bound.seconds:
@@ -160,18 +160,18 @@ def _faster(whole: list[Choice], sliced: list[Choice]) -> list[Choice]:
 
 @dataclass(frozen=True, slots=True)
 class _Oversized:
-    """A weight that no accelerator holds, and the least number of parts that some accelerator may."""
+    """A weight to slice, and the fewest parts that fit."""
 
     weight: Weight
     fewest: int
 
 
 def _find_oversized(problem: Problem, named: Collection[str], share: float) -> list[_Oversized]:
-    """The weights that are worth slicing, of which an accelerator has no more than this share of its room.
+    """Return the weights to slice: those that take more than this share of the room of an accelerator.
 
-    What the caller's rules fix is left whole, and operations that are ``named`` stay as they are.
+    Weights that the caller's constraints fix stay whole, and so do inputs of operations in ``named``.
     """
-    found = []
+    oversized = []
     accelerators = problem.topology.accelerators
     if not accelerators or problem.topology.cpu is None or not problem.offload or not problem.streaming:
         return []
@@ -186,11 +186,11 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
-        fit = any(_fits_in_parts(problem.graph, reader, weight, accelerators) for reader in readers)
-        if fit and weight.nbytes > share * min(rooms):
+        fits = any(_fits_in_parts(problem.graph, reader, weight, accelerators) for reader in readers)
+        if fits and weight.nbytes > share * min(rooms):
             room = max(int(share * min(rooms)), ALIGNMENT)
-            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
-    return found
+            oversized.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
+    return oversized
 
 
 def _may_accelerate(problem: Problem, operation: Operation) -> bool:
@@ -199,13 +199,13 @@ def _may_accelerate(problem: Problem, operation: Operation) -> bool:
 
 
 def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) -> bool:
-    """Whether this reads a few rows of a table, and may do so where the table is."""
+    """Whether the operation reads a few rows of a table, and may run on the CPU, where the table resides."""
     cpu = problem.topology.cpu
     return 2 * operation.bytes_accessed < weight.nbytes and cpu in problem.allowed.get(operation.name, {cpu})
 
 
 def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]) -> int:
-    """Bytes that the roomiest accelerator has for a weight beside what else an operation takes."""
+    """Return the bytes that the roomiest accelerator has for a weight beside the rest of an operation."""
     values = [graph.values[name].copy_bytes for name in operation.inputs if name in graph.values]
     values += [graph.values[name].nbytes for name in operation.outputs]
     others = [graph.weights[n].nbytes for n in operation.inputs if n in graph.weights and n != weight.name]
@@ -213,14 +213,14 @@ def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerator
         spec.room
         - sum(spec.allocated(nbytes) for nbytes in values if nbytes)
         - spec.allocated(operation.workspace_on(spec.type))
-        # what an allocator takes beyond the weight's own bytes is not there for it either
+        # the allocator's rounding of the weight takes room too
         - (spec.resident([*others, weight.nbytes]) - weight.nbytes)
         for spec in accelerators
     )
 
 
 def _fits_in_parts(graph: Graph, operation: Operation, weight: Weight, devices: list[DeviceSpec]) -> bool:
-    """Whether a device may hold the inputs beside the smallest part of a weight and of the outputs."""
+    """Whether a device may hold the inputs, the smallest part of a weight and that part of the outputs."""
     values = graph.values
     taken = [values[name].copy_bytes for name in operation.inputs if name in values]
     parts = [nbytes // _MOST for nbytes in (weight.nbytes, *(values[o].nbytes for o in operation.outputs))]
@@ -228,17 +228,17 @@ def _fits_in_parts(graph: Graph, operation: Operation, weight: Weight, devices: 
 
 
 def _offered_parts(oversized: Collection[_Oversized]) -> Iterator[list[Part]]:
-    """Ways to cut these weights, all of them each time, into more and more parts."""
-    known: list[list[Part]] = []
+    """Yield slicings of all these weights, into more and more parts."""
+    offered: list[list[Part]] = []
     for factor in _FACTORS:
         parts = [part for one in oversized for part in _parts(one.weight, one.fewest * factor)]
-        if parts and parts not in known:
-            known.append(parts)
+        if parts and parts not in offered:
+            offered.append(parts)
             yield parts
 
 
 def _parts(weight: Weight, count: int) -> list[Part]:
-    """So many parts, of equal numbers of rows but for the last, that begin at aligned bytes."""
+    """Return about ``count`` parts that begin at aligned bytes, of equally many rows but for the last."""
     rows = weight.shape[0]
     step = ALIGNMENT // math.gcd(ALIGNMENT, weight.nbytes // rows)
     each = math.ceil(rows / min(count, _MOST, rows) / step) * step

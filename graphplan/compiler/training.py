@@ -1,4 +1,4 @@
-"""Training, as the caller asks for it: what resides beside each parameter, and what a step starts from."""
+"""The caller's options of training: memory beside each parameter, and where the backward pass starts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from graphplan.passes.training.optimizer_memory import OptimizerMemory
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the caller says of the training of a model.
+    """The caller's options of training.
 
     Attributes:
-        optimizer: name of each parameter -> what the optimizer keeps of it once it is trained.
-        trained: names of those that require a gradient at first.
-        outputs: names of the results that backward starts from; None for the loss, or all.
-        recompute: whether parts of the forward pass may be computed again in the backward pass.
+        optimizer: name of each parameter -> memory that the optimizer takes for it once it is trained.
+        trained: names of the parameters that require a gradient when the model is placed.
+        outputs: names of the results that backward starts from; None for the loss, or all results.
+        recompute: whether the backward pass may recompute parts of the forward pass.
         offload_activations: whether saved activations may wait for the backward pass in CPU memory.
-        accumulates: whether gradients may be there when a call begins.
+        accumulates: whether parameters may have gradients already when a call begins.
     """
 
     optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
@@ -39,23 +39,23 @@ class Training:
 
     @property
     def differentiation(self) -> Differentiation:
-        """Of the step that is planned first."""
+        """What the step that is planned first differentiates."""
         return Differentiation(self.trained, self.outputs)
 
     def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:
-        """The graph, with gradients and the optimizer's state beside the parameters.
+        """Return the graph with gradients and optimizer state beside the parameters.
 
-        A step that is captured says itself which parameters have gradients; beside another call there are
-        all that may have one. What ``earlier`` steps have left beside others stays. If gradients do not
-        accumulate, no call begins with one: there are those of the step alone, from where they are made, or
-        where they are copied as long as their parameter.
+        The capture of a training step says which parameters have gradients; beside another call, all that may
+        have one count. Parameters that ``earlier`` steps trained keep theirs. If gradients do not accumulate,
+        no call begins with one: only the step's own count, from the operation that makes them on; those that
+        are copied count as long as their parameter.
         """
-        own = self.trained if capture.step is None else capture.step.gradients.values()
-        trained = {*own, *earlier}
-        made, counted = frozenset[str](), trained
+        step_trained = self.trained if capture.step is None else capture.step.gradients.values()
+        trained = {*step_trained, *earlier}
+        in_place, counted = frozenset[str](), trained
         if not self.accumulates:
-            made = _made_in_place(graph, capture)
-            counted = {value.gradient_of for value in graph.values.values() if value.name not in made}
+            in_place = _made_in_place(graph, capture)
+            counted = {value.gradient_of for value in graph.values.values() if value.name not in in_place}
         weights = [
             self._held(weight, steps=capture.step is not None, gradient=weight.name in counted)
             if weight.name in trained
@@ -63,7 +63,7 @@ class Training:
             for weight in graph.weights.values()
         ]
         values = [
-            replace(value, stays=True) if value.name in made else value for value in graph.values.values()
+            replace(value, stays=True) if value.name in in_place else value for value in graph.values.values()
         ]
         return graph.changed(weights=weights, values=values)
 
@@ -79,7 +79,7 @@ class Training:
 
 
 def _made_in_place(graph: Graph, capture: Capture) -> frozenset[str]:
-    """Gradients that become those of parameters as they are made: nothing else has their memory or layout."""
+    """Return the gradients that need no copy: their memory is theirs alone, in the parameter's layout."""
     strides = {
         capture.weights[node.name]: node.meta["val"].stride()
         for node in capture.graph.find_nodes(op="placeholder")
@@ -94,29 +94,29 @@ def _made_in_place(graph: Graph, capture: Capture) -> frozenset[str]:
 
 
 def trainable(weights: ModelWeights) -> frozenset[str]:
-    """The parameters that require a gradient."""
+    """Return the parameters that require a gradient."""
     return frozenset(
         n for n, tensor in weights.tensors.items() if n in weights.parameters and tensor.requires_grad
     )
 
 
 def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
-    """The values of a graph through which gradients come from a result to one of these parameters."""
-    made: set[fx.Node] = set()
-    written: set[int] = set()  # memory
+    """Return the values through which gradients flow from a result to one of these parameters."""
+    dependent: set[fx.Node] = set()
+    written: set[int] = set()  # identities of memory
     for node in capture.graph.nodes:
         inputs = node.all_input_nodes
-        reads = not made.isdisjoint(inputs) or not written.isdisjoint(memories(*inputs))
+        reads = not dependent.isdisjoint(inputs) or not written.isdisjoint(memories(*inputs))
         reached = reads and not _stops_gradients(node)
         if capture.weights.get(node.name) in parameters or reached:
-            made.add(node)
+            dependent.add(node)
             written.update(written_memories(node))
     read: set[fx.Node] = set()
     for node in reversed(capture.graph.nodes):
         ends = node.op == "output" or written_arguments(node.target, node.args, node.kwargs)
         if (ends or node in read) and not _stops_gradients(node):
             read.update(node.all_input_nodes)
-    values = {node.name: node.meta.get("val") for node in made & read}
+    values = {node.name: node.meta.get("val") for node in dependent & read}
     return frozenset(
         name
         for name, val in values.items()
@@ -128,5 +128,5 @@ def _stops_gradients(node: fx.Node) -> bool:
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         return node.args[0] is False
     val = node.meta.get("val")
-    counts = isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex())
-    return counts or node.target is torch.ops.aten.detach.default
+    is_integral = isinstance(val, torch.Tensor) and not (val.is_floating_point() or val.is_complex())
+    return is_integral or node.target is torch.ops.aten.detach.default
