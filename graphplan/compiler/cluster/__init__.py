@@ -1,4 +1,4 @@
-"""Several machines: where a model is cut, and each stage compiled by itself.
+"""Several machines: cut a model into stages, and compile each stage by itself.
 
-In: an annotated capture and the machines. Out: a plan of all, and the captures of stages.
+Input: an annotated capture and the machines. Output: a plan of all machines, and the captures of the stages.
 """

@@ -1,4 +1,4 @@
-"""One call of a model over several machines: what is on the network in it, and what the model returns."""
+"""A call of a model over several machines: the tensors that cross the network, and the model's result."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 
 
 class Wires:
-    """Tensors on the network in a call of one microbatch: their sizes are its own, not those of the plan.
+    """The tensors on the network for one microbatch, of the sizes of this microbatch, not of the plan.
 
-    Gradients of the values that are ``trained`` are sent back.
+    Gradients of the values in ``trained`` are sent back.
     """
 
     def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:
         self.trained = trained
         self.capture, self.inputs = capture, capture.inputs_in(micro)
-        here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
-        self.sizes = {**capture.sizes, **here}
+        microbatch_sizes = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
+        self.sizes = {**capture.sizes, **microbatch_sizes}
         self.nodes = {node.name: node for node in capture.graph.nodes}
 
     def of(self, name: str) -> Wire:
-        """A value of the graph."""
+        """Return the description of a value that is sent."""
         described = self._described(name)
         if not isinstance(described, TensorMeta):
             raise CaptureError(
@@ -41,12 +41,12 @@ class Wires:
         return Wire(name, described.shape, described.dtype, name in self.trained)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a value of the graph that is sent."""
+        """Return the bytes of a value that is sent; 0 if it is no tensor."""
         described = self._described(name)
         return described.copy_bytes if isinstance(described, TensorMeta) else 0
 
     def absent(self, name: str) -> Any:
-        """A value that another rank has: a size as it is, or zeros that take no memory for a tensor."""
+        """Return a value that another rank has: a size as it is; for a tensor, zeros that take no memory."""
         described = self._described(name)
         if isinstance(described, int):
             return described
@@ -57,7 +57,7 @@ class Wires:
         return describe(self.nodes[name].meta.get("val"), self.sizes)
 
     def example(self, name: str) -> Any:
-        """A value that a stage takes: an input, or a tensor of the sizes of what it receives."""
+        """Return an input of a stage: one of the model, or an empty tensor of the size it receives."""
         if name in self.inputs:
             return self.inputs[name]
         return torch.empty(self.of(name).shape, dtype=self.of(name).dtype)
@@ -66,7 +66,7 @@ class Wires:
 def rebuild_result(
     capture: Capture, wires: Wires, results: Mapping[str, torch.Tensor], call: BoundCall
 ) -> Any:
-    """What the model returns, of the values that are here, of constants of the trace, and of zeros."""
+    """Return the model's result: local values, constants of the trace, zeros for other ranks' values."""
     flat = []
     for item in capture.outputs:
         if not isinstance(item, fx.Node):

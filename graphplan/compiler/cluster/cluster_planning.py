@@ -1,8 +1,8 @@
-"""Plan a model over several machines: cuts by estimates, each chosen stage placed for true, and again.
+"""Plan a model over several machines: search cuts by estimates, place each chosen stage, and repeat.
 
-Estimates of stretches that were placed give way to what the placement takes, and the cuts are searched
-again: lazy evaluation of edges, as in LazySP (Dellin and Srinivasa, ICAPS 2016). The best pipeline of placed
-stages is the plan. In a training step a stage is another one for each number of microbatches that it keeps.
+The seconds of a placed stretch replace its estimate, and the cuts are searched again: lazy evaluation of
+edges, as in LazySP (Dellin and Srinivasa, ICAPS 2016). The best pipeline of placed stages is the plan. In a
+training step, a stretch is placed anew for each number of microbatches that it keeps in flight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graphplan.passes.placement.params import Limits
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines, in the order of their ranks, the network between any two, and how they are used."""
+    """The machines in the order of their ranks, their network, the pipeline schedule and the objective."""
 
     machines: tuple[Topology, ...]
     network: Link
@@ -47,25 +47,25 @@ class Cluster:
 
     @property
     def classes(self) -> list[list[int]]:
-        """Machines that are equal in everything, by index, in order."""
-        found: dict[Hashable, list[int]] = {}
+        """Classes of identical machines, each a list of their indices in order."""
+        groups: dict[Hashable, list[int]] = {}
         for index, machine in enumerate(self.machines):
-            found.setdefault(repr(machine), []).append(index)
-        return list(found.values())
+            groups.setdefault(repr(machine), []).append(index)
+        return list(groups.values())
 
     @property
     def class_machines(self) -> list[Topology]:
-        """One of each class."""
+        """One machine of each class."""
         return [self.machines[members[0]] for members in self.classes]
 
     @property
     def counted(self) -> int:
-        """Microbatches that the objective counts."""
+        """Number of microbatches whose seconds the objective counts."""
         return 1 if self.objective == "latency" else self.flight.microbatches
 
 
 def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) -> Compiler:
-    """What traces the whole model, as every rank does: it knows the kinds of devices of all machines."""
+    """Return the compiler with which each rank traces the whole model, for all machines' device types."""
     specs = {spec.type: spec for machine in cluster.machines for spec in machine.computing}
     every = replace(cluster.machines[0], devices=tuple(specs.values()))
     return Compiler(model_copy, every, replace(options, grad=options.differentiates, training=None))
@@ -75,8 +75,8 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
 class StageSearch:
     """Finds stages, one on each machine that is used; ``annotator`` is of one microbatch.
 
-    ``batch`` has the rows of the whole batch, 0 where it is not divided; ``fullest`` is what an error says of
-    the machine that lacks most.
+    ``batch`` is the rows of the whole batch, 0 if it is not divided. ``fullest`` is the part of an error's
+    text about the machine that lacks most memory.
     """
 
     model_copy: ModelCopy
@@ -93,12 +93,12 @@ class StageSearch:
     fullest: str = field(init=False, default="")
 
     def run(self) -> ClusterPlan:
-        """The best plan that is found.
+        """Return the best plan found.
 
         Raises:
             InfeasibleError: no cut into stages fits the machines.
-            CaptureError: something crosses at each that cannot be sent.
-            InputError: a training step by 1F1B has fewer microbatches than stages.
+            CaptureError: at each cut that was tried, something crosses that cannot be sent.
+            InputError: 1F1B with gradients has fewer microbatches than stages.
         """
         best = self.found()
         if best is None:
@@ -106,7 +106,7 @@ class StageSearch:
         return self._plan(best)
 
     def found(self) -> list[Stretch] | None:
-        """The best stages that are found, in order; None where none fit."""
+        """Return the best stages found, in order; None if none fit."""
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
         limits = Limits.within(self.options.time_limit)
         if training is not None:
@@ -153,17 +153,17 @@ class StageSearch:
 
     @property
     def table_count(self) -> int:
-        """Tables over stretches that the search goes through."""
+        """Number of tables over stretches that the search goes through."""
         counts = [len(members) for members in self.cluster.classes]
         return len(states_of(counts)) * len(counts)
 
     @property
     def most_stages(self) -> int:
-        """That there may be."""
+        """Largest number of stages."""
         return len(self.cluster.machines)
 
     def estimates_for(self, cluster: Cluster) -> Estimates:
-        """Of all stretches between candidate cuts, on machines like these."""
+        """Return the estimates of all stretches between candidate cuts, on these machines."""
         boundaries = self.boundaries
         most = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
         every = [s for machine in cluster.machines for s in machine.computing]
@@ -175,7 +175,7 @@ class StageSearch:
         return Estimates(boundaries, cuts, cluster.class_machines, cluster.network, cluster.flight)
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
-        """The stages of least seconds by estimate, in order; None where none fit."""
+        """Return the stages of least estimated seconds, in order; None if none fit."""
         flight = self.cluster.flight
         counts = [len(members) for members in cluster.classes]
         fits = estimates.fits if flight.grad else None
@@ -190,7 +190,7 @@ class StageSearch:
         ]
 
     def _not_refused(self) -> list[Stretch] | None:
-        """The best stages by estimate, none of them as one that was found not to fit."""
+        """Return the best stages by estimate, none of which is equal to one that did not fit."""
         while True:
             stages = self.stages(self.estimates, self.cluster, self.cluster.counted)
             refused = [stage for stage in dict.fromkeys(stages or ()) if self._is_refused(stage)]
@@ -212,7 +212,7 @@ class StageSearch:
                 self.known[key] = self.placement.search(stretch)
             except InfeasibleError:
                 self.known[key] = None
-            except CaptureError as error:  # something crosses here that cannot be sent: cut elsewhere
+            except CaptureError as error:  # something crosses that cannot be sent: cut elsewhere
                 self.known[key], self.refused = None, error
                 self.estimates.exact[edge] = math.inf
         placed = self.placed[stretch] = self.known[key]
@@ -222,35 +222,35 @@ class StageSearch:
             self.refuse(stretch)
 
     def refuse(self, stretch: Stretch) -> None:
-        """Let the estimates know that a stretch does not fit."""
+        """Tell the estimates that a stretch does not fit."""
         self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
 
     @property
     def reads_trained(self) -> NDArray[np.bool_]:
-        """(operations,) whether each reads a parameter that is trained: no cut is after the last."""
+        """(operations,) whether each reads a trained parameter: no cut comes after the last that does."""
         graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
         return np.array([any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()])
 
     def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
-        """What was placed."""
+        """Return the plans of the stages, which were placed."""
         return [placed for stage in stages if (placed := self.placed[stage]) is not None]
 
     def seconds(self, stages: Sequence[Stretch]) -> float:
-        """Of what the objective counts, all placed."""
-        return self._counted(stages, [placed.plan.makespan for placed in self.steps_of(stages)])
+        """Return the seconds that the objective counts, of placed stages."""
+        return self._counted_seconds(stages, [placed.plan.makespan for placed in self.steps_of(stages)])
 
     def estimated(self, stages: Sequence[Stretch]) -> float:
-        """As :meth:`seconds`, estimated where stages are not placed."""
+        """Return the same as :meth:`seconds`, by estimates of stages that are not placed."""
         tables = self.estimates.seconds()
-        return self._counted(stages, [float(tables[one.machine][one.start, one.end]) for one in stages])
+        return self._counted_seconds(stages, [float(tables[s.machine][s.start, s.end]) for s in stages])
 
-    def _counted(self, stages: Sequence[Stretch], each: Sequence[float]) -> float:
+    def _counted_seconds(self, stages: Sequence[Stretch], each: Sequence[float]) -> float:
         sent = self.estimates.transfers
-        loads = [sent[one.start] + s + sent[one.end] for s, one in zip(each, stages, strict=True)]
-        total = sum(s + sent[one.end] for s, one in zip(each, stages, strict=True))
+        loads = [sent[stage.start] + s + sent[stage.end] for s, stage in zip(each, stages, strict=True)]
+        total = sum(s + sent[stage.end] for s, stage in zip(each, stages, strict=True))
         return float(total + (self.cluster.counted - 1) * max(loads))
 
-    # -- the answer --------------------------------------------------------------------------------------
+    # -- the plan ----------------------------------------------------------------------------------------
 
     def _plan(self, stages: Sequence[Stretch]) -> ClusterPlan:
         cluster, flight = self.cluster, self.cluster.flight
@@ -259,7 +259,7 @@ class StageSearch:
                 f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
                 f"{len(stages)} stages: give microbatches={len(stages)} or more, or schedule='gpipe'"
             )
-        made = [
+        stage_plans = [
             self.placement.stage(stretch, placed, machine)
             for stretch, placed, machine in zip(
                 stages, self.steps_of(stages), self.machines_of(stages), strict=True
@@ -267,7 +267,7 @@ class StageSearch:
         ]
         bound = self.bound()
         plan = ClusterPlan(
-            stages=tuple(made),
+            stages=tuple(stage_plans),
             machines=len(cluster.machines),
             network=cluster.network,
             batch=self.batch,
@@ -277,46 +277,46 @@ class StageSearch:
             lower_bound=bound.seconds,
             proof=FORWARD if flight.train else bound.proof,
         )
-        # without its bound where that is above it, which is a bug that must show
-        found = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)
-        return replace(plan, lower_bound=found.seconds, proof=found.proof)
+        # a bound above the plan's seconds is a bug: it is reported, and dropped
+        checked_bound = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)
+        return replace(plan, lower_bound=checked_bound.seconds, proof=checked_bound.proof)
 
     @property
     def places(self) -> int:
-        """Where the model can be cut."""
+        """Number of positions where the model can be cut."""
         return len(self.boundaries.allowed) - 2
 
     @property
     def least_cuts(self) -> int:
-        """That are needed to use several machines."""
+        """Fewest cuts that use several machines."""
         return min(1, len(self.cluster.machines) - 1)
 
     def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
-        """The machine of each stage."""
+        """Return the machine of each stage."""
         free = [iter(members) for members in self.cluster.classes]
         return [next(free[stage.machine]) for stage in stages]
 
     def bound(self) -> Bound:
-        """On the seconds that the objective counts."""
+        """Return a lower bound on the seconds that the objective counts."""
         cluster = self.cluster
-        found = bound_stages(self.boundaries, cluster.machines, cluster.network)
-        return Bound(found.seconds(cluster.counted), PROOF)
+        stage_bound = bound_stages(self.boundaries, cluster.machines, cluster.network)
+        return Bound(stage_bound.seconds(cluster.counted), PROOF)
 
     def infeasible(self) -> InfeasibleError:
-        """The error, with budgets that would do, if they are found."""
+        """Return the error, with budgets that suffice if some are found."""
         cluster, factor = self.cluster, 1.0
         weights = readable_bytes(self.boundaries.graph.held_bytes)
         what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
-        said = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
+        text = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
         if self.places < self.least_cuts:
             found = f"are {self.places} places" if self.places else "is no place"
-            return InfeasibleError(f"{said}, and there {found} where the model can be cut")
-        said += self.fullest
+            return InfeasibleError(f"{text}, and there {found} where the model can be cut")
+        text += self.fullest
         searches = 0
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth
             grown = replace(cluster, machines=tuple(one.scaled(factor) for one in cluster.machines))
-            # by all that a forward pass makes: how much less a training step saves is not estimated
+            # count all activations of a forward pass: how much less a step can save is not estimated
             forward = replace(grown, flight=replace(cluster.flight, train=False))
             if searches == PARAMS.searches:
                 break
@@ -328,15 +328,15 @@ class StageSearch:
                     enough = grown if self._of(trimmed).found() is None else trimmed
                     budgets = [one.budgets for one in enough.machines]
                     needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
-                    do = f"These budgets would do: machines={budgets}"
-                    return InfeasibleError(f"{said}. {do}", needed=needed)
-        return InfeasibleError(said)
+                    advice = f"These budgets would do: machines={budgets}"
+                    return InfeasibleError(f"{text}. {advice}", needed=needed)
+        return InfeasibleError(text)
 
     def _of(self, cluster: Cluster) -> StageSearch:
         return replace(self, cluster=cluster)
 
     def _trimmed(self, grown: StageSearch, stages: Sequence[Stretch]) -> Cluster:
-        """The machines with no more beside their own budgets than stages of grown ones take."""
+        """Return the machines with their budgets raised just to what stages of ``grown`` take."""
         memory: list[dict[DeviceKey, int]] = [one.budgets for one in self.cluster.class_machines]
         for stage, step in zip(stages, grown.steps_of(stages), strict=True):
             own, peaks = memory[stage.machine], step.plan.peak_bytes

@@ -1,8 +1,8 @@
 """Plan a model over several machines that take stages in turn, for Interleaved 1F1B.
 
-Stages of a machine divide its budgets: each has a share, as large as its part of what they are estimated to
-need, and is placed within it. Where that is too little for one, its estimate grows, and so does its share,
-until its machine is full and cuts have to move.
+The stages of a machine divide its budgets: each is placed within a share, in proportion to the bytes that it
+is estimated to need. If the share of a stage is too small, its estimate grows, and so does its share, until
+the machine is full and cuts have to move.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class InterleavedSearch(StageSearch):
     """Finds stages, several on each machine.
 
     Attributes:
-        growth: class of machines -> (cuts, cuts) factors by which stretches need more than was estimated.
+        growth: class of machines -> (cuts, cuts) factors by which stretches need more bytes than estimated.
     """
 
     growth: dict[int, Floats] = field(init=False, default_factory=dict)
 
     @property
     def table_count(self) -> int:
-        """Tables over stretches that the search goes through."""
+        """Number of tables over stretches that the search goes through."""
         return self.most_stages
 
     @property
     def most_stages(self) -> int:
-        """That there may be, and are."""
+        """Number of stages, which is fixed."""
         flight = self.cluster.flight
         return flight.machines * flight.stages_per_machine
 
     @property
     def places(self) -> int:
-        """Where the model can be cut; in training, so that each later stage has a trained parameter."""
+        """Number of positions for cuts; in training, such that each later stage has a trained parameter."""
         if not self.cluster.flight.train:
             return super().places
         before = self._trained_before(self.estimates)
@@ -59,28 +59,28 @@ class InterleavedSearch(StageSearch):
 
     @property
     def least_cuts(self) -> int:
-        """That are needed."""
+        """Number of cuts, which is fixed."""
         return self.most_stages - 1
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
-        """The stages of least seconds by estimate, in order; None where none fit."""
+        """Return the stages of least estimated seconds, in order; None if none fit."""
         flight, count = self.cluster.flight, self.most_stages
         class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
         classes = [class_of[index % flight.machines] for index in range(count)]
         kept = [flight.kept(count - 1 - index) for index in range(count)]
-        # how much less a training step saves is not estimated: all of it decides shares, and weights cuts
-        needs = [self._asked(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
-        least = [self._asked(estimates, c, estimates.weights) for c in classes] if flight.train else needs
+        # how much less a step can save is not estimated: shares count all activations, cuts only weights
+        needs = [self._bytes(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
+        least = [self._bytes(estimates, c, estimates.weights) for c in classes] if flight.train else needs
         costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
         loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
-        found = InterleavedDP(loads, least, rooms, microbatches).solve()
-        if found is None or found.excess > 0:
+        turns = InterleavedDP(loads, least, rooms, microbatches).solve()
+        if turns is None or turns.excess > 0:
             if estimates is self.estimates:
-                self.fullest = _fullest(found.cuts if found else None, least, rooms)
+                self.fullest = _fullest_text(turns.cuts if turns else None, least, rooms)
             return None
-        pairs = list(pairwise(found.cuts))
-        asked = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
-        shares = _shares(asked, flight.machines)
+        pairs = list(pairwise(turns.cuts))
+        needed = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
+        shares = _shares(needed, flight.machines)
         keeps = kept if flight.train else [0] * count
         return [
             Stretch(c, *pair, keep, share)
@@ -88,52 +88,52 @@ class InterleavedSearch(StageSearch):
         ]
 
     def refuse(self, stretch: Stretch) -> None:
-        """Let the estimates know that a stretch, and all that contain it, need more."""
+        """Raise the estimated bytes of a stretch that does not fit, and of all that contain it."""
         size = len(self.estimates.cuts)
         factors = self.growth.setdefault(stretch.machine, np.ones((size, size)))
         factors[: stretch.start + 1, stretch.end :] *= PARAMS.lack
 
     def estimated(self, stages: Sequence[Stretch]) -> float:
-        """Of a batch in which no machine waits, estimated where stages are not placed."""
+        """Return the seconds of a batch if no machine waits, by estimates of stages that are not placed."""
         flight, costs = self.cluster.flight, self.estimates.costs()
         busy = [0.0] * flight.machines
-        for machine, one in zip(self.machines_of(stages), stages, strict=True):
-            busy[machine] += flight.microbatches * float(costs.load[one.machine][one.start, one.end])
+        for machine, stage in zip(self.machines_of(stages), stages, strict=True):
+            busy[machine] += flight.microbatches * float(costs.load[stage.machine][stage.start, stage.end])
         return max(busy)
 
     def seconds(self, stages: Sequence[Stretch]) -> float:
-        """Of a batch, all placed."""
+        """Return the estimated seconds of a batch of placed stages."""
         flight = self.cluster.flight
         sent = self.estimates.transfers / flight.crossings
         each = [
-            stage_seconds(placed.plan, float(sent[one.end]), trains=flight.train)
-            for placed, one in zip(self.steps_of(stages), stages, strict=True)
+            stage_seconds(placed.plan, float(sent[stage.end]), trains=flight.train)
+            for placed, stage in zip(self.steps_of(stages), stages, strict=True)
         ]
-        return max(one.end for one in play(flight.machines, flight.microbatches, each))
+        return max(stage.end for stage in play(flight.machines, flight.microbatches, each))
 
     def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
-        """The machine of each stage: they take turns."""
+        """Return the machine of each stage: machines take turns."""
         return [index % self.cluster.flight.machines for index in range(len(stages))]
 
     def bound(self) -> Bound:
-        """On the seconds that the objective counts."""
+        """Return a lower bound on the seconds that the objective counts."""
         cluster = self.cluster
         return bound_interleaved(self.boundaries, cluster.machines, cluster.network, cluster.flight)
 
     # -- cuts and shares -------------------------------------------------------------------------------
 
-    def _asked(self, estimates: Estimates, c: int, nbytes: Floats) -> Floats:
-        """(cuts, cuts) bytes with the buffers of a machine that streams, and what placements have added."""
+    def _bytes(self, estimates: Estimates, c: int, nbytes: Floats) -> Floats:
+        """(cuts, cuts) bytes with network buffers if the CPU has a budget, and with growth after refusals."""
         buffers = estimates.buffers if estimates.machines[c].cpu is not None else 0.0
         growth = self.growth.get(c, 1.0) if estimates is self.estimates else 1.0
         return np.asarray((nbytes + buffers) * growth)
 
     def _trained_before(self, estimates: Estimates) -> NDArray[np.int64]:
-        """(cuts,) how many operations before each read a parameter that is trained."""
+        """(cuts,) number of operations before each cut that read a trained parameter."""
         return np.concatenate([[0], np.cumsum(self.reads_trained)])[estimates.cuts]
 
     def _passes_no_gradient(self, estimates: Estimates) -> NDArray[np.bool_]:
-        """(cuts, cuts) whether gradients would have to pass a stretch without a parameter of its own."""
+        """(cuts, cuts) whether gradients would have to pass through a stretch without a trained parameter."""
         size = len(estimates.cuts)
         if not self.cluster.flight.train:
             return np.zeros((size, size), dtype=bool)
@@ -146,20 +146,20 @@ def _room(machine: Topology) -> float:
 
 
 def _shares(needs: Sequence[float], machines: int) -> list[int]:
-    """For each stage, its part of the budgets of its machine, of ``PARAMS.shares``."""
-    found = [0] * len(needs)
+    """Return each stage's share of its machine's budgets, in units of one ``PARAMS.shares``-th."""
+    shares = [0] * len(needs)
     for machine in range(machines):
         own = range(machine, len(needs), machines)
         whole = sum(needs[stage] for stage in own)
         for stage in own:
-            found[stage] = max(1, int(PARAMS.shares * needs[stage] / max(whole, 1.0)))
+            shares[stage] = max(1, int(PARAMS.shares * needs[stage] / max(whole, 1.0)))
         largest = max(own, key=lambda stage: needs[stage])
-        found[largest] += PARAMS.shares - sum(found[stage] for stage in own)
-    return found
+        shares[largest] += PARAMS.shares - sum(shares[stage] for stage in own)
+    return shares
 
 
-def _fullest(cuts: Sequence[int] | None, needs: Sequence[Floats], rooms: Sequence[float]) -> str:
-    """The machine that lacks most, with its bytes."""
+def _fullest_text(cuts: Sequence[int] | None, needs: Sequence[Floats], rooms: Sequence[float]) -> str:
+    """Return the text of an error about the machine that lacks most memory."""
     machines = len(rooms)
     if cuts is None:
         smallest = min(range(machines), key=lambda machine: rooms[machine])

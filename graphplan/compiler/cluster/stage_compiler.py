@@ -1,4 +1,4 @@
-"""One stage of a model over several machines, cut out of a capture: placed and lowered as a model is."""
+"""A stage of a model over several machines: cut out of a capture, then placed and lowered like a model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from graphplan.passes.placement.evaluate import evaluate
 
 
 class StageModule(nn.Module):
-    """Holds weights under the names that they have in the model; its placed copy runs the stage's graph."""
+    """Holds weights under their names in the model; its placed copy runs the stage's graph."""
 
     def forward(self, *values: torch.Tensor, **trace: tuple[()]) -> Any:
-        """Nothing: only its graph says what it computes."""
+        """Raise InputError: a stage has no code of its own, only a graph."""
         del values, trace
         raise InputError(
             "a stage runs only as the model was placed: under the same autocast, with the same parameters "
@@ -46,16 +46,16 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class StageSource:
-    """A stage, cut out, before it is placed anywhere.
+    """A stage that is cut out of a capture, but not placed.
 
     Attributes:
         cut: its capture.
         module: holds the weights that it reads.
         model_copy: of ``module``.
         annotator: of the capture.
-        trained: values that it takes or computes and that depend on a parameter which requires a gradient.
+        trained: its inputs and outputs that depend on a parameter which requires a gradient.
         how: what its training step differentiates; None for a forward pass alone.
-        step: of the training step, likewise.
+        step: annotator of the training step; None for a forward pass alone.
     """
 
     cut: StageCapture
@@ -68,17 +68,17 @@ class StageSource:
 
     @property
     def planned(self) -> Annotator:
-        """Of what is placed: the training step if there is one."""
+        """The annotator of what is placed: the training step if there is one."""
         return self.step or self.annotator
 
     @property
     def receives(self) -> tuple[Crossing, ...]:
-        """What comes from the stage before."""
+        """The tensors that come from the stage before."""
         return self._crossings(self.cut.received)
 
     @property
     def sends(self) -> tuple[Crossing, ...]:
-        """What goes to the stage after, or is returned."""
+        """The tensors that go to the stage after, or are returned."""
         return self._crossings(self.cut.sent)
 
     def _crossings(self, names: Sequence[str]) -> tuple[Crossing, ...]:
@@ -89,7 +89,7 @@ class StageSource:
         )
 
     def example(self, device: str = "meta", values: Sequence[Any] = ()) -> BoundCall:
-        """A call of the stage, of the sizes that the plan is for, or with these values."""
+        """Return a call of the stage with these values, or with tensors of the sizes that the plan is for."""
         sizes, numbers = self.cut.sizes, self.cut.numbers
         given = list(values) or [
             numbers[name]
@@ -103,13 +103,13 @@ class StageSource:
         return self.model_copy.bind(given, {self.cut.trace: ()})
 
     def compiler(self, topology: Topology, options: Options, given: Plan | None = None) -> Compiler:
-        """Plans and lowers calls of the stage on one machine."""
-        made = Compiler(self.model_copy, topology, options, given=given)
-        self.adopt_in(made)
-        return made
+        """Return a compiler for calls of the stage on one machine."""
+        compiler = Compiler(self.model_copy, topology, options, given=given)
+        self.adopt_in(compiler)
+        return compiler
 
     def adopt_in(self, compiler: Compiler) -> None:
-        """Let a compiler serve calls of the stage; it plans the training step first if there is one."""
+        """Let a compiler serve calls of the stage, first of its training step if there is one."""
         compiler.model_copy.step = None
         compiler.captures.adopt(self.annotator)
         if self.step is not None:
@@ -117,7 +117,7 @@ class StageSource:
             compiler.captures.adopt(self.step)
 
     def drop_from(self, compiler: Compiler) -> None:
-        """Undo :meth:`adopt_in`, where there was no room."""
+        """Undo :meth:`adopt_in`, after a placement found no room."""
         for annotator in (self.annotator, self.step):
             if annotator is not None:
                 compiler.captures.drop(annotator)
@@ -132,8 +132,9 @@ def stage_source(
     trained: Set[str] = frozenset(),
     trace: str = "trace",
 ) -> StageSource:
-    """The stage of the operations from ``start`` to ``end`` of an annotated call, of whose values some are
-    ``trained``, as :func:`graphplan.compiler.training.trained_values` has found; ``trace`` is as in
+    """Return the stage of the operations from ``start`` to ``end`` of an annotated call.
+
+    ``trained`` is the result of :func:`graphplan.compiler.training.trained_values`; ``trace`` is as in
     :class:`~graphplan.passes.pipeline.cut_capture.StageCapture`.
     """
     cut = cut_capture(annotator.capture, boundaries, start, end, trace)
@@ -145,16 +146,16 @@ def stage_source(
 
 
 def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
-    """A module with these weights of a model, which it shares: each under all of its names."""
+    """Return a module that shares these weights with the model, each under all of its names."""
     root, wanted = StageModule(), set(names)
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
-        if first in wanted and name not in weights.noted:  # what is comes with its parameter
-            path, _, own = name.rpartition(".")
+        if first in wanted and name not in weights.noted:  # a noted tensor comes with its parameter
+            path, _, attribute = name.rpartition(".")
             part, tensor = module_at(root, path), weights.tensors[first]
             if name in weights.parameters:
-                part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
+                part.register_parameter(attribute, tensor)  # type: ignore[arg-type]  # it is one in the model
             else:
-                part.register_buffer(own, tensor, persistent=name in weights.persistent)
+                part.register_buffer(attribute, tensor, persistent=name in weights.persistent)
     if lost := wanted - named_tensors(root).keys():
         raise PlanError(
             f"{min(lost)!r} is an attribute of a parameter that is in another stage: register it as a buffer"
@@ -163,7 +164,7 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
 
 
 def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
-    """Bytes of network buffers of a stage: both directions, all microbatches.
+    """Return the bytes of a stage's network buffers: both directions, all microbatches.
 
     A microbatch brings ``received`` bytes, and leaves with ``sent``; nothing comes back to the last stage.
     """
@@ -171,12 +172,12 @@ def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int
 
 
 def with_buffers(topology: Topology, nbytes: int) -> Topology:
-    """The devices of a machine, less what its network buffers take of the CPU's budget, if it has one."""
+    """Return the machine with its network buffers withheld from the CPU's budget, if it has one."""
     return withholding(topology, {spec.key: nbytes for spec in topology.devices if spec.device == CPU})
 
 
 def withholding(topology: Topology, nbytes: Mapping[DeviceKey, int]) -> Topology:
-    """The devices of a machine, less these bytes of their budgets."""
+    """Return the machine with these bytes withheld from its devices' budgets."""
     devices = (replace(spec, taken=spec.taken + nbytes.get(spec.key, 0)) for spec in topology.devices)
     return replace(topology, devices=tuple(devices))
 
@@ -184,19 +185,19 @@ def withholding(topology: Topology, nbytes: Mapping[DeviceKey, int]) -> Topology
 def plan_like(
     source: StageSource, topology: Topology, options: Options, assignment: Assignment, bound: Bound
 ) -> Plan | None:
-    """The plan of a stage that is placed as an equal one was; None where it does not fit so.
+    """Return the plan of a stage that is placed like an equal one; None if it does not fit.
 
-    The assignment is that of the equal stage, in the names of this one; so is the bound.
+    ``assignment`` and ``bound`` are those of the equal stage, the assignment in the names of this one.
     """
     formulation = Formulation(topology, options, Commitments())
     call = source.example()
     plain = formulation.plain(source.planned, call)
     schedule = Schedule((), assignment, plain.host, plain.returns_to_host)
     problem = replace(plain, graph=formulation.graph(source.planned, schedule))
-    found = evaluate(problem, assignment)
-    if not found.feasible:
+    evaluation = evaluate(problem, assignment)
+    if not evaluation.feasible:
         return None
-    asked = Call(problem, options.constraints.within(problem.graph), 1.0)
-    choice = Choice(Member(source.planned, 1.0, call), asked, certify(found, bound))
+    constrained = Call(problem, options.constraints.within(problem.graph), 1.0)
+    choice = Choice(Member(source.planned, 1.0, call), constrained, certify(evaluation, bound))
     check_budgets([choice])
     return plan_of(choice)

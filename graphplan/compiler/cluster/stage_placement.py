@@ -1,4 +1,4 @@
-"""Stretches of the order of operations, each placed on a machine of a class."""
+"""Place stretches of the order of operations, each on a machine of a class."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.params import Limits
 
 _LEAST = 1e-3
-"""Seconds: a limit is positive, and once it is over, the first placement that is found is enough."""
+"""Seconds: least time limit of a search, since it must be positive; then the first placement suffices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of the order on a machine.
+    """Consecutive operations on a machine.
 
     Attributes:
         machine: class of the machine.
-        start: candidate cut where it starts.
-        end: candidate cut where it ends.
-        kept: microbatches that a training step keeps.
-        share: parts of the machine's budgets, of ``PARAMS.shares``.
+        start: index of the candidate cut where it starts.
+        end: index of the candidate cut where it ends.
+        kept: microbatches in flight whose activations a training step keeps.
+        share: its share of the machine's budgets, in units of one ``PARAMS.shares``-th.
     """
 
     machine: int
@@ -56,7 +56,7 @@ class Stretch:
 
 @dataclass
 class StagePlacement:
-    """Places stretches of one microbatch's graph between ``cuts``, on ``machines``: one of each class."""
+    """Places stretches of one microbatch's graph between ``cuts``, on ``machines``, one of each class."""
 
     model_copy: ModelCopy
     annotator: Annotator
@@ -72,8 +72,8 @@ class StagePlacement:
         """Place a stretch.
 
         Raises:
-            InfeasibleError: it does not fit.
-            CaptureError: something crosses that cannot be sent, or of which no gradient can come back.
+            InfeasibleError: the stretch does not fit.
+            CaptureError: a value crosses that cannot be sent, or whose gradient cannot be sent back.
         """
         source, topology = self.source(stretch), self._topology(stretch)
         if source.step is None:
@@ -86,15 +86,15 @@ class StagePlacement:
 
     @property
     def _timed(self) -> Options:
-        """The caller's options, with a part of the time that is left."""
+        """The caller's options, with a part of the time that is left as time limit."""
         left = self.limits.left
         if left is None:
             return self.options
         return replace(self.options, time_limit=max(left * PARAMS.time_share, _LEAST))
 
     def stage(self, stretch: Stretch, placed: StepPlan, machine: int) -> MachineStage[Plan]:
-        """A stretch on a machine, as it was placed, or an equal one."""
-        source, own = self.source(stretch), self._own_plan(stretch, placed)
+        """Return a stretch as a stage of a machine, placed as it was, or as an equal one was."""
+        source, step_plan = self.source(stretch), self._own_plan(stretch, placed)
         return MachineStage(
             machine=machine,
             start=self.cuts[stretch.start],
@@ -102,37 +102,37 @@ class StagePlacement:
             receives=source.receives,
             sends=source.sends if stretch.end < len(self.cuts) - 1 else (),
             buffer_bytes=self._buffer_bytes(stretch),
-            plan=own.plan,
-            kept_bytes=own.kept_bytes,
-            beside_bytes=self._beside(stretch),
+            plan=step_plan.plan,
+            kept_bytes=step_plan.kept_bytes,
+            beside_bytes=self._reserved_bytes(stretch),
         )
 
     def structure(self, stretch: Stretch) -> Hashable:
-        """Equal for stretches that are placed alike."""
+        """Return a key that is equal for stretches with the same placement, up to names."""
         first, last = self.cuts[stretch.start], self.cuts[stretch.end]
         crossing = self.boundaries.crossing
-        found = structure_of(self.boundaries.graph, first, last, crossing(first), crossing(last))
-        return stretch.machine, stretch.kept, stretch.share, found
+        structure = structure_of(self.boundaries.graph, first, last, crossing(first), crossing(last))
+        return stretch.machine, stretch.kept, stretch.share, structure
 
     def source(self, stretch: Stretch) -> StageSource:
-        """A stretch, as a class of machines runs it: devices decide of which kernels a training step is."""
+        """Return the stage of a stretch; in training for a class of machines: kernels differ by device."""
         key = (stretch.machine if self.trained else 0), stretch.start, stretch.end
         if key not in self.sources:
             first, last = self.cuts[stretch.start], self.cuts[stretch.end]
             weights = self.model_copy.weights
-            made = stage_source(self.annotator, self.boundaries, weights, first, last, self.trained)
-            self.sources[key] = with_step(made)
+            stage = stage_source(self.annotator, self.boundaries, weights, first, last, self.trained)
+            self.sources[key] = with_step(stage)
         return self.sources[key]
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Values of which gradients are sent back."""
+        """Values whose gradients are sent back."""
         if not self.flight.train:
             return frozenset()
         return trained_values(self.annotator.capture, trainable(self.model_copy.weights))
 
     def _own_plan(self, stretch: Stretch, placed: StepPlan) -> StepPlan:
-        """The plan of a stretch, in its own names, that was placed as an equal one was."""
+        """Return the plan of a stretch in its own names; ``placed`` may be that of an equal stretch."""
         source, plan = self.source(stretch), placed.plan
         graph = source.planned.graph()
         if graph.weights.keys() == plan.graph.weights.keys() and _runs(graph) == _runs(plan.graph):
@@ -141,27 +141,27 @@ class StagePlacement:
         if not plan.graph.parts and len(graph.operations) == len(plan.graph.operations):
             assignment = renamed(plan.schedule.assignment, plan.graph, graph)
             bound = Bound(plan.lower_bound, plan.proof)
-            found = plan_like(source, topology, self.options, assignment, bound)
-            if found is not None and math.isclose(found.makespan, plan.makespan):
-                return replace(placed, plan=found)
+            plan_here = plan_like(source, topology, self.options, assignment, bound)
+            if plan_here is not None and math.isclose(plan_here.makespan, plan.makespan):
+                return replace(placed, plan=plan_here)
         return self.search(stretch)
 
     def _shared(self, stretch: Stretch) -> frozenset[str]:
-        """Parameters that a stretch reads, and others too."""
+        """Return the parameters that operations inside and outside of a stretch read."""
         graph = self.boundaries.graph
-        own = set(list(graph.operations)[self.cuts[stretch.start] : self.cuts[stretch.end]])
+        inside = set(list(graph.operations)[self.cuts[stretch.start] : self.cuts[stretch.end]])
         return frozenset(
-            name for name, readers in graph.readers.items() if own & set(readers) and set(readers) - own
+            name for name, readers in graph.readers.items() if inside & set(readers) and set(readers) - inside
         )
 
     def _buffer_bytes(self, stretch: Stretch) -> int:
-        """Bytes of what is received and sent, and of gradients that come back; of results there are none."""
+        """Return the bytes of network buffers for what is received and sent, gradients included."""
         source, last = self.source(stretch), stretch.end == len(self.cuts) - 1
-        received, sent = (sum(one.nbytes for one in side) for side in (source.receives, source.sends))
+        received, sent = (sum(value.nbytes for value in side) for side in (source.receives, source.sends))
         return buffer_bytes(received, sent, self.flight, last=last)
 
-    def _beside(self, stretch: Stretch) -> dict[DeviceKey, int]:
-        """Bytes of each device that are for other stages of the machine."""
+    def _reserved_bytes(self, stretch: Stretch) -> dict[DeviceKey, int]:
+        """Return device -> bytes that are reserved for other stages of the machine."""
         if stretch.share == PARAMS.shares:
             return {}
         devices = self.machines[stretch.machine].devices
@@ -169,9 +169,9 @@ class StagePlacement:
 
     def _topology(self, stretch: Stretch) -> Topology:
         machine = with_buffers(self.machines[stretch.machine], self._buffer_bytes(stretch))
-        return withholding(machine, self._beside(stretch))
+        return withholding(machine, self._reserved_bytes(stretch))
 
 
 def _runs(graph: Graph) -> list[str]:
-    """The operations that are there whatever is saved."""
+    """Return the operations that do not depend on what is saved."""
     return [op.name for op in graph.operations.values() if not op.repeats and not op.offloads]

@@ -1,9 +1,9 @@
 """A stage of a training step: forward and backward in one graph, with room for the microbatches in flight.
 
-While one microbatch runs, others have run forward and not yet backward. What a plan withholds for what they
-have saved decides how much is computed again in the backward pass, and that decides what they save: what is
-withheld is raised to what a plan's microbatches save, and bisected where nothing fits beside it, or nothing
-quick.
+While one microbatch runs, others have run forward but not yet backward. A plan withholds memory for what they
+save. The memory withheld decides how much the backward pass recomputes, and that decides what microbatches
+save. So it is raised to what the microbatches of a plan save, and bisected if no plan, or only a slow one,
+fits beside it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from graphplan.ir.liveness import saved_bytes
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.params import Limits
 
-_TRIES = 6  # plans of one stage
-_NEAR = 1.05  # times the seconds of a step alone, that are near enough
+_TRIES = 6  # plans of one stage, at most
+_NEAR = 1.05  # a plan is fast enough within this factor of a step that has the machine for itself
 Kept = Mapping[DeviceKey, int]
 
 
 def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
-    """The stage with its training step; as it is where nothing that it computes has a gradient.
+    """Return the stage with its training step; unchanged if none of its outputs has a gradient.
 
-    It is for the sizes of these values that it takes, or for those that the plan is for.
+    The step is for the sizes of ``values``, which are its inputs, or else for those that the plan is for.
     """
     if source.trained.isdisjoint(source.cut.outputs):
         return source
@@ -48,12 +48,12 @@ def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A stage of a training step, planned.
+    """The plan of a stage of a training step.
 
     Attributes:
         plan: of one microbatch.
-        withheld: bytes of each device that were withheld from it.
-        kept_bytes: those that are needed, at most as many.
+        withheld: device -> bytes that were withheld from the plan.
+        kept_bytes: device -> bytes that other microbatches need, of those withheld.
     """
 
     plan: Plan
@@ -62,13 +62,13 @@ class StepPlan:
 
 
 def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str], limits: Limits) -> StepPlan:
-    """The quickest plan of a stage that is found for which enough was withheld.
+    """Return the fastest plan of a stage found for which enough memory was withheld.
 
     Args:
-        plan_beside: plans one microbatch's step while so many bytes of devices are withheld.
-        others: microbatches that are in flight beside it.
+        plan_beside: plans one microbatch's step, given the bytes to withhold from each device.
+        others: number of other microbatches in flight.
         shared: parameters that other stages read too.
-        limits: when any that was found is enough.
+        limits: once they are reached, any plan found is enough.
 
     Raises:
         InfeasibleError: no placement fits.
@@ -77,7 +77,7 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     high: Kept | None = None
     tried: Kept = {}
     best: StepPlan | None = None
-    short: StepPlan | None = None  # for which too little was withheld
+    short: StepPlan | None = None  # too little was withheld for it
     lacking: InfeasibleError | None = None
     alone = math.inf  # seconds of a step that has the machine for itself
     for _ in range(_TRIES):
@@ -93,8 +93,8 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
             alone = min(alone, plan.makespan)
             kept = kept_bytes(plan, others, shared)
             if all(nbytes <= tried.get(key, 0) for key, nbytes in kept.items()):
-                found, high = StepPlan(plan, tried, kept), tried
-                best = min(best or found, found, key=lambda one: one.plan.makespan)
+                candidate, high = StepPlan(plan, tried, kept), tried
+                best = min(best or candidate, candidate, key=lambda step: step.plan.makespan)
                 if plan.makespan <= _NEAR * alone:
                     break
             else:
@@ -104,21 +104,21 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
         else:
             tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
     if best is None:
-        assert short is not None  # what is needed beside a step is known of its plan
+        assert short is not None  # only the plan of a step says what other microbatches need
         raise _no_room(short, others, lacking)
     return best
 
 
 def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> InfeasibleError:
-    """The error, with the tightest device: as what failed last says, or the plan that withheld too little."""
+    """Return the last error, or one from the plan that withheld too little, with the tightest device."""
     plan, topology = short.plan, short.plan.topology
     memory = topology.budgets
-    beside = {key: topology[key].withheld - short.withheld.get(key, 0) for key in short.kept_bytes}
-    needed = {key: plan.peak_bytes[key] + n + beside[key] for key, n in short.kept_bytes.items()}
+    reserved = {key: topology[key].withheld - short.withheld.get(key, 0) for key in short.kept_bytes}
+    needed = {key: plan.peak_bytes[key] + n + reserved[key] for key, n in short.kept_bytes.items()}
     device = max(needed, key=lambda key: needed[key] / max(1, memory[key]))
-    said = f"needs {readable_bytes(needed[device])} and may hold {readable_bytes(memory[device])}"
+    text = f"needs {readable_bytes(needed[device])} and may hold {readable_bytes(memory[device])}"
     error = lacking or InfeasibleError(
-        f"device {device!r} {said}", needed=needed, available=memory, device=device
+        f"device {device!r} {text}", needed=needed, available=memory, device=device
     )
     error.args = (
         f"there is no room beside a training step for {others} other microbatches in flight, which save "
@@ -129,19 +129,19 @@ def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> I
 
 
 def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int]:
-    """Bytes on each device that a stage holds beside one microbatch's step, with so many others in flight.
+    """Return device -> bytes that a stage holds beside one microbatch's step, with ``others`` in flight.
 
     ``shared`` are parameters that other stages read too: while their gradients are summed over the ranks,
-    earlier ones are kept, and one at a time passes host memory.
+    earlier gradients are kept, and one at a time passes through host memory.
     """
     saved = saved_bytes(plan.graph, plan.topology, plan.schedule)
-    found = {key: others * nbytes for key, nbytes in saved.items() if others * nbytes}
-    homes, host, most = plan.schedule.assignment.weights, plan.topology.cpu, 0
+    kept = {key: others * nbytes for key, nbytes in saved.items() if others * nbytes}
+    homes, host, largest = plan.schedule.assignment.weights, plan.topology.cpu, 0
     for name in sorted(shared & plan.graph.weights.keys()):
         weight, home = plan.graph.weights[name], homes[name]
         if weight.beside:
-            found[home] = found.get(home, 0) + weight.nbytes
-            most = max(most, weight.nbytes if home != host else 0)
-    if host is not None and most:
-        found[host] = found.get(host, 0) + most
-    return found
+            kept[home] = kept.get(home, 0) + weight.nbytes
+            largest = max(largest, weight.nbytes if home != host else 0)
+    if host is not None and largest:
+        kept[host] = kept.get(host, 0) + largest
+    return kept
