@@ -1,5 +1,5 @@
-"""What all other rooms speak of: graph, schedule, memory, time, and the checks of them.
+"""The planner's intermediate representation: graph, schedule, memory, time, and their checks.
 
-Nothing here knows of ``torch.fx``, of a search or of a file format but JSON. A graph and an assignment come
-in from the passes; bytes and seconds at every step go out.
+Nothing here depends on ``torch.fx``, on a search or on a file format but JSON. Input: a graph and an
+assignment, from the passes. Output: bytes and seconds at every step.
 """

@@ -1,4 +1,4 @@
-"""What the caller asks of a placement, in the caller's names."""
+"""The caller's constraints on a placement, in the caller's names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Group = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on a placement, in the caller's words.
+    """Constraints on a placement, in the caller's names.
 
     Attributes:
-        pin: module, operation, parameter or buffer -> device key. A module runs there and its
-            weights live there; a parameter or buffer lives there.
+        pin: module, operation, parameter or buffer -> device key. A module runs there and its weights reside
+            there; a parameter or buffer resides there.
         together: modules (or lists of names) that must not be split over devices.
-        offload: False for accelerators only, else an error.
-        cpu_compute: False where the CPU may keep weights, but not compute.
-        balance: spread the work evenly over the accelerators.
+        offload: False: raise an error if the accelerators alone do not hold the model.
+        cpu_compute: False: the CPU may hold weights, but not compute.
+        balance: whether to spread the work evenly over the accelerators.
     """
 
     pin: Mapping[str, DeviceKey] = field(default_factory=dict)
@@ -33,11 +33,11 @@ class Constraints:
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """The names of each of ``together``."""
+        """The names in each item of ``together``."""
         return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
 
     def within(self, graph: Graph) -> Constraints:
-        """The constraints as far as they name what is in this graph, which may be one of several."""
+        """Return the constraints whose names are in this graph, which may be one of several."""
         pin = {n: key for n, key in self.pin.items() if _runs(graph, n) or weights_within(graph, n)}
         running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
         return replace(self, pin=pin, together=tuple(group for group in running if group))
@@ -48,7 +48,7 @@ def _runs(graph: Graph, name: str) -> bool:
 
 
 def depth(graph: Graph, name: str) -> tuple[bool, int]:
-    """How far inside the model a name is: modules in order, then operations, which may be named alike."""
+    """Return a sort key for a name: modules by depth, then operations, which may have the same names."""
     paths = (operation.module_path for operation in graph.operations.values())
     module = any(path == name or path.startswith(name + ".") for path in paths)
     module = module or bool(weights_within(graph, name))
@@ -56,7 +56,7 @@ def depth(graph: Graph, name: str) -> tuple[bool, int]:
 
 
 def weights_within(graph: Graph, module: str) -> list[str]:
-    """The parameters and buffers of a module, by their first names."""
+    """Return the first names of the parameters and buffers of a module."""
     return [
         weight.name
         for weight in graph.weights.values()
@@ -66,7 +66,7 @@ def weights_within(graph: Graph, module: str) -> list[str]:
 
 
 def names_in(graph: Graph) -> list[str]:
-    """Every module, operation and weight that a caller can name."""
+    """Return the names of all modules, operations and weights, sorted."""
     paths = {operation.module_path for operation in graph.operations.values()}
     above = {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
     tied = {name for weight in graph.weights.values() for name in weight.names}
@@ -74,13 +74,13 @@ def names_in(graph: Graph) -> list[str]:
 
 
 def did_you_mean(graph: Graph, name: str) -> str:
-    """What a caller may have meant by a name that is none, as the end of a message."""
+    """Return names similar to an unknown one, as the end of a message."""
     close = difflib.get_close_matches(name, names_in(graph), 3)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def operations_named(graph: Graph, name: str) -> list[str]:
-    """The operations of a module, or the one of this name; all of them for an empty name."""
+    """Return the operations of a module, or the one of this name; all of them for an empty name."""
     return [
         operation.name
         for operation in graph.operations.values()

@@ -35,13 +35,13 @@ _PARTS: dict[str, Any] = {
     "together": tuple[frozenset[str], ...],
     "shapes_known": bool,
 }
-"""What plain data says of a graph, and of which types."""
+"""Field of a graph as plain data -> its type."""
 
 
 class Graph:
     """Operations in trace order, with the values and weights between them.
 
-    ``digraph`` is the ``networkx.DiGraph``, made when it is asked for: a node per operation (attribute
+    ``digraph`` is the ``networkx.DiGraph``, made on first use: a node per operation (attribute
     ``operation``), an edge per producer and consumer (attribute ``values``: the names that pass, in order).
 
     Args:
@@ -50,8 +50,8 @@ class Graph:
         weights: every parameter, buffer and constant, unused ones too.
         inputs: names of the values that the caller passes in.
         outputs: names of the values or weights that are returned, in order.
-        together: sets of operations that must share a device (the alias trap).
-        shapes_known: False where activations could not be measured, and count as 0 bytes.
+        together: sets of operations that must share a device, since one writes memory that others read.
+        shapes_known: False if activations could not be measured; they count as 0 bytes then.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
-        """Value or weight -> the operations that read its data, and not only its shape; in order."""
+        """Value or weight -> the operations that read its data, not only its shape, in order."""
         host_only = {operation.name for operation in self.operations.values() if operation.host_only}
         return {
             name: tuple(user for user in users if user not in host_only)
@@ -90,21 +90,21 @@ class Graph:
         }
 
     def tied(self, groups: Iterable[Iterable[str]]) -> Graph:
-        """The same graph with each of these groups on one device too."""
+        """Return the same graph with further groups of operations that must share a device."""
         ties: nx.Graph[str] = nx.Graph()
         for names in (*self.together, *groups):
             nx.add_path(ties, sorted(names))
         return self.changed(together=[frozenset(t) for t in nx.connected_components(ties) if len(t) > 1])
 
     def changed(self, **parts: Iterable[Any]) -> Graph:
-        """The same graph with other ``operations``, ``values``, ``weights`` or ``together``."""
-        own = {name: getattr(self, name).values() for name in ("operations", "values", "weights")}
-        given: dict[str, Any] = {**own, "together": self.together, **parts}
+        """Return the same graph with other ``operations``, ``values``, ``weights`` or ``together``."""
+        current = {name: getattr(self, name).values() for name in ("operations", "values", "weights")}
+        given: dict[str, Any] = {**current, "together": self.together, **parts}
         return Graph(**given, inputs=self.inputs, outputs=self.outputs, shapes_known=self.shapes_known)
 
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:
-        """A node for each operation, an edge for each producer and consumer."""
+        """The ``networkx`` graph: a node for each operation, an edge for each producer and consumer."""
         digraph: nx.DiGraph[str] = nx.DiGraph()
         for operation in self.operations.values():
             digraph.add_node(operation.name, operation=operation)
@@ -118,11 +118,11 @@ class Graph:
         return digraph
 
     def to_networkx(self) -> nx.DiGraph[str]:
-        """A copy of the ``networkx.DiGraph``, the caller's to change."""
+        """Return a copy of ``digraph``, which the caller may change."""
         return self.digraph.copy()
 
     def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """(producer, consumer, names of the values that pass) for each edge of ``digraph``."""
+        """Yield (producer, consumer, names of the values that pass) for each edge of ``digraph``."""
         for source, target in self.digraph.edges:
             yield source, target, self.digraph.edges[source, target]["values"]
 
@@ -133,17 +133,17 @@ class Graph:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all weights, and of what training keeps beside them."""
+        """Bytes of all weights, with gradients and optimizer state in training."""
         return sum(weight.held_bytes for weight in self.weights.values())
 
     @cached_property
     def trains(self) -> bool:
-        """Whether it is a training step: a forward and a backward pass."""
+        """Whether the graph is a training step: a forward and a backward pass."""
         return any(operation.backward for operation in self.operations.values())
 
     @property
     def call(self) -> str:
-        """What it is of, in words."""
+        """The kind of call, for messages."""
         return "training step" if self.trains else "forward pass"
 
     @property
@@ -161,7 +161,7 @@ class Graph:
     def streamable(self) -> frozenset[str]:
         """Weights that may be copied into memory that is reused before the forward pass ends.
 
-        Not those that forward writes to, nor those whose storage it returns.
+        Weights that forward writes to, or whose storage it returns, are not among them.
         """
         kept = {self.root(name) for name in self.outputs}
         kept |= {self.root(name) for name in self.staying}
@@ -170,35 +170,35 @@ class Graph:
 
     @cached_property
     def owned_gradients(self) -> frozenset[str]:
-        """Gradients whose memory is theirs alone: nothing reads it after they are made."""
+        """Gradients whose memory is theirs alone: no operation reads it after they are computed."""
         roots = [self.root(value.name) for value in self.values.values() if value.gradient_of]
         if not roots:
             return frozenset()
         order = {name: index for index, name in enumerate(self.operations)}
-        last: dict[str, int] = {}
+        last_reader: dict[str, int] = {}
         for name, readers in self.consumers.items():
             root = self.root(name)
-            last[root] = max(last.get(root, -1), *(order[reader] for reader in readers))
+            last_reader[root] = max(last_reader.get(root, -1), *(order[reader] for reader in readers))
         for name in self.outputs:
-            last[self.root(name)] = len(order)
-        found = []
+            last_reader[self.root(name)] = len(order)
+        owned = []
         for value in self.values.values():
             root = self.root(value.name)
             if not value.gradient_of or root not in self.producer or roots.count(root) > 1:
                 continue
             whole = self.values[root].nbytes == value.copy_bytes
-            if whole and last.get(root, -1) <= order[self.producer[value.name]]:
-                found.append(value.name)
-        return frozenset(found)
+            if whole and last_reader.get(root, -1) <= order[self.producer[value.name]]:
+                owned.append(value.name)
+        return frozenset(owned)
 
     @cached_property
     def not_tensors(self) -> frozenset[str]:
-        """Values that are numbers, sizes, lists: they take no bytes and no copy."""
+        """Values that are numbers, sizes or lists: they take no bytes and need no copy."""
         return frozenset(value.name for value in self.values.values() if not value.is_tensor)
 
     @cached_property
     def reads(self) -> dict[str, tuple[str, ...]]:
-        """Operation -> the tensors that it reads where it runs; none for one that reads their sizes alone."""
+        """Operation -> the tensors that it reads on its device; none if it reads only their sizes."""
         return {
             one.name: () if one.host_only else tuple(n for n in one.inputs if n not in self.not_tensors)
             for one in self.operations.values()
@@ -206,13 +206,13 @@ class Graph:
 
     @cached_property
     def touches(self) -> dict[str, tuple[str, ...]]:
-        """Operation -> those of its inputs that are weights or views of weights; only where there are any."""
+        """Operation -> its inputs that are weights or views of weights, if it has any."""
         of_weights = {name for name in (*self.weights, *self.values) if self.root(name) in self.weights}
-        found = {
+        inputs = {
             one.name: tuple(name for name in one.inputs if name in of_weights)
             for one in self.operations.values()
         }
-        return {name: touched for name, touched in found.items() if touched}
+        return {name: touched for name, touched in inputs.items() if touched}
 
     @cached_property
     def staying(self) -> tuple[str, ...]:
@@ -221,36 +221,36 @@ class Graph:
 
     @cached_property
     def stepping(self) -> tuple[Weight, ...]:
-        """Parameters for which an optimizer takes bytes while it changes them."""
+        """Parameters for which the optimizer needs memory while it updates them."""
         return tuple(w for w in self.weights.values() if w.step_bytes or w.together_bytes)
 
     def workspaces(self, device_type: str) -> Mapping[str, int]:
-        """Operation -> the bytes that it needs while it runs on a device of this type; where it needs any."""
+        """Return operation -> its workspace bytes on a device of this type, if it needs any."""
         if device_type not in self._workspaces:
-            found = {name: one.workspace_on(device_type) for name, one in self.operations.items()}
-            self._workspaces[device_type] = {name: nbytes for name, nbytes in found.items() if nbytes}
+            sizes = {name: one.workspace_on(device_type) for name, one in self.operations.items()}
+            self._workspaces[device_type] = {name: nbytes for name, nbytes in sizes.items() if nbytes}
         return self._workspaces[device_type]
 
     @cached_property
     def states(self) -> tuple[Weight, ...]:
-        """The tensors of caches that the caller passes in."""
+        """The cache tensors that the caller passes in."""
         return tuple(weight for weight in self.weights.values() if weight.kind == "cache" and weight.nbytes)
 
     @cached_property
     def parts(self) -> tuple[Weight, ...]:
-        """The weights that are rows of others."""
+        """The weights that are parts of sliced weights."""
         return tuple(weight for weight in self.weights.values() if weight.part_of)
 
     def weight_named(self, name: str) -> Weight | None:
-        """The weight that has this name; a shared weight has several."""
+        """Return the weight that has this name, if any; a shared weight has several names."""
         return next((w for w in self.weights.values() if name == w.name or name in w.names), None)
 
     def root(self, name: str) -> str:
-        """The value or weight whose storage ``name`` is a view of, itself included."""
+        """Return the value or weight whose storage ``name`` is a view of, itself included."""
         return storage_root(self.values, name)
 
     def verify(self) -> None:
-        """Raise VerificationError unless names resolve, order is topological and bytes are sane."""
+        """Raise VerificationError unless names resolve, order is topological and no bytes are negative."""
         known = set(self.weights) | set(self.inputs)
         if len(known) != len(self.weights) + len(self.inputs):
             raise VerificationError("an input and a weight share a name")
@@ -304,10 +304,10 @@ class Graph:
             raise VerificationError(f"operation {operation.name!r} {problem}\n{where}")
 
     def line(self, operation: Operation) -> str:
-        """One operation as text."""
-        made = ", ".join(operation.outputs) or "()"
+        """Return one operation as text."""
+        outputs = ", ".join(operation.outputs) or "()"
         nbytes = sum(self.values[name].nbytes for name in operation.outputs if name in self.values)
-        text = f"{made} = {operation.target}({', '.join(operation.inputs)}) : {nbytes} bytes"
+        text = f"{outputs} = {operation.target}({', '.join(operation.inputs)}) : {nbytes} bytes"
         if operation.flops:
             text += f", {operation.flops} FLOP"
         if operation.mutates:
@@ -346,7 +346,7 @@ class Graph:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and content can be large
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data, for JSON."""
         return {
             "operations": list(map(asdict, self.operations.values())),
             "values": list(map(asdict, self.values.values())),
@@ -359,5 +359,5 @@ class Graph:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
-        """The inverse of :meth:`to_dict`."""
+        """Return the graph that :meth:`to_dict` made plain data of."""
         return cls(**{name: decode(kind, data[name]) for name, kind in _PARTS.items()})

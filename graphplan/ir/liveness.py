@@ -1,13 +1,12 @@
-"""Bytes on each device at each step of a schedule: the one place where memory is counted.
+"""Bytes on each device at each step of a schedule: the only place where memory is counted.
 
-A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of
-streamed weights, both for the whole call, every storage whose last reader has not run yet, and the
-workspace of the operation that runs. A view holds its base's storage and brings none. What the caller
-passed in stays on the caller's device throughout. In training, a weight's gradient and the optimizer's
-state are there as long as the weight, and what the optimizer takes for its step comes after all steps of
-the schedule. Weights on disk take the system's page cache and no memory of the CPU's budget, but for the
-buffers that they pass on their way to an accelerator. A part of a sliced weight takes bytes where the whole
-lives, and where it is kept beside that.
+At a step, a device holds the weights that reside there, in one allocation, and the prefetch buffer of
+streamed weights, both for the whole call; every storage whose last reader has not run yet; and the workspace
+of the running operation. A view shares its base's storage and adds none. The caller's inputs stay on the
+caller's device throughout. In training, a weight's gradient and optimizer state are there as long as the
+weight; the optimizer's update comes after all steps of the schedule. Weights on disk use the system's page
+cache and none of the CPU's budget, except for the buffers through which they pass to an accelerator. A part
+of a sliced weight takes bytes where the whole resides, and again where a copy of it resides.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class Peak:
 
     Attributes:
         nbytes: weights, activations, copies and workspace, allocator rounding included.
-        weights: the part that is resident weights and the prefetch buffer for streamed ones.
-        step: index of the step of the schedule at which it is reached, or -1 before the first.
+        weights: those of them that are resident weights and the prefetch buffer for streamed ones.
+        step: index of the schedule's step at which the peak is reached, or -1 before the first.
         operation: the operation that runs or waits for its input at that step.
     """
 
@@ -52,7 +51,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peaks per device, and the live bytes during each step where they were asked for.
+    """The peak of each device, and the live bytes during each step if they were asked for.
 
     ``profile[key][i]`` is the most bytes on ``key`` during step ``i``; empty unless asked for.
     """
@@ -61,15 +60,15 @@ class Memory:
     profile: Mapping[DeviceKey, tuple[int, ...]]
 
 
-OPTIMIZER = "optimizer"  # what runs, for a peak, while the optimizer changes the parameters
-_TOGETHER = ("cuda", "xpu")  # types of devices
-_LASTING = 0  # the number of all storages that are counted apart, and there for the whole call
+OPTIMIZER = "optimizer"  # the operation of a peak during the optimizer's update
+_TOGETHER = ("cuda", "xpu")  # device types on which optimizers update all parameters at once
+_LASTING = 0  # the number of all storages that last for the whole call, which are counted apart
 
 
 def measure_memory(
     graph: Graph, topology: Topology, schedule: Schedule, *, with_profile: bool = False
 ) -> Memory:
-    """Count the bytes on each device at each step.
+    """Return the peak of each device, and with ``with_profile`` the live bytes during each step.
 
     Raises:
         VerificationError: a step reads a value that is not on its device.
@@ -78,9 +77,9 @@ def measure_memory(
 
 
 def saved_bytes(graph: Graph, topology: Topology, schedule: Schedule) -> dict[DeviceKey, int]:
-    """Bytes on each device that the forward pass of a training step leaves for its backward pass.
+    """Return device -> bytes that the forward pass of a training step leaves for its backward pass.
 
-    Weights, the caller's inputs and results that wait for the caller are not among them.
+    Weights, the caller's inputs and results that wait for the caller do not count.
     """
     return _Sweep(graph, topology, schedule).saved()
 
@@ -92,7 +91,7 @@ class _Sweep:
         self.specs = {spec.key: spec for spec in topology.devices}
         if schedule.host not in self.specs:
             self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
-        # by device and name, numbers in the order of birth: objects would keep the garbage collector busy
+        # device -> name -> number of the storage: objects would keep the garbage collector busy
         self.storage: dict[DeviceKey, dict[str, int]] = defaultdict(dict)
         self.device: list[DeviceKey] = [schedule.host]
         self.nbytes = [0]
@@ -106,7 +105,7 @@ class _Sweep:
         self._follow()
 
     def saved(self) -> dict[DeviceKey, int]:
-        """What is made in the forward pass, and read after it."""
+        """Return device -> bytes of storages that are made in the forward pass and read after it."""
         operations, host = self.graph.operations, self.schedule.host
         forward = [
             index
@@ -115,11 +114,11 @@ class _Sweep:
         ]
         last = max(forward, default=-1)
         returned = {self.storage[host].get(name) for name in self.graph.outputs}
-        found: dict[DeviceKey, int] = defaultdict(int)
+        saved: dict[DeviceKey, int] = defaultdict(int)
         for number, device in enumerate(self.device):
             if self.born[number] <= last < self.last_use[number] and number not in returned:
-                found[device] += self.nbytes[number]
-        return dict(found)
+                saved[device] += self.nbytes[number]
+        return dict(saved)
 
     def _follow(self) -> None:
         for index, step in enumerate(self.schedule.steps):
@@ -137,12 +136,12 @@ class _Sweep:
         homes, storage = self.schedule.assignment.weights, self.storage
         for name, weight in self.graph.weights.items():
             key = homes[name]
-            whole = homes.get(weight.part_of, key)
-            alone = weight.kind in ("constant", "cache")
-            if alone or whole != key:
+            whole_key = homes.get(weight.part_of, key)
+            is_apart = weight.kind in ("constant", "cache")
+            if is_apart or whole_key != key:
                 sizes[key].append(weight.nbytes)  # an allocation of its own
-            if not alone:
-                arenas[whole] += round_up(weight.nbytes)
+            if not is_apart:
+                arenas[whole_key] += round_up(weight.nbytes)
             if weight.beside:
                 sizes[key] += weight.beside
             # a weight outlives the call, so its storage is counted once, here, and never freed
@@ -152,15 +151,15 @@ class _Sweep:
             storage[key][name] = _LASTING
         for spec in self.specs.values():
             if spec.type == CPU:
-                sizes[spec.key] += self._buffers()
+                sizes[spec.key] += self._disk_buffers()
         for key, nbytes in arenas.items():
             sizes[key].append(nbytes)
         for buffer in self.schedule.prefetch_buffers:
             sizes[buffer.device].append(buffer.nbytes)
         return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
 
-    def _buffers(self) -> list[int]:
-        """Bytes of the two buffers that each prefetch buffer's weights on disk pass."""
+    def _disk_buffers(self) -> list[int]:
+        """Return the bytes of the two host buffers through which a prefetch buffer's weights on disk pass."""
         largest: dict[DeviceKey, int] = {}
         for load in self.schedule.loads():
             if load.source == DISK:
@@ -175,7 +174,7 @@ class _Sweep:
             total += self.specs[host].allocated(self.graph.values[name].nbytes)
         return total
 
-    def _bear(self, index: int, name: str, device: DeviceKey, nbytes: int) -> None:
+    def _create(self, index: int, name: str, device: DeviceKey, nbytes: int) -> None:
         self.storage[device][name] = len(self.nbytes)
         self.device.append(device)
         self.nbytes.append(self.allocated(device, nbytes))
@@ -196,14 +195,14 @@ class _Sweep:
         if step.kind == "writeback":
             self._use(index, step.value, step.destination)
             return
-        # host memory of gradients is kept from step to step
+        # host memory of gradients is kept for the next training step
         stays = step.kind == "gradient" and self.graph.values[step.value].stays
         kept = stays and self.specs[step.destination].type == CPU
-        self._bear(0 if kept else index, step.value, step.destination, step.nbytes)
+        self._create(0 if kept else index, step.value, step.destination, step.nbytes)
 
     def _arrive(self, step: Wait) -> None:
         for name in self.schedule.segment(step).weights:
-            # it takes no more than its slot, which is there for the whole call
+            # its bytes are those of its slot, which lasts for the whole call
             self.storage[step.device][name] = _LASTING
 
     def _operate(self, index: int, step: Run) -> None:
@@ -225,7 +224,7 @@ class _Sweep:
                 here[name] = here[value.alias_of]
                 self._use(index, name, device)
             else:
-                self._bear(index, name, device, value.nbytes)
+                self._create(index, name, device, value.nbytes)
 
     def _hold_outputs(self) -> None:
         end, host = len(self.schedule.steps), self.schedule.host
@@ -242,11 +241,11 @@ class _Sweep:
         steps, host, resident, caller = self.schedule.steps, self.schedule.host, self.resident, self.caller
         number_of = {key: number for number, key in enumerate(self.specs)}
         count, width = len(number_of), len(steps) + 2
-        owner = np.array([number_of[key] for key in self.device[1:]], dtype=np.int64)  # without what lasts
+        owner = np.array([number_of[key] for key in self.device[1:]], dtype=np.int64)  # without _LASTING
         nbytes, born, last = (
             np.array(part[1:], dtype=np.int64) for part in (self.nbytes, self.born, self.last_use)
         )
-        change = np.zeros(count * width)  # of no storage, bincount makes integers
+        change = np.zeros(count * width)  # bincount of an empty array returns integers
         change += np.bincount(owner * width + born, nbytes, count * width)
         change -= np.bincount(owner * width + last + 1, nbytes, count * width)
         lasting = np.array([resident.get(k, 0) + (caller if k == host else 0) for k in number_of])
@@ -254,7 +253,7 @@ class _Sweep:
         active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
         at = np.arange(len(steps))
         live[active, at] += self._workspaces()
-        acting = np.zeros(live.shape)  # what is there while another device acts, is there when this one does
+        acting = np.zeros(live.shape)  # bytes grow only at a device's own steps, so its peak is at one
         acting[active, at] = live[active, at]
         highest = acting.argmax(axis=1) if steps else np.zeros(count, dtype=np.int64)  # the first of equals
         ending = np.bincount(owner, np.where(last == len(steps), nbytes, 0), count)
@@ -273,7 +272,7 @@ class _Sweep:
         return Memory(peaks, {key: tuple(live[n].astype(int).tolist()) for key, n in number_of.items()})
 
     def _step_bytes(self) -> dict[DeviceKey, int]:
-        """Bytes that the optimizer takes, beside its state, for the parameters that reside on each device."""
+        """Return device -> bytes that the optimizer needs beside its state to update the parameters there."""
         most: dict[DeviceKey, int] = defaultdict(int)
         together: dict[DeviceKey, int] = defaultdict(int)
         for weight in self.graph.stepping:
@@ -285,7 +284,7 @@ class _Sweep:
         return {key: max(most[key], together[key]) for key in {*most, *together}}
 
     def _workspaces(self) -> list[int]:
-        """At each step, bytes that an allocator takes for what an operation needs while it runs."""
+        """Return for each step the bytes that the allocator takes for an operation's workspace."""
         needs = {key: self.graph.workspaces(spec.type) for key, spec in self.specs.items()}
         return [
             self.allocated(step.device, nbytes)
@@ -295,7 +294,7 @@ class _Sweep:
         ]
 
     def _operation_of(self, index: int) -> str:
-        """The operation that runs at a step, or the first one after it."""
+        """Return the operation that runs at a step, or the first one after it."""
         following = (step.operation for step in self.schedule.steps[index:] if isinstance(step, Run))
         return next(following, "output")
 
@@ -305,14 +304,14 @@ def _device_of(step: Step) -> DeviceKey:
 
 
 def steps_together(spec: DeviceSpec) -> bool:
-    """Whether optimizers change all parameters of a device at once, if they can: torch's default on GPUs."""
+    """Whether optimizers update all parameters of a device at once if they can: torch's default on GPUs."""
     return spec.type in _TOGETHER
 
 
 class LiveStorages:
-    """Counts storages that are not ``known`` before.
+    """Counts the bytes of storages other than those of ``known``.
 
-    ``alive`` are the bytes of those that were alive after the last operation, ``peak`` the most after any.
+    ``alive`` are the bytes that were alive after the last operation, ``peak`` the most after any operation.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -321,7 +320,7 @@ class LiveStorages:
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def count(self, results: Iterable[torch.Tensor]) -> None:
-        """Take in what an operation has returned."""
+        """Count the results of an operation."""
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         for tensor in results:
             key, storage = storage_of(tensor), tensor.untyped_storage()
@@ -332,15 +331,15 @@ class LiveStorages:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, in a block, the storages that operations make, while they live.
+    """Context manager that counts the storages that operations make, while they live.
 
     Args:
-        known: tensors that are there before.
-        counts: whether a result is a tensor that is counted.
+        known: tensors that exist before.
+        counts: whether a result is a tensor to count.
 
     Attributes:
-        live: what was counted.
-        within: the name of the operator that takes functions, as ``torch.cond``, while it runs.
+        live: the count.
+        within: name of the higher-order operator, such as ``torch.cond``, that is running.
     """
 
     supports_higher_order_operators = True

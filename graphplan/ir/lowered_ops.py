@@ -1,34 +1,34 @@
-"""What lowered graphs call and torch does not have: operations, and methods of streams and parts.
+"""The operations of lowered graphs that torch does not have, and how methods of streams and parts are called.
 
-The streaming of weights, for a weight ``w`` on the CPU that a multiplication on an accelerator reads::
+Weight streaming, for a weight ``w`` on the CPU that a multiplication on an accelerator reads::
 
     stream_0 = self._stream_0
     w = self.w
     loaded_0 = stream_0.load(0, w)       # enqueues the copy
-    segment_0 = loaded_0.wait()          # what follows is enqueued behind it
+    segment_0 = loaded_0.wait()          # what follows is enqueued behind the copy
     w_on_0 = segment_0[0]
     mm = x_on_0 @ w_on_0
-    released_0 = loaded_0.release()      # the slot may be loaded anew behind this
+    released_0 = loaded_0.release()      # the slot may be loaded again behind this
 
-A part of a sliced weight is a view of it on the CPU, or a copy that is kept on an accelerator::
+A part of a sliced weight is a view of it on the CPU, or a copy that resides on an accelerator::
 
     w_part = torch.narrow(w, 0, 0, 4096)
-    w_part_1 = self._part_1.current(w)   # copied anew if w has changed
+    w_part_1 = self._part_1.current(w)   # copied again if w has changed
 
-A value that a CUDA device copies to the CPU is waited for where it is first read there::
+A value that a CUDA device copies to the CPU is waited for before its first reader there::
 
     mm_on_cpu = mm.to('cpu', non_blocking=True)   # enqueues the copy, to pinned memory
     mm_arrived = arrived(mm_on_cpu, 'cuda:0')
 
-The backward pass of a training step takes what the forward pass has saved, one by one, and adds gradients to
-those that the parameters have, where these reside. To the CPU they are copied into memory kept for them::
+The backward pass of a training step takes the values that the forward pass has saved, one by one. It adds
+gradients to those of the parameters, on their devices; on the CPU, in host memory that is kept for them::
 
     mm = take_saved(saved, 0)
     mm_1_on_cpu = gradient_to(mm_1, 'cpu', w, self._host_gradients)
     w_gradient = add_gradient(w, mm_1_on_cpu, True, True)
 
-What is called when a gradient has been added may change the parameter, as an optimizer's step does. If the
-backward pass reads that after, it is called behind the last reader, as in autograd::
+Hooks that run when a gradient has been added may change the parameter, as an optimizer's step does. If the
+backward pass still reads the parameter, they run after its last reader, as in autograd::
 
     w_gradient = add_gradient(w, mm_1_on_cpu, True, False)
     mm_2 = mm @ w_on_0
@@ -45,48 +45,48 @@ from graphplan._compat.torch import gradient_hooks, holders_of_storage
 
 
 def constant_attribute(name: str) -> str:
-    """The attribute of the graph module that holds a constant of the code."""
-    return "_constant_" + name.replace("_", "__").replace(".", "_d")  # no two names become one
+    """Return the graph module's attribute for a constant of the code."""
+    return "_constant_" + name.replace("_", "__").replace(".", "_d")  # distinct for distinct names
 
 
 def stream_attribute(index: int) -> str:
-    """The attribute of the graph module that holds the stream of the schedule's prefetch buffer ``index``."""
+    """Return the graph module's attribute for the stream of the schedule's prefetch buffer ``index``."""
     return f"_stream_{index}"
 
 
 def part_attribute(index: int) -> str:
-    """The attribute of the graph module that keeps part ``index`` of the graph's parts."""
+    """Return the graph module's attribute for part ``index`` of the graph's parts."""
     return f"_part_{index}"
 
 
 GRADIENTS = "_host_gradients"
-"""The attribute of the graph module that holds the host memory of gradients."""
+"""The graph module's attribute for the host memory of gradients."""
 
 
 def is_bound(attribute: str) -> bool:
-    """Whether an attribute of a graph module is what a module's codes share."""
+    """Whether forward and backward code share an attribute: streams, parts, gradients' host memory."""
     return attribute.startswith(("_stream_", "_part_", GRADIENTS))
 
 
 def arrived(value: torch.Tensor, device: str) -> torch.Tensor:
-    """``value``, once what is enqueued on the current stream of the CUDA device that copies it is done."""
+    """Return ``value`` once all work on the current stream of the CUDA device that copies it is done."""
     torch.cuda.current_stream(device).synchronize()
     return value
 
 
 def take_saved(saved: list[Any], index: int) -> Any:
-    """What the forward pass has saved; the list holds it no longer."""
+    """Return a value that the forward pass has saved, and drop it from the list."""
     value, saved[index] = saved[index], None
     return value
 
 
 def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """What the backward pass will read, in CPU memory until then: it runs there, on a copy."""
+    """Keep a value in CPU memory for the backward pass; this runs on the CPU, on a copy of the value."""
     return value
 
 
 def gradient_to(gradient: torch.Tensor, _device: str, parameter: torch.nn.Parameter, copies: Any) -> Any:
-    """A gradient beside its parameter on the CPU."""
+    """Return a copy of a gradient beside its parameter on the CPU."""
     return copies.copied(gradient, parameter)
 
 
@@ -96,10 +96,10 @@ def add_gradient(
     """Add a gradient to that of its parameter, on the parameter's device, as autograd does, hooks included.
 
     Args:
-        parameter: ``grad`` is changed in place, or set.
-        gradient: of its shape.
-        owned: whether nothing else has or will have its memory, so that it need not be copied.
-        last: whether the parameter is not read after this; where it is, :func:`gradient_added` follows.
+        parameter: its ``grad`` is changed in place, or set.
+        gradient: of the parameter's shape.
+        owned: whether nothing else uses its memory, now or later, so that it need not be copied.
+        last: whether the parameter is not read after this; if it is, :func:`gradient_added` follows.
     """
     before, _ = gradient_hooks(parameter)
     if before:
@@ -120,11 +120,11 @@ def add_gradient(
 
 
 def gradient_added(parameter: torch.nn.Parameter, *loaded: Any) -> torch.nn.Parameter:
-    """The parameter, after the hooks that run when a gradient has been added to its own.
+    """Run the hooks for a gradient that has been added, and return the parameter.
 
     Args:
-        parameter: that has it.
-        loaded: the segments that it is streamed in. Hooks may write to it once they are copied.
+        parameter: has the gradient.
+        loaded: the segments in which it is streamed. Hooks may write to it once these are copied.
     """
     _, after = gradient_hooks(parameter)
     for segment in loaded if after else ():

@@ -1,6 +1,6 @@
-"""Device maps as accelerate and transformers read them: names of modules and tensors -> device.
+"""Device maps in the format of accelerate and transformers: name of a module or tensor -> device.
 
-Hooks reach modules, not tensors: a map is of use to them if each module's own tensors are on one device.
+Their hooks act on modules, not tensors: a map works only if each module's own tensors are on one device.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph_elements import Weight
 
-_SMALL = 0.25  # of all bytes: a module of no more is kept whole where its own tensors need it
+_SMALL = 0.25  # share of all bytes, up to which a module is kept on one device if its own tensors require it
 
 
 def merged_map(entries: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-    """The shortest map that says the same: a module for its parts, where they are all on one device."""
+    """Return the shortest equivalent map: one entry for a module whose members are all on one device."""
     return dict(_merged("", list(entries.items()))) if entries else {}
 
 
@@ -34,13 +34,13 @@ def _merged(prefix: str, entries: Sequence[tuple[str, DeviceKey]]) -> Iterator[t
 
 
 def _child(prefix: str, name: str) -> str:
-    """The submodule of ``prefix``, or its tensor, that a name begins with."""
+    """Return the submodule of ``prefix``, or its own tensor, with which a name begins."""
     start = len(prefix) + 1 if prefix else 0
     return name[:start] + name[start:].partition(".")[0]
 
 
 def entry_of(entries: Mapping[str, Any], name: str) -> Any:
-    """What a map says of a module or tensor: its own entry, or that of a module around it; else None."""
+    """Return the entry of a module or tensor, or else of the nearest module around it; None without one."""
     while name and name not in entries:
         name = name.rpartition(".")[0]
     return entries.get(name)
@@ -48,7 +48,7 @@ def entry_of(entries: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A tensor by one of its names: its device, its bytes."""
+    """A tensor under one of its names, with its device and bytes."""
 
     name: str
     key: DeviceKey
@@ -58,14 +58,14 @@ class _Named:
 def module_map(
     weights: Sequence[Weight], placement: Mapping[str, DeviceKey]
 ) -> tuple[dict[str, DeviceKey], list[str], Counter[DeviceKey]]:
-    """A map of modules that is as near to a placement of weights as hooks can carry out.
+    """Return the map of modules that hooks can carry out and that is closest to a placement of weights.
 
-    A module's own tensors go where most of their bytes are; so does a small module with all that is in it,
-    where it has tensors of its own beside submodules that are elsewhere.
+    A module's own tensors go where most of their bytes are; so does a small module as a whole, if it has own
+    tensors and submodules that are elsewhere.
 
     Returns:
-        module or tensor -> device; the modules whose tensors the placement has on several devices, and the
-        map on one; device -> bytes of the weights that the map puts there.
+        module or tensor -> device; the modules that the placement splits over devices and the map does not;
+        device -> bytes of the weights that the map puts there.
     """
     gathered, nbytes = list[str](), Counter[DeviceKey]()
     parts: Counter[str] = Counter()
@@ -94,7 +94,7 @@ def module_map(
 def _settled(
     prefix: str, members: Sequence[_Named], small: float, gathered: list[str]
 ) -> Iterator[tuple[str, DeviceKey]]:
-    """Each tensor's device, so that a module's own share one."""
+    """Yield each tensor's name and device, such that a module's own tensors share one."""
     own = [one for one in members if _child(prefix, one.name) == one.name]
     children: dict[str, list[_Named]] = {}
     for one in members:
@@ -104,7 +104,7 @@ def _settled(
     few = sum(one.nbytes for one in members) <= small or not _has_blocks(children)
     if own and split and (not children or (prefix and few)):
         gathered.append(prefix)
-        key = _most(members)
+        key = _largest_share(members)
         yield from ((one.name, key) for one in members)
         return
     yield from ((one.name, one.key) for one in own)
@@ -113,13 +113,13 @@ def _settled(
 
 
 def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:
-    """Whether something inside is a list of modules, or deep: one forward hardly computes with all of it."""
+    """Whether submodules hold module lists or are nested: one forward hardly computes with all of them."""
     names = [one.name.split(".") for below in children.values() for one in below]
     shallow = min(map(len, names), default=0) + 1
     return any(len(parts) > shallow or any(part.isdigit() for part in parts) for parts in names)
 
 
-def _most(members: Sequence[_Named]) -> DeviceKey:
+def _largest_share(members: Sequence[_Named]) -> DeviceKey:
     totals: Counter[DeviceKey] = Counter()
     for one in members:
         totals[one.key] += one.nbytes

@@ -1,4 +1,4 @@
-"""The plan as data: where everything is, what moves, what it costs, and how good it is."""
+"""The plan as data: the device of everything, transfers, memory, time, and how close to optimal it is."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Transfer = Move
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A run of consecutive operations on one device.
+    """Consecutive operations on one device.
 
     Attributes:
         index: position among the stages of the forward pass.
         device: key of ``max_memory``.
-        operations: names, in order.
+        operations: their names, in order.
     """
 
     index: int
@@ -46,25 +46,25 @@ class Stage:
 
 @dataclass(frozen=True)
 class PlanData:
-    """A placement of one forward pass, in bytes, seconds and the caller's keys of ``max_memory``.
+    """A placement of one forward pass or training step, in bytes, seconds and the caller's device keys.
 
     Attributes:
         graph: the operations, values and weights that were placed.
         topology: the devices, their budgets and the links between them.
         schedule: every transfer and every operation of one forward pass, in order.
         makespan: estimated seconds of one forward pass.
-        lower_bound: seconds below which no placement within the budgets can go; where the accelerators hold
-            the model, of those that offload nothing (``proof`` says "without offload"), or of those that
-            compute on them alone, with weights streamed or not ("on the accelerators").
-        proof: what proved the bound.
+        lower_bound: seconds that no placement within the budgets is faster than. If the accelerators hold the
+            model, it holds only for placements that offload nothing (``proof`` says "without offload"), or
+            that compute on them alone, with weights streamed or not ("on the accelerators").
+        proof: the method that proved the bound.
         method: how the model was captured.
-        constraints: what the caller asked for.
-        fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
+        constraints: the caller's constraints.
+        fixed_weights: weight or constant -> device on which an earlier plan of the same model has put it.
         call_weight: the weight of this forward pass among those that were planned together.
-        others: the plans of the other example inputs, where several share one placement of weights.
+        others: the plans of the other example inputs, if several share one placement of weights.
         shared_prefetch_bytes: device -> bytes of the prefetch buffer of other plans of the same model.
-        prefetch_limits: device -> bytes that its prefetch buffer may have, where earlier plans limit them.
-        streaming: False where weights are copied one by one, for autograd.
+        prefetch_limits: device -> most bytes of its prefetch buffer, if earlier plans limit it.
+        streaming: False if weights are copied one by one, for autograd.
     """
 
     graph: Graph
@@ -83,12 +83,12 @@ class PlanData:
     streaming: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # without what is cached: torch devices are no names where they are not
+        # without cached properties: torch devices may not exist where the plan is unpickled
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def placement(self) -> dict[str, DeviceKey]:
-        """Every parameter's and buffer's name -> the key of the device where it resides."""
+        """Name of each parameter and buffer -> key of the device where it resides."""
         home = self.schedule.assignment.weights
         return {
             name: home[weight.name]
@@ -99,20 +99,20 @@ class PlanData:
 
     @cached_property
     def parts(self) -> dict[str, DeviceKey]:
-        """Every part of a sliced weight (``"lm_head.weight[0:4096]"``) -> where it is read from.
+        """Each part of a sliced weight (``"lm_head.weight[0:4096]"``) -> device from which it is read.
 
-        The weight itself is whole where :attr:`placement` has it; a part on an accelerator is a copy.
+        The whole weight resides where :attr:`placement` says; a part on an accelerator is a copy.
         """
         return {part.name: self.schedule.assignment.weights[part.name] for part in self.graph.parts}
 
     @cached_property
     def devices(self) -> dict[DeviceKey, torch.device]:
-        """Each key -> its torch device."""
+        """Device key -> torch device."""
         return {spec.key: spec.torch_device for spec in self.topology.devices}
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The runs of operations between which the device changes; what runs on the host only is in none."""
+        """The stages: runs of operations on one device. Operations that run on the host only are in none."""
         runs = [run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only]
         grouped = groupby(runs, key=lambda run: run.device)
         return tuple(
@@ -121,21 +121,21 @@ class PlanData:
         )
 
     def device_of(self, name: str) -> DeviceKey:
-        """The device of a parameter or buffer (where it resides), operation or module (where it runs).
+        """Return the device where a parameter or buffer resides, or where an operation or module runs.
 
         Raises:
             PlanError: no such name, or a module that runs on several devices.
         """
         if name in self.placement:
             return self.placement[name]
-        found = list(dict.fromkeys(stage.device for stage in self._stages_of(name)))
-        if len(found) > 1:
-            listed = ", ".join(map(repr, found))
+        devices = list(dict.fromkeys(stage.device for stage in self._stages_of(name)))
+        if len(devices) > 1:
+            listed = ", ".join(map(repr, devices))
             raise PlanError(f"{name!r} runs on several devices ({listed}): ask for a part of it")
-        return found[0]
+        return devices[0]
 
     def stage_of(self, name: str) -> Stage:
-        """The first stage that runs an operation, a module, or an operation that reads a weight.
+        """Return the first stage that runs an operation, part of a module, or a reader of a weight.
 
         Raises:
             PlanError: no such name, or nothing of it runs.
@@ -144,30 +144,30 @@ class PlanData:
 
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
         operations = {operation.name for operation in self.operations_of(name)}
-        found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
-        if not found:
+        stages = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
+        if not stages:
             hint = did_you_mean(self.graph, name)
             raise PlanError(f"no operation, module or weight named {name!r} runs in this plan{hint}")
-        return found
+        return stages
 
     def operations_of(self, name: str) -> Iterator[Operation]:
-        """The operation of this name, or those of a module, or those that read a weight, in order."""
+        """Yield the operation of this name, those of a module, or the readers of a weight, in order."""
         weight = self.graph.weight_named(name)
         first = "" if weight is None else weight.name
-        read = {first, *(part.name for part in self.graph.parts if part.part_of == first)} - {""}
+        names = {first, *(part.name for part in self.graph.parts if part.part_of == first)} - {""}
         named = set(operations_named(self.graph, name))
         for operation in self.graph.operations.values():
-            if operation.name in named or not read.isdisjoint(operation.inputs):
+            if operation.name in named or not names.isdisjoint(operation.inputs):
                 yield operation
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """Operations that compute something of the forward pass again in the backward pass."""
+        """Operations of the backward pass that recompute one of the forward pass."""
         return tuple(operation.name for operation in self.graph.operations.values() if operation.repeats)
 
     @property
     def recompute_seconds(self) -> float:
-        """Estimated seconds of what is computed again in the backward pass."""
+        """Estimated seconds of the recomputation in the backward pass."""
         again = set(self.recomputed)
         events = self.timeline.events if again else ()
         return sum(event.end - event.start for event in events if event.kind == "run" and event.name in again)
@@ -179,17 +179,17 @@ class PlanData:
 
     @cached_property
     def offloaded_activations(self) -> dict[str, int]:
-        """Values that wait in CPU memory for the backward pass -> bytes of each."""
+        """Value that waits in CPU memory for the backward pass -> its bytes."""
         kept = (operation for operation in self.graph.operations.values() if operation.offloads)
         return {name: self.graph.values[name].copy_bytes for op in kept for name in op.inputs}
 
     def device_map(self) -> dict[str, DeviceKey]:
-        """Module name -> device, as accelerate and transformers read it.
+        """Return module name -> device, in the format of accelerate and transformers.
 
-        Modules are named as high up as all of their parameters and buffers share a device. Hooks reach
-        modules, not tensors: where this plan has parts of one module on several devices they go where most
-        of its bytes are, so that the map may differ from :attr:`placement`. A warning says so where weights
-        pass a budget by it; with activations a budget may be passed without.
+        An entry names the outermost module whose parameters and buffers all share a device. Hooks act on
+        modules, not tensors: if the plan has a module's own tensors on several devices, they go where most of
+        its bytes are, so the map may differ from :attr:`placement`. A warning says if the weights then pass a
+        budget; with activations, a budget may be passed without a warning.
         """
         entries, gathered, nbytes = module_map(list(self.graph.weights.values()), self.placement)
         for spec in self.topology.devices:
@@ -201,82 +201,82 @@ class PlanData:
                 )
         return entries
 
-    # -- what moves -------------------------------------------------------------------------------
+    # -- transfers --------------------------------------------------------------------------------
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Activations that cross from device to device, once per call each."""
+        """Transfers of activations between devices, each once per call."""
         return tuple(self.schedule.moves("activation"))
 
     @cached_property
     def streams(self) -> tuple[Transfer | Load, ...]:
-        """Copies of weights to where they are used, made at every call.
+        """Copies of weights to where they are used, at every call.
 
-        A :class:`~graphplan.ir.schedule.Load` copies the weights of one segment, ahead of their use.
+        A :class:`~graphplan.ir.schedule.Load` prefetches the weights of one segment.
         """
         return tuple(self.schedule.weight_copies())
 
     @property
     def transfer_bytes(self) -> int:
-        """Bytes of activations that cross between devices in one call."""
+        """Bytes of activations that are transferred between devices in one call."""
         return sum(move.nbytes for move in self.transfers)
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights copied in one call, the gaps between them included."""
+        """Bytes of weights streamed in one call, the gaps between them included."""
         return sum(copy.nbytes for copy in self.streams)
 
-    # -- what it costs ----------------------------------------------------------------------------
+    # -- time and memory --------------------------------------------------------------------------
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each operation, move and copy of weights starts and ends, as estimated."""
+        """The estimated start and end of each operation, transfer and copy of weights."""
         return make_timeline(self.graph, self.topology, self.schedule)
 
     @cached_property
     def memory(self) -> Memory:
-        """Peaks, and the live bytes at every step."""
+        """The peak of each device, and the live bytes at every step."""
         return measure_memory(self.graph, self.topology, self.schedule, with_profile=True)
 
     @property
     def peaks(self) -> Mapping[DeviceKey, Peak]:
-        """Each device's peak with the operation at which it is reached."""
+        """Device key -> its peak, with the operation at which it is reached."""
         return self.memory.peaks
 
     @cached_property
     def peak_bytes(self) -> dict[DeviceKey, int]:
-        """Key -> the most bytes that the device holds during a call, allocator rounding included."""
+        """Device key -> the most bytes that it holds during a call, allocator rounding included."""
         return {spec.key: self.peaks[spec.key].nbytes for spec in self.topology.devices}
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound the makespan may be, as a fraction of the makespan."""
+        """How far the makespan is above the lower bound, as a fraction of the makespan."""
         if not self.makespan:
             return 0.0
         return max(0.0, (self.makespan - self.lower_bound) / self.makespan)
 
     @property
     def calls(self) -> tuple[Self, ...]:
-        """The plan of each call that was planned over this placement of weights, this one first."""
+        """The plans of all calls that share this placement of weights, this one first."""
         return (self, *self.others)
 
     @property
     def weighted_makespan(self) -> float:
-        """Seconds of all :attr:`calls`, each times its weight: what the placement minimises."""
+        """Seconds of all :attr:`calls`, each times its weight: the objective of the placement."""
         return sum(plan.call_weight * plan.makespan for plan in self.calls)
 
     @property
     def weighted_lower_bound(self) -> float:
-        """Weighted seconds below which no placement of all :attr:`calls` can go."""
+        """Lower bound on the weighted seconds of any placement of all :attr:`calls`."""
         return sum(plan.call_weight * plan.lower_bound for plan in self.calls)
 
     @property
     def activations_known(self) -> bool:
-        """False where hooks run what could not be measured: then ``peak_bytes`` counts weights only."""
+        """Whether activations were measured; if not, ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
 
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int]) -> Self:
-        """The same plan, with prefetch buffers of at least so many bytes: other calls share them."""
+        """Return the same plan with prefetch buffers of at least so many bytes, as other calls share them."""
         known = {buffer.device: buffer.nbytes for buffer in self.schedule.prefetch_buffers}
         others = tuple(other.with_prefetch_buffers(sizes) for other in self.others)
         larger = {key: nbytes for key, nbytes in sizes.items() if known.get(key, -1) < nbytes}
@@ -290,7 +290,7 @@ class PlanData:
         )
 
     def remarks(self) -> Remarks:
-        """What a page says in words; nothing, where a plan is no more than its data."""
+        """Return the remarks of a report page; none for plain plan data."""
         return Remarks()
 
     def verify(self) -> None:

@@ -1,4 +1,4 @@
-"""A plan as data for JSON: written whole, checked when it is read."""
+"""Encode a plan as JSON data; decode it, and verify it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, M
 
 
 def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
-    """The plan, of a class, that :func:`encode_plan` made data of.
+    """Return the plan of class ``cls`` that :func:`encode_plan` has encoded.
 
     Raises:
-        PlanError: the data is no plan, one of an unknown version, or one that does not add up.
+        PlanError: the data is no plan, has an unknown version, or fails the plan's checks.
     """
     try:
-        data, apart = PLAN_FORMAT.checked(data), fields_but(Schedule, "steps")
+        data, schedule_fields = PLAN_FORMAT.checked(data), fields_but(Schedule, "steps")
         steps = tuple(map(_decode_step, data["schedule"]["steps"]))
-        made = cls(
+        plan = cls(
             graph=Graph.from_dict(data["graph"]),
-            schedule=Schedule(steps, **decode_fields(Schedule, apart, data["schedule"])),
+            schedule=Schedule(steps, **decode_fields(Schedule, schedule_fields, data["schedule"])),
             others=tuple(decode_plan(cls, other) for other in data["others"]),
             **decode_fields(PlanData, _FIELDS, data),
         )
-        made.verify()
-        peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
+        plan.verify()
+        peaks = [[key, nbytes] for key, nbytes in plan.peak_bytes.items()]
     except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
         raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
     if peaks != data.get("peak_bytes"):
         raise PlanError(f"this plan is damaged: its steps take {peaks}, it says {data.get('peak_bytes')}")
-    return made
+    return plan
 
 
 def encode_plan(plan: PlanData) -> dict[str, Any]:
-    """A plan as data for JSON."""
+    """Return a plan as JSON data."""
     steps = [{"step": type(step).__name__.lower(), **encode(step)} for step in plan.schedule.steps]
     return {
         **PLAN_FORMAT.head(),

@@ -1,4 +1,4 @@
-"""What a page says about a plan in words, beside its figures."""
+"""Remarks in words about a plan, for the pages that show its figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from graphplan.devices.topology import DeviceKey
 
 @dataclass(frozen=True, slots=True)
 class Remarks:
-    """Words for a page.
+    """Remarks for a page.
 
     Attributes:
         advice: a sentence on what would save time.
-        elsewhere: index of a stage -> other device -> what it would cost to run the stage there.
+        elsewhere: index of a stage -> another device -> what running the stage there would cost, in words.
     """
 
     advice: str = ""

@@ -1,7 +1,7 @@
-"""The schedule: a placed graph as a list of moves and runs, with nothing implicit.
+"""The schedule: a placed graph as a list of transfers and runs, with nothing implicit.
 
-A schedule is what the lowered module does, step for step, so bytes and seconds are read off it and
-off nothing else. Before and after, for two operations on two devices::
+The lowered module does exactly the steps of its schedule, so bytes and seconds are computed from it
+alone. Before and after, for two operations on two devices::
 
     a = linear(x, w)            move x: cpu -> 0
     b = relu(a)                 run a on 0
@@ -9,11 +9,11 @@ off nothing else. Before and after, for two operations on two devices::
                                 run b on 1
                                 move b: 1 -> cpu      (output)
 
-An *instance* is a value on a device. A value reaches a device at most once, and is dropped there
-after its last reader. Devices are keys, as in ``max_memory``; the caller's own device, from which
-inputs come and to which outputs return, is ``host``.
+An *instance* is a value on a device. A value reaches a device at most once, and is freed there after its
+last reader. Devices are keys, as in ``max_memory``; the caller's own device, from which inputs come and to
+which outputs return, is ``host``.
 
-Weights that live on the CPU, or on disk, and are read on an accelerator are *streamed*: a *segment* (the
+Weights that reside on the CPU, or on disk, and are read on an accelerator are *streamed*: a *segment* (the
 weights of an operation, or of a few small ones) is copied in one go into a slot of the accelerator's
 *prefetch buffer*, on a queue of its own, ahead of its first reader. For two segments and one slot::
 
@@ -36,22 +36,22 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
 
 STAGED_BYTES = 16 << 20
-"""Of each of the two buffers that weights on disk pass on their way to a prefetch buffer, at most."""
+"""Most bytes of each of the two host buffers through which weights on disk pass to a prefetch buffer."""
 
 MoveKind = Literal["activation", "weight", "input", "output", "writeback", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where each operation runs and each weight lives: what a solver proposes.
+    """Where each operation runs and each weight resides: the decision of a search.
 
     Attributes:
         operations: operation name -> device key.
         weights: weight name -> device key.
-        slots: device key -> slots of its prefetch buffer, as far as there are segments for them; more where
-            more segments are in use at once. 0, which is for calls of which autograd keeps the weights: no
-            prefetch buffer, each weight is copied right before its first reader. A device that is not named
-            has two, or one where two do not fit.
+        slots: device key -> slots of its prefetch buffer: fewer if there are fewer segments, more if more
+            segments are in use at once. With 0, for calls whose weights autograd keeps, there is no prefetch
+            buffer, and each weight is copied right before its first reader. A device that is not named has
+            two slots, or one if two do not fit.
     """
 
     operations: Mapping[str, DeviceKey]
@@ -60,7 +60,7 @@ class Assignment:
 
 
 def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[str, DeviceKey]]:
-    """The weights on disk, with each device that reads them where they are: the CPU, page by page."""
+    """Yield (weight, device) for weights on disk that a device reads there: the CPU, page by page."""
     memory = [spec.key for spec in topology.devices if spec.type == CPU]
     if DISK in topology:
         on_disk = [name for name, key in assignment.weights.items() if key == DISK]
@@ -69,10 +69,10 @@ def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one value or weight, ``nbytes`` of it, to another device.
+    """Copy one value or weight, of ``nbytes``, to another device.
 
     A ``"writeback"`` copies an input that forward has changed into the caller's own tensor; a ``"gradient"``
-    goes to where its parameter resides.
+    is copied to the device of its parameter.
     """
 
     value: str
@@ -91,16 +91,16 @@ class Run:
 
 
 class Runs(dict[tuple[str, DeviceKey], Run]):
-    """Runs by operation and device, made once: a search writes thousands of schedules of the same ones."""
+    """Each run of an operation on a device, made once: a search writes thousands of schedules of them."""
 
     def __missing__(self, key: tuple[str, DeviceKey]) -> Run:
-        made = self[key] = Run(*key)
-        return made
+        run = self[key] = Run(*key)
+        return run
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done.
+    """Enqueue the copy of a segment into its slot; it starts when the slot's last readers are done.
 
     Attributes:
         segment: its index in the prefetch buffer.
@@ -124,7 +124,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Let what follows on a device wait until a segment is there; its weights can then be read."""
+    """Let later steps on a device wait until a segment is there; its weights can be read then."""
 
     segment: int
     device: DeviceKey
@@ -132,7 +132,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Everything that reads a segment is enqueued: its slot may be loaded anew after that."""
+    """All readers of a segment are enqueued; its slot may be loaded again after them."""
 
     segment: int
     device: DeviceKey
@@ -142,9 +142,9 @@ Step = Move | Run | Load | Wait | Release
 
 
 def backward_start(graph: Graph, steps: Sequence[Step]) -> int:
-    """How many steps of a training step are of the forward pass; all, where there is no other.
+    """Return how many steps belong to the forward pass; all, if there is no backward pass.
 
-    The caller's code runs between the two, with the results, which are where they are returned by then.
+    The caller's code runs between the two passes, so the forward pass includes the moves of the results.
     """
     if not graph.trains:
         return len(steps)
@@ -155,7 +155,7 @@ def backward_start(graph: Graph, steps: Sequence[Step]) -> int:
         or (isinstance(step, Move) and step.kind in ("output", "writeback"))
     )
     start = max(forward, default=-1) + 1
-    while start < len(steps) and isinstance(steps[start], Release):  # of what the last operations read
+    while start < len(steps) and isinstance(steps[start], Release):  # of the last readers' segments
         start += 1
     return start
 
@@ -169,8 +169,8 @@ class PrefetchSegment:
         offsets: bytes from the start of the slot to each of them.
         nbytes: bytes of the copy, the gaps between its weights included.
         slot: index of the slot that it is copied into.
-        previous: index of the segment that is in the slot before it; for the first of a slot, the
-            last of it, in the call before.
+        previous: index of the segment that is in the slot before it; for the first segment of a slot, the
+            slot's last one, from the call before.
     """
 
     weights: tuple[str, ...]
@@ -182,14 +182,14 @@ class PrefetchSegment:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchBuffer:
-    """The slots of an accelerator into which weights are streamed. It lives as long as the module.
+    """The slots of an accelerator into which weights are streamed. It exists as long as the module.
 
     Attributes:
         device: key of the accelerator.
-        source: where the streamed weights live; some may be on disk instead, which their loads say.
+        source: where the streamed weights reside; a load says if its weights are on disk instead.
         slots: bytes of each slot; they lie one after another.
         segments: in the order in which they are copied.
-        nbytes: bytes of the storage, which calls of other structures may need larger than ``slots``.
+        nbytes: bytes of the storage; more than all ``slots`` if other calls that share it need more.
     """
 
     device: DeviceKey
@@ -205,7 +205,7 @@ class PrefetchBuffer:
 
 
 def prefetch_bytes(prefetch_buffers: Iterable[PrefetchBuffer]) -> dict[DeviceKey, int]:
-    """Device -> bytes of the largest of these prefetch buffers there."""
+    """Return device -> bytes of the largest of these prefetch buffers there."""
     sizes: dict[DeviceKey, int] = {}
     for buffer in prefetch_buffers:
         sizes[buffer.device] = max(buffer.nbytes, sizes.get(buffer.device, 0))
@@ -231,41 +231,41 @@ class Schedule:
     prefetch_buffers: tuple[PrefetchBuffer, ...] = ()
 
     def moves(self, *kinds: MoveKind) -> Iterator[Move]:
-        """The moves of these kinds, or all, in order."""
-        found = (step for step in self.steps if isinstance(step, Move))
-        return (move for move in found if not kinds or move.kind in kinds)
+        """Yield the moves of these kinds, or all, in order."""
+        moves = (step for step in self.steps if isinstance(step, Move))
+        return (move for move in moves if not kinds or move.kind in kinds)
 
     def runs(self) -> Iterator[Run]:
-        """The runs, in order."""
+        """Yield the runs, in order."""
         return (step for step in self.steps if isinstance(step, Run))
 
     def loads(self) -> Iterator[Load]:
-        """The copies of segments, in order."""
+        """Yield the copies of segments, in order."""
         return (step for step in self.steps if isinstance(step, Load))
 
     def copies(self) -> Iterator[Move | Load]:
-        """Everything that crosses between devices, in order."""
+        """Yield all copies between devices, in order."""
         return (step for step in self.steps if isinstance(step, Move | Load))
 
     def weight_copies(self) -> Iterator[Move | Load]:
-        """Copies of weights to where they are used, in order."""
+        """Yield the copies of weights to where they are used, in order."""
         return (copy for copy in self.copies() if isinstance(copy, Load) or copy.kind == "weight")
 
     def segment(self, step: Load | Wait | Release) -> PrefetchSegment:
-        """What a step copies, waits for or releases."""
+        """Return the segment that a step copies, waits for or releases."""
         buffer = next(buffer for buffer in self.prefetch_buffers if buffer.device == step.device)
         return buffer.segments[step.segment]
 
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
-        """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices.
+        """Return the same schedule with a prefetch buffer of at least so many bytes on each of these devices.
 
-        Those that it has keep their numbers, by which its code knows them.
+        Existing buffers keep their indices, by which the lowered code refers to them.
         """
         cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
-        own = {buffer.device: buffer for buffer in self.prefetch_buffers}
-        others = (spec.key for spec in topology.devices if spec.key in sizes and spec.key not in own)
-        found = own | {key: PrefetchBuffer(key, cpu, (), (), 0) for key in others}
-        grown = (replace(one, nbytes=max(one.nbytes, sizes.get(key, 0))) for key, one in found.items())
+        existing = {buffer.device: buffer for buffer in self.prefetch_buffers}
+        added = (spec.key for spec in topology.devices if spec.key in sizes and spec.key not in existing)
+        buffers = existing | {key: PrefetchBuffer(key, cpu, (), (), 0) for key in added}
+        grown = (replace(one, nbytes=max(one.nbytes, sizes.get(key, 0))) for key, one in buffers.items())
         return replace(self, prefetch_buffers=tuple(grown))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Proof, without running anything, that a schedule does what a plan promises."""
+"""Static checks that a schedule is valid and keeps the budgets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from graphplan.message_text import lines_around, readable_bytes
 
 
 def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memory:
-    """Prove that a schedule is sound, and return the bytes that it takes.
+    """Prove that a schedule is valid, and return the memory that it takes.
 
-    Every operation runs once, in the graph's order, on its device, with all its tensors there; no
-    value reaches a device twice; operations that share written memory share a device; written
-    weights live where they are written; no slot is loaded before its last reader has run,
-    nor read before it is loaded; no budget is passed.
+    Every operation runs once, in the graph's order, on its device, with all its tensors there; no value
+    reaches a device twice; operations that share written memory share a device; written weights reside where
+    they are written; no slot is loaded before its last reader has run, nor read before it is loaded; no
+    budget is passed.
 
     Raises:
-        VerificationError: with the steps around the culprit.
+        VerificationError: a check fails; the message shows the steps around the failure.
     """
     _Walk(graph, topology, schedule).run()
     _check_ties(graph, schedule)
@@ -124,19 +124,16 @@ def _check_ties(graph: Graph, schedule: Schedule) -> None:
 
 @dataclass(slots=True)
 class _BufferState:
-    """What is known of a prefetch buffer at a step."""
-
-    buffer: PrefetchBuffer  # whose
-    loaded: int = 0  # how many segments have been loaded; they come in order
-    tenant: dict[int, int] = field(default_factory=dict)  # slot -> the segment in it that is not released yet
+    buffer: PrefetchBuffer
+    loaded: int = 0  # number of segments loaded so far; they come in order
+    tenant: dict[int, int] = field(default_factory=dict)  # slot -> its segment that is not released yet
     waited: set[int] = field(default_factory=set)  # segments that may be read
 
 
 class _SlotCheck:
-    """Walks the loads, waits and releases of one call: slots are loaded before they are read, not while.
+    """Checks the loads, waits and releases of one call: a slot is loaded before it is read, never while.
 
-    The next call begins as this one did, since each segment names the one that is in its slot before it,
-    across calls too.
+    This holds across calls too, since each segment names the one that was in its slot before it.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
@@ -147,7 +144,7 @@ class _SlotCheck:
         self.inside: dict[tuple[str, DeviceKey], int] = {}
 
     def visit(self, step: Load | Wait | Release, present: set[tuple[str, DeviceKey]]) -> str | None:
-        """Take one step; returns what is wrong with it."""
+        """Follow one step; return what is wrong with it, or None."""
         state = self.prefetch_buffers.get(step.device)
         if state is None or not 0 <= step.segment < len(state.buffer.segments):
             return f"segment {step.segment} of {step.device!r} is in no prefetch buffer"
@@ -207,16 +204,16 @@ class _SlotCheck:
         if step.segment not in state.waited or state.tenant.get(segment.slot) != step.segment:
             return f"segment {step.segment} is released before it is read"
         del state.tenant[segment.slot]
-        gone = {
+        released = {
             place for place, index in self.inside.items() if place[1] == step.device and index == step.segment
         }
-        for place in gone:
+        for place in released:
             del self.inside[place]
-        present -= gone
+        present -= released
         return None
 
     def operate(self, operation: Operation, device: DeviceKey) -> str | None:
-        """Follow the views that an operation makes of what is in a slot."""
+        """Follow the views that an operation makes of weights in a slot; return what is wrong, or None."""
         for name in operation.mutates:
             if (name, device) in self.inside:
                 return f"{operation.name!r} writes to {name!r}, which is in a slot"
@@ -228,7 +225,7 @@ class _SlotCheck:
         return None
 
     def finish(self) -> str | None:
-        """What is wrong at the end of the call."""
+        """Return what is wrong at the end of the call, or None."""
         for key, state in self.prefetch_buffers.items():
             segments = state.buffer.segments
             if state.loaded != len(segments) or state.tenant or len(state.waited) != len(segments):

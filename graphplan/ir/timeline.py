@@ -1,14 +1,14 @@
-"""The clocks of one forward pass: when each step starts and ends, as estimated or as measured.
+"""The timeline of one forward pass: when each step starts and ends, as estimated or as measured.
 
-Operations and moves follow one another on one clock. Each accelerator that weights are streamed to has
-a copy queue with a clock of its own: a segment's copy starts when the copy before it is done and what
-last read its slot is done, and its first reader waits for it. For two segments in one slot::
+Operations and moves follow one another on one clock. Each accelerator to which weights are streamed has a
+copy queue with a clock of its own: a segment's copy starts when the copy before it and the last readers of
+its slot are done, and its first reader waits for it. For two segments in one slot::
 
     compute   |wait 0|==run a==|----wait 1----|==run b==|
     copies    |load 0|         |---load 1-----|
 
-Runs, moves and waits fill the call without a gap: their seconds add up to its own. Those of loads are
-beside them, and hidden as far as nothing waits.
+Runs, moves and waits fill the call without a gap: their seconds add up to those of the call. Loads run in
+parallel to them, and are hidden as far as nothing waits.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that takes time.
+    """An event that takes time.
 
     Attributes:
-        kind: an operation, a move, the copy of a segment (on the device's copy queue), or a wait for
-            such a copy, if it is not there in time.
+        kind: ``"run"`` of an operation, ``"move"`` of a value, ``"load"`` of a segment (on the device's copy
+            queue), or ``"wait"`` for a load that has not finished.
         name: of the operation, the value or the segment's weights.
-        device: where it runs, or where it arrives.
+        device: where an operation runs, or a copy arrives.
         start: seconds since the call began.
         end: seconds since the call began.
-        weights: of a load or a wait: what the segment holds.
+        weights: for a load or a wait, the names of the segment's weights.
     """
 
     kind: Literal["run", "move", "load", "wait"]
@@ -54,13 +54,13 @@ class Timeline:
     seconds: float
 
     def busy(self, kind: str, device: DeviceKey | None = None) -> float:
-        """Seconds that events of a kind take together, on one device or on all."""
+        """Return the total seconds of the events of a kind, on one device or on all."""
         chosen = (e for e in self.events if e.kind == kind and device in (None, e.device))
         return sum(event.end - event.start for event in chosen)
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds that go to copies alone: transfers, and waits for streamed weights."""
+        """Seconds in which only copies run: transfers, and waits for streamed weights."""
         return self.busy("move") + self.busy("wait")
 
     @property
@@ -70,7 +70,7 @@ class Timeline:
 
 
 def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timeline:
-    """When each step of a schedule starts and ends."""
+    """Return the estimated timeline of a schedule."""
     events: list[Event] = []
     seconds = _run(graph, topology, schedule, _estimated(graph, topology, schedule), events)
     return Timeline(tuple(events), seconds)
@@ -79,14 +79,13 @@ def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timel
 def call_seconds(
     graph: Graph, topology: Topology, schedule: Schedule, seconds: Mapping[str, float] | None = None
 ) -> float:
-    """Seconds of one call; ``seconds`` are those of each operation where it runs, as estimated for None."""
+    """Return the seconds of one call, given the seconds of its operations, which are estimated by default."""
     if seconds is None:
         seconds = _estimated(graph, topology, schedule)
     return _run(graph, topology, schedule, seconds, None)
 
 
 def _estimated(graph: Graph, topology: Topology, schedule: Schedule) -> dict[str, float]:
-    """Seconds of each operation where it runs."""
     specs, placed = {spec.key: spec for spec in topology.devices}, schedule.assignment.operations
     return {name: operation_seconds(one, specs[placed[name]]) for name, one in graph.operations.items()}
 
@@ -106,9 +105,9 @@ def _run(
     on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
     on_cpu = {spec.key for spec in topology.devices if spec.type == CPU and on_disk}
     now = 0.0
-    queue: dict[DeviceKey, float] = {}  # when each copy queue is done
-    free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
-    there: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
+    queue_free: dict[DeviceKey, float] = {}  # when each copy queue is done
+    slot_free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
+    arrived: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
     for step in schedule.steps:
         if isinstance(step, Run):
             start, now = now, now + seconds[step.operation]
@@ -122,24 +121,24 @@ def _run(
                 events.append(Event("move", step.value, step.destination, start, now))
         elif isinstance(step, Load):
             slot = step.device, segments[step.device, step.segment].slot
-            start = max(queue.get(step.device, 0.0), free.get(slot, 0.0))
+            start = max(queue_free.get(step.device, 0.0), slot_free.get(slot, 0.0))
             end = start + move_seconds(step, topology)
-            queue[step.device] = there[step.device, step.segment] = end
+            queue_free[step.device] = arrived[step.device, step.segment] = end
             if events is not None:
                 events.append(Event("load", ", ".join(step.weights), step.device, start, end, step.weights))
         elif isinstance(step, Wait):
-            start, now = now, max(now, there[step.device, step.segment])
+            start, now = now, max(now, arrived[step.device, step.segment])
             if events is not None and now > start:
                 held = segments[step.device, step.segment].weights
                 events.append(Event("wait", ", ".join(held), step.device, start, now, held))
         else:
             assert isinstance(step, Release)
-            free[step.device, segments[step.device, step.segment].slot] = now
+            slot_free[step.device, segments[step.device, step.segment].slot] = now
     return now
 
 
 def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Set[str]) -> float:
-    """Seconds to read weights where they are on disk: an embedding reads few of its bytes."""
+    """Return the seconds to read an operation's weights from disk; an embedding reads few of its bytes."""
     if operation.host_only:
         return 0.0
     sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
@@ -149,12 +148,12 @@ def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Se
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one call took.
+    """The measured time and memory of one call.
 
     Attributes:
-        timeline: seconds since the call began, of each operation, move and copy of weights.
-        peak_bytes: device key -> the most bytes that were allocated; devices that count none are left out.
-        operation_seconds: what each operation took, without what measuring it did.
+        timeline: the operations, moves and copies of weights.
+        peak_bytes: device key -> the most bytes that were allocated, for devices that count them.
+        operation_seconds: seconds of each operation, without the overhead of measuring it.
     """
 
     timeline: Timeline

@@ -1,4 +1,4 @@
-"""Several machines as data: their stages, the microbatches on their way, and the plan of all.
+"""Several machines as data: their stages, the microbatches in flight, and the plan of all machines.
 
-In and out: what the cut finds, what ranks agree on, what reports show.
+The search for cuts makes these data, ranks agree on them, and reports show them.
 """

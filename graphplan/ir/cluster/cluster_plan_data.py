@@ -2,8 +2,8 @@
 
 One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
 slowest stage``, where the slowest counts what it receives and sends. In a training step a stage counts
-forward and backward, and gradients cross the network too. With several stages for each machine a batch is
-played, action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
+forward and backward, and gradients cross the network too. With several stages for each machine, a batch is
+simulated action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     Attributes:
         stages: of the machines that are used, in the order in which a microbatch passes them; interleaved,
-            each machine has as many, and they take turns.
-        machines: how many there are, used or not.
-        network: the link between any two of them.
-        batch: rows of the example batch; 0 where it was not divided.
-        microbatches: into which a batch is divided.
+            all machines have equally many, and take turns.
+        machines: number of machines, used or not.
+        network: the link between any two machines.
+        batch: rows of the example batch; 0 if it was not divided.
+        microbatches: number of microbatches of a batch.
         schedule: of the microbatches.
         objective: what was minimised: the seconds of one microbatch, or of a batch.
-        lower_bound: of ``seconds``, which no other cuts into contiguous stages go below.
-        proof: what proved the bound.
+        lower_bound: on the ``seconds`` of any cuts into contiguous stages.
+        proof: the method that proved the bound.
     """
 
     stages: tuple[MachineStage[AnyPlan], ...]
@@ -70,7 +70,7 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """Seconds that each stage is busy with a microbatch, with what it receives and sends."""
+        """Seconds that each stage is busy with a microbatch, transfers in and out included."""
         sent = self.transfer_seconds
         return tuple(
             (sent[index - 1] if index else 0.0) + stage.plan.makespan + sent[index]
@@ -91,7 +91,7 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @cached_property
     def timed_actions(self) -> tuple[TimedAction, ...]:
-        """When each machine runs which of its stages in a batch, as estimated, interleaved."""
+        """The estimated times at which machines run their stages in a batch, interleaved."""
         times = 2 if self.trains else 1
         stages = [
             stage_seconds(stage.plan, sent / times, trains=self.trains)
@@ -118,14 +118,14 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def shares(self) -> dict[int, tuple[float, float, float]]:
-        """Machine -> the shares of a batch in which it computes, sends and receives, and waits."""
-        found, each = {}, self.makespan / self.microbatches or 1.0
+        """Machine -> the shares of a batch in which it computes, in which it transfers, in which it waits."""
+        shares, each = {}, self.makespan / self.microbatches or 1.0
         for machine in self.used:
             own = [index for index, stage in enumerate(self.stages) if stage.machine == machine]
             computes = sum(self.stages[index].plan.makespan for index in own) / each
             busy = sum(self.loads[index] for index in own) / each
-            found[machine] = computes, busy - computes, round(1.0 - busy, 9) + 0.0  # not -0.0
-        return found
+            shares[machine] = computes, busy - computes, round(1.0 - busy, 9) + 0.0  # not -0.0
+        return shares
 
     @property
     def bubble(self) -> float:
@@ -134,7 +134,7 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def gap(self) -> float:
-        """How far ``seconds`` may be above the least that is possible, as a fraction of it."""
+        """How far ``seconds`` may be above the least possible, as a fraction of ``seconds``."""
         return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
 
     @property
@@ -144,18 +144,19 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @cached_property
     def placement(self) -> dict[str, tuple[tuple[int, DeviceKey], ...]]:
-        """Every parameter's and buffer's name -> machine and device; several where stages share it."""
-        found: dict[str, tuple[tuple[int, DeviceKey], ...]] = {}
+        """Name of each parameter and buffer -> its machines and devices; several if stages share it."""
+        places: dict[str, tuple[tuple[int, DeviceKey], ...]] = {}
         for stage in self.stages:
             for name, key in stage.plan.placement.items():
-                found[name] = (*found.get(name, ()), (stage.machine, key))
-        return found
+                places[name] = (*places.get(name, ()), (stage.machine, key))
+        return places
 
     @property
     def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
-        """Machine -> device -> the most bytes that it holds: buffers of the network included, and in a
-        training step what all microbatches in flight have saved. Several stages count as if each were at its
-        peak at once.
+        """Machine -> device -> the most bytes that it holds.
+
+        Network buffers are included, and in a training step what all microbatches in flight have saved.
+        Several stages of a machine count as if all were at their peaks at once.
         """
         return {
             machine: {
@@ -166,7 +167,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         }
 
     def stages_of(self, machine: int) -> tuple[MachineStage[AnyPlan], ...]:
-        """What a machine runs; nothing if it is not used."""
+        """Return the stages of a machine; none if it is not used."""
         return tuple(stage for stage in self.stages if stage.machine == machine)
 
     def verify(self) -> None:
@@ -193,18 +194,18 @@ class ClusterPlanData(Generic[AnyPlan]):
             )
 
     def _verify_machines(self) -> None:
-        """Stages are on machines that there are: one on each that is used, or interleaved, all in turn."""
+        """Raise unless stages are on known machines: one on each that is used; interleaved, all in turn."""
         used = [stage.machine for stage in self.stages]
-        right = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
+        valid = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
         if self.schedule == "interleaved":
             turns, rest = divmod(len(used), self.machines)
-            right = turns > 1 and not rest and used == list(range(self.machines)) * turns
-            right = right and rounds_divide(self.machines, self.microbatches)
-        if not right:
+            valid = turns > 1 and not rest and used == list(range(self.machines)) * turns
+            valid = valid and rounds_divide(self.machines, self.microbatches)
+        if not valid:
             raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
 
     def _verify_shares(self, stages: tuple[MachineStage[AnyPlan], ...]) -> None:
-        """What the stages of a machine hold together is within its budgets."""
+        """Raise unless the stages of a machine together keep its budgets."""
         for spec in stages[0].plan.topology.devices:
             room, held = _room(stages[0], spec), sum(stage.held_bytes(spec) for stage in stages)
             if held > room and len(stages) > 1:
@@ -214,11 +215,11 @@ class ClusterPlanData(Generic[AnyPlan]):
                 )
 
     def _verify_buffers(self, stage: MachineStage[AnyPlan]) -> None:
-        least = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
-        if stage.buffer_bytes < least:
+        needed = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
+        if stage.buffer_bytes < needed:
             raise VerificationError(
                 f"machine {stage.machine} has {stage.buffer_bytes} bytes for what it receives and sends, "
-                f"which takes {least}"
+                f"which takes {needed}"
             )
         for spec in stage.plan.topology.devices:
             if spec.device == CPU and spec.taken < stage.buffer_bytes:
@@ -243,7 +244,7 @@ class ClusterPlanData(Generic[AnyPlan]):
                 )
 
     def to_json(self) -> str:
-        """The plan as JSON text; :meth:`from_json` reads it back."""
+        """Return the plan as JSON text; :meth:`from_json` reads it back."""
         figures = encode_fields(self, fields_but(ClusterPlanData, "stages"))
         stages = [
             {**encode_fields(stage, _OF_STAGES), "plan": encode_plan(stage.plan)} for stage in self.stages
@@ -252,25 +253,25 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @classmethod
     def _read(cls, kind: type[AnyPlan], text: str) -> Self:
-        """The plan that :meth:`to_json` wrote, with plans of a class for the machines.
+        """Return the plan that :meth:`to_json` wrote, with machines' plans of class ``kind``.
 
         Raises:
-            PlanError: the text is no such plan, or one that does not hold.
+            PlanError: the text is no such plan, or its checks fail.
         """
         data = _FORMAT.parse(text)
         try:
             plans = [decode_plan(kind, one["plan"]) for one in data["stages"]]
-            parts = [decode_fields(MachineStage, _OF_STAGES, one) for one in data["stages"]]
-            stages = tuple(MachineStage(plan=plan, **own) for plan, own in zip(plans, parts, strict=True))
-            made = cls(stages, **decode_fields(cls, fields_but(ClusterPlanData, "stages"), data))
-            made.verify()
+            others = [decode_fields(MachineStage, _OF_STAGES, one) for one in data["stages"]]
+            stages = tuple(MachineStage(plan=plan, **own) for plan, own in zip(plans, others, strict=True))
+            cluster_plan = cls(stages, **decode_fields(cls, fields_but(ClusterPlanData, "stages"), data))
+            cluster_plan.verify()
         except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
-        return made
+        return cluster_plan
 
 
 def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
-    """Bytes of a device that a machine's plans may use together, whatever each withholds for the others."""
-    own = stage.buffer_bytes if spec.device == CPU else 0
-    own += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
-    return spec.memory - spec.withheld + own
+    """Return the bytes of a device that a machine's stages may use together, whatever each plan withholds."""
+    for_stages = stage.buffer_bytes if spec.device == CPU else 0
+    for_stages += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
+    return spec.memory - spec.withheld + for_stages

@@ -1,10 +1,10 @@
-"""Interleaved 1F1B: the order in which each machine runs the microbatches of its stages, and its seconds.
+"""Interleaved 1F1B: the order in which each machine runs the microbatches of its stages, and when.
 
 Stage ``s`` runs on machine ``s % p`` (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", SC 2021). Microbatches come in rounds: a machine takes those of a round through
-one stage before it takes them through its next. Machine ``r`` begins with ``2 (p - 1 - r)`` forward passes
-and those of a round through all of its stages but one; then each forward pass is followed by a backward pass.
-Two machines with two stages each, of two microbatches::
+Clusters Using Megatron-LM", SC 2021). Microbatches come in rounds: a machine runs those of a round through
+one stage before it runs them through its next. Machine ``r`` begins with ``2 (p - 1 - r)`` forward passes,
+plus those of a round through all of its stages but one; then each forward pass is followed by a backward
+pass. Two machines with two stages each and two microbatches::
 
     machine 0   F00 F01 F20 F21             B20 B21 B00 B01
     machine 1       F10 F11 F30 B30 F31 B31     B10 B11     (stage, microbatch)
@@ -22,7 +22,7 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """A stage runs a microbatch, forward or backward."""
+    """A forward or backward pass of a microbatch through a stage."""
 
     stage: int
     microbatch: int
@@ -31,14 +31,14 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action, and its seconds since the batch began.
+    """An action and its times, in seconds since the batch began.
 
     Attributes:
         action: what is run.
-        free: when the machine was done with its action before.
-        received: when it began to take what it needs; ``free`` where that is at hand.
-        start: when it computed first.
-        end: when it had computed; what it sends comes after.
+        free: when the machine finished its action before, transfers included.
+        received: when it begins to receive the input; ``free`` if that is there already.
+        start: when it begins to compute.
+        end: when it has computed; then it sends the output.
     """
 
     action: StageAction
@@ -49,7 +49,7 @@ class TimedAction:
 
 
 def rounds_divide(machines: int, microbatches: int) -> bool:
-    """Whether microbatches make whole rounds, of as many as there are machines, or a few more."""
+    """Whether microbatches form whole rounds, each of as many as there are machines, or a few more."""
     return microbatches % max(1, microbatches // machines) == 0
 
 
@@ -57,7 +57,7 @@ def rounds_divide(machines: int, microbatches: int) -> bool:
 def interleaved_order(
     machines: int, stages_per_machine: int, microbatches: int
 ) -> tuple[tuple[StageAction, ...], ...]:
-    """What each machine does, in order."""
+    """Return the actions of each machine, in order."""
     assert rounds_divide(machines, microbatches)
     each = microbatches // max(1, microbatches // machines)  # microbatches of a round
     total = microbatches * stages_per_machine
@@ -81,23 +81,23 @@ def interleaved_order(
 
 @cache
 def most_in_flight(machines: int, stages_per_machine: int, microbatches: int) -> tuple[int, ...]:
-    """Of each stage, the most microbatches that it has run forward, and not yet backward."""
-    found, most = Counter[int](), Counter[int]()
+    """Return for each stage the most microbatches that it has run forward, but not yet backward."""
+    in_flight, most = Counter[int](), Counter[int]()
     for actions in interleaved_order(machines, stages_per_machine, microbatches):
         for one in actions:
-            found[one.stage] += -1 if one.backward else 1
-            most[one.stage] = max(most[one.stage], found[one.stage])
+            in_flight[one.stage] += -1 if one.backward else 1
+            most[one.stage] = max(most[one.stage], in_flight[one.stage])
     return tuple(most[stage] for stage in range(machines * stages_per_machine))
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Of one microbatch in a stage.
+    """The seconds of one microbatch in a stage.
 
     Attributes:
-        forward: seconds that it computes forward.
-        backward: likewise backward; None of a batch that only goes forward.
-        sent: of what goes to the stage after, and of its gradient.
+        forward: computation of the forward pass.
+        backward: computation of the backward pass; None if the batch only runs forward.
+        sent: transfer of the output to the stage after, and of its gradient back, each.
     """
 
     forward: float
@@ -106,18 +106,18 @@ class StageSeconds:
 
 
 def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> list[TimedAction]:
-    """A batch, action by action, each as soon as its machine is free and what it needs has been computed.
+    """Simulate a batch: each action runs as soon as its machine is free and its input has been computed.
 
-    A transfer takes the sender's time, and the receiver's when it gets to it: what arrives early waits in
-    a buffer, of which there is one for each microbatch.
+    A transfer takes time of the sender, and of the receiver when it starts the action: an early input waits
+    in a buffer, of which there is one for each microbatch.
     """
     order = interleaved_order(machines, len(stages) // machines, microbatches)
     trains = any(stage.backward is not None for stage in stages)
-    left = [[one for one in reversed(own) if trains or not one.backward] for own in order]
-    free, ended, found = [0.0] * machines, dict[StageAction, float](), list[TimedAction]()
-    while any(left):
-        before = len(found)
-        for machine, own in enumerate(left):
+    remaining = [[one for one in reversed(own) if trains or not one.backward] for own in order]
+    free, ended, timed = [0.0] * machines, dict[StageAction, float](), list[TimedAction]()
+    while any(remaining):
+        before = len(timed)
+        for machine, own in enumerate(remaining):
             while own and ((needed := _needed(own[-1], len(stages))) is None or needed in ended):
                 one = own.pop()
                 received = max(free[machine], 0.0 if needed is None else ended[needed])
@@ -125,20 +125,20 @@ def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> li
                 computing = stages[one.stage].backward if one.backward else stages[one.stage].forward
                 start = received + arriving
                 ended[one] = start + (computing or 0.0)
-                found.append(TimedAction(one, free[machine], received, start, ended[one]))
+                timed.append(TimedAction(one, free[machine], received, start, ended[one]))
                 free[machine] = ended[one] + leaving
-        assert len(found) > before, "the order waits for itself"
-    return found
+        assert len(timed) > before, "the order waits for itself"
+    return timed
 
 
 def _needed(one: StageAction, stages: int) -> StageAction | None:
-    """The action that computes what another machine sends for this one."""
+    """Return the action on another machine whose output this one needs, if any."""
     stage = one.stage + 1 if one.backward else one.stage - 1
     return StageAction(stage, one.microbatch, one.backward) if 0 <= stage < stages else None
 
 
 def _transfers(one: StageAction, stages: Sequence[StageSeconds]) -> tuple[float, float]:
-    """Seconds in which what an action takes arrives, and in which what it makes leaves."""
+    """Return the seconds of the transfers of an action's input and of its output."""
     before = stages[one.stage - 1].sent if one.stage else 0.0
     after = stages[one.stage].sent
     return (after, before) if one.backward else (before, after)

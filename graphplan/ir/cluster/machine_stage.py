@@ -1,4 +1,4 @@
-"""What one machine runs of a model over several: a stretch of the order of operations, placed."""
+"""The placed stage of a machine: consecutive operations of a model that runs on several machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Crossing:
     Attributes:
         name: of the value.
         nbytes: of its elements.
-        shape: of one microbatch.
+        shape: for one microbatch.
         dtype: ``"float32"``, ``"int64"``, ...
     """
 
@@ -33,21 +33,21 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class MachineStage(Generic[AnyPlan]):
-    """What one machine runs, or a part of it where machines have several stages.
+    """A stage: what one machine runs, or a part of it if machines have several stages.
 
     Attributes:
         machine: its index in ``machines``, which is its rank under torchrun.
         start: position of its first operation in the order of the trace.
         end: position after its last.
-        receives: from the stage before.
-        sends: to the stage after.
-        buffer_bytes: of what is received and returned, of all microbatches: in host memory, where the plan
-            withholds them if the CPU has a budget.
-        plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
-        kept_bytes: of a training step, device -> what the other microbatches in flight have saved there for
-            their backward passes, which the plan withholds; and earlier gradients of weights that other
-            stages read, which are kept while those of a batch are summed.
-        beside_bytes: device -> what the plan withholds for the machine's other stages.
+        receives: tensors from the stage before.
+        sends: tensors to the stage after.
+        buffer_bytes: network buffers of all microbatches, for what is received and sent: in host memory,
+            where the plan withholds them if the CPU has a budget.
+        plan: of one microbatch on this machine, with the keys of its own ``max_memory``.
+        kept_bytes: in a training step, device -> bytes that the plan withholds for what other microbatches in
+            flight have saved, and for earlier gradients of weights that other stages read, which are kept
+            while those of a batch are summed.
+        beside_bytes: device -> bytes that the plan withholds for the machine's other stages.
     """
 
     machine: int
@@ -66,18 +66,18 @@ class MachineStage(Generic[AnyPlan]):
         return self.plan.graph.trains
 
     def held_bytes(self, spec: DeviceSpec) -> int:
-        """The most bytes that the stage holds on a device of its machine."""
+        """Return the most bytes that the stage holds on a device of its machine."""
         buffers = self.buffer_bytes if spec.device == CPU else 0
         return self.plan.peak_bytes[spec.key] + self.kept_bytes.get(spec.key, 0) + buffers
 
 
 def stage_seconds(plan: PlanData, sent: float, *, trains: bool) -> StageSeconds:
-    """Of a microbatch in a stage, as its plan estimates them.
+    """Return the seconds of a microbatch in a stage, as its plan estimates them.
 
     Args:
         plan: of the stage.
-        sent: seconds of what goes to the stage after.
-        trains: whether the batch goes backward too, if not all of its stages.
+        sent: seconds of the transfer to the stage after.
+        trains: whether the batch runs backward too, even if this stage does not.
     """
     whole, operations = plan.makespan, plan.graph.operations
     if not trains:
