@@ -1,4 +1,4 @@
-"""Calls that have no graph: run module by module.
+"""Forward passes without a graph: they run module by module.
 
-In: a model and the device of each module. Out: results of calls.
+In: a model and the device of each module. Out: results of forward passes.
 """

@@ -1,4 +1,4 @@
-"""Hooks that submodules of a placed module have beside those that its graphs were traced with."""
+"""Hooks that were added to submodules of a placed module after its graphs were traced."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from typing import Any
 
 from torch import nn
 
-_CALLED = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Hook = tuple[int, str, int]
-"""The place of its submodule, its table, its number there."""
+"""The index of the submodule in ``modules()``, the name of the hook table, the hook's key in that table."""
 
 Hooks = tuple[dict[int, Any], Sequence[int]]
-"""A table of hooks, and numbers of some."""
+"""The hook table of a submodule, and the keys of some of its hooks."""
 
 
 def hooks_beside(
     traced: Collection[Hook], names: Sequence[Collection[str]], parts: Sequence[nn.Module]
 ) -> list[Hooks]:
-    """Of all submodules in order, the tables of hooks that have some beside those that were ``traced``.
+    """Return the tables of submodules ``parts`` that have hooks beside those in ``traced``, and the new keys.
 
-    A hook in place of one that was traced is traced as that was. So are those of a submodule with parameters
-    that were not among ``names``: they make its weights of them, as ``torch.nn.utils.weight_norm`` does.
+    A table that lacks a traced hook is left out: the new hooks replace it, and are traced like it. So is each
+    table of a submodule with parameters that are not in its ``names``: its hooks compute weights from them,
+    as ``torch.nn.utils.weight_norm`` does.
     """
-    found: list[Hooks] = []
-    for at, part in enumerate(parts, 1):
-        for name in _CALLED if set(part._parameters) <= set(names[at]) else ():
+    added_hooks: list[Hooks] = []
+    for index, part in enumerate(parts, 1):
+        for name in _TABLES if set(part._parameters) <= set(names[index]) else ():
             table: dict[int, Any] = vars(part)[name]
-            known = {number for where, of, number in traced if (where, of) == (at, name)}
-            if known <= table.keys() and (added := [number for number in table if number not in known]):
-                found.append((table, added))
-    return found
+            known = {key for place, table_name, key in traced if (place, table_name) == (index, name)}
+            if known <= table.keys() and (added := [key for key in table if key not in known]):
+                added_hooks.append((table, added))
+    return added_hooks
 
 
 @contextmanager
 def set_aside(hooks: Sequence[Hooks]) -> Iterator[None]:
-    """A block in which the tables are without these hooks."""
+    """Context manager that removes these hooks from their tables until it exits."""
     before = [(table, dict(table)) for table, _ in hooks]
-    for table, numbers in hooks:
-        for number in numbers:
-            del table[number]
+    for table, keys in hooks:
+        for key in keys:
+            del table[key]
     try:
         yield
     finally:
-        for table, found in before:
-            table.clear()  # they run in this order
-            table.update(found)
+        for table, contents in before:
+            table.clear()  # hooks run in the order of their table
+            table.update(contents)
 
 
 def hooks_of(module: nn.Module) -> frozenset[Hook]:
-    """All hooks of submodules."""
+    """Return all hooks of the submodules."""
     parts = enumerate(module.modules())
     return frozenset(
-        (at, name, number) for at, part in parts if at for name in _CALLED for number in vars(part)[name]
+        (index, name, key) for index, part in parts if index for name in _TABLES for key in vars(part)[name]
     )

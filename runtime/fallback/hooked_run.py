@@ -1,6 +1,6 @@
-"""One run of a tree of modules, each where its weights are, by hooks that last as long as the run.
+"""Run a tree of modules, each on the device of its weights, by hooks that exist only during the run.
 
-The weights are used as they are: nothing is copied but what a module needs elsewhere while it runs. With two
+Weights stay where they reside. Only what a module needs on another device is copied, while it runs. With two
 layers on devices 0 and 1::
 
     layer0(x)        x -> 0, run
@@ -37,14 +37,14 @@ from graphplan.runtime.memory.arena import moved
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How modules are run.
+    """An execution mode of modules.
 
     Attributes:
-        name: for people.
-        gathered: whether all run on the caller's device, and weights are copied there.
-        together: whether what an operation reads is copied to where its module runs: of others that do not
-            run, what its code makes, or has kept in attributes.
-        returns: whether a module's results go to where its caller computes.
+        name: its description in messages.
+        gathered: whether all modules run on the caller's device, to which weights are copied.
+        together: whether operands of an operation are copied to the device of its module: weights of modules
+            that are not running, tensors that its code creates or has kept in attributes.
+        returns: whether a module's results are copied to the device where its caller computes.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Way:
 
 @dataclass
 class HookedRun:
-    """One run of a call whose inputs are on the ``host``.
+    """One run of a call whose inputs are on device ``host``.
 
-    Modules that are on the CPU compute on the device ``instead``, if it is given. ``running`` has those that
-    run, the innermost last; ``devices``, by the ids of modules, where these are.
+    Modules on the CPU compute on the device ``instead``, if it is given. ``running`` is the stack of running
+    modules, the innermost last. ``devices`` maps the id of a module to its device.
     """
 
     way: Way
@@ -68,26 +68,26 @@ class HookedRun:
     devices: Mapping[int, torch.device | None] = field(default_factory=dict)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
+        """Copy a module's inputs and own tensors, and its layer of each KV cache, to where it runs."""
         device = self.host if self.way.gathered else self.devices[id(module)]
         if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
-        standing = {id(own): one.here for outer in self.running for *_, own, one in outer.kept}
+        outer_copies = {id(own): copied.here for outer in self.running for *_, own, copied in outer.kept}
         running = _Running(module, device or self.device)
         self.running.append(running)
         if device is None:
             return args, kwargs
-        running.bring(standing)
+        running.bring(outer_copies)
         if all(_is_on(device, value) for value in (*args, *kwargs.values())):
             return args, kwargs
-        layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
+        layer = getattr(module, "layer_idx", None)  # the index of the cache layer of a transformers block
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
         return running.given.within((args, kwargs))
 
     def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
-        """Put back what was copied."""
+        """Put the original tensors back; return the result, for ``returns`` on the device of the caller."""
         running = self.running.pop()
         running.put_back()
         device = self.device
@@ -100,7 +100,7 @@ class HookedRun:
         return back.within(result)
 
     def end(self) -> None:
-        """Put back what was copied for the modules that run: torch calls no hook after an interrupt."""
+        """Put back the tensors of all running modules: torch calls no hook after an interrupt."""
         try:
             self.after(self.running[-1].module, (), {}, None)
         finally:
@@ -109,21 +109,21 @@ class HookedRun:
 
     @property
     def device(self) -> torch.device:
-        """Where the innermost module that runs computes."""
+        """The device of the innermost running module."""
         return self.running[-1].device if self.running else self.host
 
 
 class _Running:
-    """A module that runs.
+    """A running module.
 
     Attributes:
-        module: itself.
+        module: the module.
         device: where it computes.
-        kept: the places of its own tensors that others stand for while it runs, with them and their copies.
-        noted: the attributes of these, and of objects that are noted on them, those of their copies, now and
-            as they were.
-        given: what it has in place of its inputs' tensors.
-        copies: those of its inputs' tensors, and of the tensors among what is noted.
+        kept: (table, name, own tensor, copy) of each parameter and buffer that a copy replaces while it runs.
+        noted: (attributes of the original, attributes of the copy, the latter before the run) of these
+            parameters, and of objects in their attributes.
+        given: the replacement of the tensors in its inputs.
+        copies: the copies of input tensors, and of tensors in the attributes of parameters.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -131,66 +131,66 @@ class _Running:
         self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
         self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.copies: list[_Copy] = []
-        self.given = Replacement(partial(_arrived, device, self.copies), in_place=True)
+        self.given = Replacement(partial(_on_device, device, self.copies), in_place=True)
 
-    def bring(self, standing: dict[int, torch.Tensor]) -> None:
-        """Have copies on the device in place of its own tensors that are elsewhere.
+    def bring(self, outer_copies: dict[int, torch.Tensor]) -> None:
+        """Replace its own tensors that are elsewhere by copies on the device.
 
-        ``standing``: by their ids, what modules around it have in place of tensors, with what was written.
+        ``outer_copies``: id of a tensor -> the copy that an enclosing module uses, and may have written to.
         """
         for table in (self.module._parameters, self.module._buffers):
             for name, tensor in table.items():
-                if tensor is None or (tensor.device == self.device and id(tensor) not in standing):
+                if tensor is None or (tensor.device == self.device and id(tensor) not in outer_copies):
                     continue
-                source = standing.get(id(tensor), tensor)
-                with torch.inference_mode(False):  # tensors that are made in it have no version
+                source = outer_copies.get(id(tensor), tensor)
+                with torch.inference_mode(False):  # inference tensors have no version counter
                     here = source if source.device == self.device else moved(source, self.device)
                     if here is not source and isinstance(tensor, nn.Parameter):
-                        self._bring_notes(tensor, here, {})
+                        self._copy_notes(tensor, here, {})
                 self.kept.append((table, name, tensor, _Copy(source, here)))
-                table[name] = standing[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
-        _tell_recurrent(self.module)
+                table[name] = outer_copies[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
+        _update_weight_list(self.module)
 
-    def _bring_notes(self, original: Any, here: Any, known: dict[int, Any]) -> None:
-        """Note the same on a copy: tensors on the device, and copies of the objects that have them.
+    def _copy_notes(self, original: Any, here: Any, copies: dict[int, Any]) -> None:
+        """Give a copy the attributes of its original, with tensors, and objects that hold tensors, copied.
 
-        ``known`` has these by the ids of what they stand for.
+        ``copies`` maps the id of such a tensor or object to its copy.
         """
         notes = notes_of(original) if isinstance(original, torch.Tensor) else dict(vars(original))
-        for one in notes.values():
-            if id(one) in known:
+        for note in notes.values():
+            if id(note) in copies:
                 continue
-            if isinstance(one, torch.Tensor):
-                known[id(one)] = moved(one, self.device)
-                self.copies.append(_Copy(one, known[id(one)]))
-            elif is_looked_into(one) and any(noted_tensors(one)):
-                known[id(one)] = copy.copy(one)
-                self._bring_notes(one, known[id(one)], known)
-        before = {name: known.get(id(one), one) for name, one in notes.items()}
+            if isinstance(note, torch.Tensor):
+                copies[id(note)] = moved(note, self.device)
+                self.copies.append(_Copy(note, copies[id(note)]))
+            elif is_looked_into(note) and any(noted_tensors(note)):
+                copies[id(note)] = copy.copy(note)
+                self._copy_notes(note, copies[id(note)], copies)
+        before = {name: copies.get(id(note), note) for name, note in notes.items()}
         vars(here).update(before)
         self.noted.append((vars(original), vars(here), before))
 
     def put_back(self) -> None:
-        """Have the tensors again, with what was written to their copies."""
-        for own, mine, before in self.noted:
-            own.update({name: mine[name] for name in before if mine[name] is not before[name]})
-        for one in self.copies:
-            if one.written and one.here.shape == one.original.shape:
-                one.give_back()
-        for table, name, tensor, one in self.kept:
-            found = table[name]
+        """Put the original tensors back, with what was written to their copies."""
+        for attributes, now, before in self.noted:
+            attributes.update({name: now[name] for name in before if now[name] is not before[name]})
+        for copied in self.copies:
+            if copied.written and copied.here.shape == copied.original.shape:
+                copied.give_back()
+        for table, name, tensor, copied in self.kept:
+            value = table[name]
             # kernels of BatchNorm write to buffers without a change of version
-            statistics = table is self.module._buffers and not one.here.requires_grad
-            if found is one.here and one.here is not one.original and (statistics or one.written):
-                one.give_back()
-            anew = found is not None and found is not one.here  # the model has made another
-            table[name] = found.to(tensor.device) if anew else tensor
-        _tell_recurrent(self.module)
+            statistics = table is self.module._buffers and not copied.here.requires_grad
+            if value is copied.here and copied.here is not copied.original and (statistics or copied.written):
+                copied.give_back()
+            replaced = value is not None and value is not copied.here  # by the model
+            table[name] = value.to(tensor.device) if replaced else tensor
+        _update_weight_list(self.module)
 
 
-@outside_inference_mode  # tensors that are made in it have no version
-def _arrived(device: torch.device, copies: list[_Copy], tensor: Any) -> Any:
-    """A tensor on a device; if it is a copy there, noted as such."""
+@outside_inference_mode  # inference tensors have no version counter
+def _on_device(device: torch.device, copies: list[_Copy], tensor: Any) -> Any:
+    """Return the tensor on the device; if that is a copy, add it to ``copies``."""
     here = tensor.to(device)
     if here is not tensor and isinstance(tensor, torch.Tensor):
         copies.append(_Copy(tensor, here))
@@ -198,7 +198,7 @@ def _arrived(device: torch.device, copies: list[_Copy], tensor: Any) -> Any:
 
 
 class _Copy:
-    """A copy of a tensor on another device; what is written to it is given back."""
+    """A copy of a tensor on another device; what is written to it can be written to the original."""
 
     def __init__(self, original: torch.Tensor, here: torch.Tensor) -> None:
         self.original, self.here = original, here
@@ -206,23 +206,23 @@ class _Copy:
 
     @property
     def written(self) -> bool:
-        """Whether it was written to since."""
+        """Whether the copy was written to since it was made."""
         return self.here._version != self._version
 
     def give_back(self) -> None:
-        """Write to the original, with a gradient where what was written has one."""
+        """Write the copy to the original, with a gradient if what was written to the copy has one."""
         with torch.set_grad_enabled(self.here.grad_fn is not self._history):
             self.original.copy_(self.here)
 
 
-def _tell_recurrent(module: nn.Module) -> None:
-    """LSTMs keep a list of their weights."""
+def _update_weight_list(module: nn.Module) -> None:
+    """Update the list of weights that a recurrent module, such as an LSTM, keeps beside its parameters."""
     if isinstance(module, nn.RNNBase):
         list_weights_anew(module)
 
 
 class _Hook:
-    """A hook for the time of a run. A copy of its module, which a call may make, has one without effect."""
+    """A hook for one run. Where a call copies or pickles its module, the copy's hook has no effect."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -242,18 +242,18 @@ def _nothing(*_: Any) -> None:
 
 
 def entry_of(tree: nn.Module, entry: str) -> Any:
-    """What an entry runs: of the model, its ``forward``, as what is around that runs around all."""
+    """Return what an entry runs; for the whole the traced ``forward``: one assigned later runs around it."""
     return method_of(tree, entry) if entry else patched_forward(tree)
 
 
 def run_hooked(
     tree: nn.Module, entry: str, call: HookedRun, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What an entry of a tree of modules returns; its hooks are gone afterwards."""
+    """Return the result of an entry of a tree of modules, run with hooks that are removed afterwards."""
     hooks: list[Any] = []
     call.devices = devices_of(tree)
     together = on_one_device(lambda: call.device) if call.way.together else nullcontext()
-    for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
+    for part in list(tree.modules())[1:]:  # hooks of the root would run in calls by other threads
         hooks.append(part.register_forward_pre_hook(_Hook(call.before), with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(_Hook(call.after), with_kwargs=True, always_call=True))
     try:
@@ -261,7 +261,7 @@ def run_hooked(
         if isinstance(run, nn.Module):
             with together:
                 return run(*args, **kwargs)
-        owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
+        owner = tree.get_submodule(entry.partition(":")[0])  # is not called itself: no hook runs for it
         args, kwargs = call.before(owner, args, kwargs)
         with together:
             result = run(*args, **kwargs)
@@ -274,41 +274,41 @@ def run_hooked(
 
 
 def devices_of(tree: nn.Module) -> dict[int, torch.device | None]:
-    """Where most bytes of each module of a tree are, by its id; None of one without tensors."""
-    found: dict[int, torch.device | None] = {}
-    _count(tree, found, {})
-    return found
+    """Return id(module) -> the device with most bytes of its tensors; None for a module without tensors."""
+    devices: dict[int, torch.device | None] = {}
+    _count(tree, devices, {})
+    return devices
 
 
 def _count(
-    module: nn.Module, found: dict[int, torch.device | None], counted: dict[int, dict[torch.device, int]]
+    module: nn.Module, devices: dict[int, torch.device | None], counted: dict[int, dict[torch.device, int]]
 ) -> dict[torch.device, int]:
-    """Bytes by device; a tensor counts in each place where a module has it."""
+    """Return device -> bytes of a module, and fill ``devices``; a shared tensor counts at each place."""
     if id(module) not in counted:
         here = counted[id(module)] = dict[torch.device, int]()
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 here[tensor.device] = here.get(tensor.device, 0) + tensor.nbytes
         for child in module._modules.values():
-            for device, nbytes in ({} if child is None else _count(child, found, counted)).items():
+            for device, nbytes in ({} if child is None else _count(child, devices, counted)).items():
                 here[device] = here.get(device, 0) + nbytes
-        found[id(module)] = max(here, key=here.__getitem__, default=None)
+        devices[id(module)] = max(here, key=here.__getitem__, default=None)
     return counted[id(module)]
 
 
 def _is_on(device: torch.device, value: Any) -> bool:
-    """Whether a value is plain, or of tensors that are on a device, so that nothing is to be moved."""
+    """Whether a value consists of plain values and tensors on a device, so that nothing must be moved."""
     if isinstance(value, torch.Tensor):
         return value.device == device
-    return type(value) in PLAIN or (type(value) is tuple and all(_is_on(device, one) for one in value))
+    return type(value) in PLAIN or (type(value) is tuple and all(_is_on(device, part) for part in value))
 
 
 def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
-    """Have a layer's tensors of a cache where the layer runs."""
-    for one in (cache, *(value for value in vars(cache).values() if is_cache(value))):
-        if getattr(one, "offloading", False) and device.type != "cuda":
-            one.offloading = False  # transformers moves layers from and to CUDA only
-        layers = getattr(one, "layers", ())  # a model's own class of cache may have none
+    """Move the tensors of one layer of a cache to the device where the layer runs."""
+    for part in (cache, *(value for value in vars(cache).values() if is_cache(value))):
+        if getattr(part, "offloading", False) and device.type != "cuda":
+            part.offloading = False  # transformers moves layers from and to CUDA only
+        layers = getattr(part, "layers", ())  # a model's own cache class may have none
         if index < len(layers):
             state = vars(layers[index])
             for name, value in state.items():
@@ -319,7 +319,7 @@ def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
 
 @contextmanager
 def undone(tree: nn.Module) -> Iterator[None]:
-    """A trial, after which weights, attributes, and the state of what is drawn at random, are as before."""
+    """Context manager for a trial: it restores weights, attributes and the state of random generators."""
     attributes = attributes_of(tree)
     parts = list(tree.modules())
     iterators = list(_iterators(tree))
@@ -336,14 +336,14 @@ def undone(tree: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for tensor, before in values:
                     if id(tensor) in plain and tensor.requires_grad and not is_view(tensor):
-                        tensor.detach_()  # written to in place, with gradients
+                        tensor.detach_()  # the trial wrote a differentiable value in place
                     tensor.copy_(before)  # kernels of BatchNorm write without a change of version
 
 
 def _iterators(tree: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Iterators in attributes: where they are, and copies, since a trial moves them on."""
-    known = {id(one): one for one in (*tree.modules(), *tree.parameters(), *tree.buffers())}
+    """Yield (attributes, name, copy) of each iterator in attributes of modules: a trial advances them."""
+    shared = {id(one): one for one in (*tree.modules(), *tree.parameters(), *tree.buffers())}
     for table in map(vars, tree.modules()):
         for name in [name for name, value in table.items() if is_iterator(value)]:
-            with suppress(TypeError):  # it is a generator, or goes over one, which is said
-                yield table, name, copy.deepcopy(table[name], known)
+            with suppress(TypeError):  # a generator, or an iterator over one: a trace reports it
+                yield table, name, copy.deepcopy(table[name], shared)

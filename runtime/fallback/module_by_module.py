@@ -1,10 +1,10 @@
-"""Calls that no capture takes, of a placed module: its modules run where their weights are.
+"""Forward passes of a placed module that cannot be captured: each submodule runs where its weights reside.
 
-What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
-running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
-two bring what operations want together to where their module's weights are, and all to the caller's device.
+The code between submodules may compute with tensors of several devices, which is not known beforehand.
+Execution modes are tried one after another on copies of the arguments, and the first that works is kept. The
+third mode moves an operation's operands to one device, the last runs everything on the caller's device.
 
-The module runs itself, as in eager: what its code keeps in attributes is kept, and hooks see its submodules.
+The model's own code runs, as in eager mode: it assigns attributes, and the user's hooks see its submodules.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
 
 _ANOTHER_WAY = (
-    "graphplan runs this call without a graph, its modules {}, as one like it was found to run. If eager "
-    "runs it, partition the model with this call as the example"
+    "graphplan runs this call without a graph, its modules {}, because an earlier call with the same input "
+    "structure ran so. If it runs in eager mode, partition the model with this call as the example"
 )
 
 
 @dataclass
 class CallForm:
-    """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on.
+    """A call structure, for all sizes, that runs module by module; its first call sets ``way``.
 
-    Where the leaves at ``differentiated`` require no gradient, a capture may take it. ``hooked``: it is while
-    submodules have hooks that it has no graph. Modules on the CPU compute on ``main``, if it is given.
+    It includes only calls in which the leaves at ``differentiated`` require gradients: others may be
+    captured. If ``hooked``, it runs so only while submodules have hooks that were not traced. Modules on the
+    CPU compute on ``main``, if it is given.
     """
 
     entry: str
@@ -73,13 +74,13 @@ class CallForm:
 
 @dataclass(slots=True)
 class Untraced:
-    """How calls of a model run that has no graph.
+    """How a model without any graph runs.
 
     Attributes:
-        reason: why it has none.
+        reason: why it has no graph.
         main: the device on which modules on the CPU compute, if any.
-        way: known from the first call on.
-        tries: how many calls of other structures may still be tried; a trace that fails takes seconds.
+        way: the execution mode; None before the first call.
+        tries: how many further call structures may be traced; a trace that fails takes seconds.
     """
 
     reason: str
@@ -93,13 +94,13 @@ class Untraced:
 
 @dataclass
 class Modulewise:
-    """The calls of one placed module with graphs that run module by module.
+    """The call structures of one placed module that run module by module beside its graphs.
 
     Attributes:
-        forms: of the calls.
-        traced: those hooks of submodules that graphs were traced with, or that such a call has added.
-        names: of each submodule, the attributes and parameters that the graphs were traced from.
-        left: whether a call has left something in attributes of the module.
+        forms: these structures.
+        traced: hooks of submodules that were traced, or that the model itself added in such a call.
+        names: of each module, the root first, the names of attributes and parameters when it was traced.
+        left: whether such a call has changed attributes of the module.
     """
 
     forms: list[CallForm] = field(default_factory=list)
@@ -108,29 +109,26 @@ class Modulewise:
     left: bool = False
 
     def watch(self, module: nn.Module) -> None:
-        """Know a module as its graphs were traced; a copy of one that is known is as that was."""
+        """Record the hooks and names of a module as its graphs were traced; a copy keeps the original's."""
         if not self.names:
             self.traced = hooks_of(module)
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
-        """As :func:`hooks_beside`, of submodules that may have further hooks and parameters now.
-
-        None where a call has exchanged modules: hooks are known by the places of these.
-        """
-        same = len(parts) + 1 == len(self.names)
-        return hooks_beside(self.traced, self.names, parts) if same else []
+        """Return :func:`hooks_beside` of ``parts``; [] if their number has changed, which shifts indices."""
+        same_count = len(parts) + 1 == len(self.names)
+        return hooks_beside(self.traced, self.names, parts) if same_count else []
 
     def copy(self) -> Modulewise:
-        """That of a copy of the module."""
+        """Return the record for a copy of the module."""
         return replace(self, forms=list(self.forms), left=False)
 
     def note(
         self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
     ) -> CallForm:
-        """Run calls of this structure module by module from now on.
+        """Have calls of this structure run module by module from now on.
 
-        If it ``keeps_grad``, those alone that require the gradients that this one does. ``hooked`` is as in
+        If ``keeps_grad``, only calls that require all gradients that this one does. ``hooked`` is as in
         :class:`CallForm`.
         """
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
@@ -140,16 +138,16 @@ class Modulewise:
         return form
 
     def find(self, entry: str, call: BoundCall, modes: Modes) -> CallForm | None:
-        """The form that a call has, if it is one of these."""
+        """Return the form that a call matches; None if it matches none."""
         for form in self.forms:
-            same = form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None
-            if same and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
+            matches = form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None
+            if matches and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
                 return form
         return None
 
 
 def computes_instead(plan: PlanData) -> torch.device | None:
-    """The accelerator on which modules on the CPU compute, where the CPU may not."""
+    """Return the accelerator on which modules on the CPU compute; None if the CPU computes them."""
     accelerators = [spec.torch_device for spec in plan.topology.accelerators]
     return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
@@ -163,12 +161,12 @@ def run_by_modules(
     *,
     keeps_grad: bool,
 ) -> Any:
-    """What an entry of the model returns, in the way that is known of calls like this.
+    """Return the result of an entry of the model, run in the execution mode of ``known``.
 
-    The first of them finds it. Modules on the CPU compute ``instead``, if it is given.
+    The first call like it sets that mode. Modules on the CPU compute on ``instead``, if it is given.
 
     Raises:
-        CaptureError: no way of running works.
+        CaptureError: no execution mode works.
         Exception: what the model itself raises for this call; torch's own RuntimeError with a note.
     """
     _refuse_autocast(module)
@@ -177,28 +175,31 @@ def run_by_modules(
     try:
         return run_hooked(module, entry, HookedRun(way, device, instead), call.args, call.kwargs)
     except RuntimeError as error:
-        if type(error) is RuntimeError:  # torch's, as of mixed devices; others are the model's, or of memory
+        if type(error) is RuntimeError:  # by torch, as for mixed devices; not the model's, nor out of memory
             error.add_note(_ANOTHER_WAY.format(way.name))
         raise
 
 
 @contextmanager
 def with_same_buffers(module: nn.Module) -> Iterator[None]:
-    """A block after which the values of buffers that the model has made anew are in those that it had."""
+    """Context manager that puts the original buffers back at its end, with the values of their replacements.
+
+    A replacement of another shape or dtype stays, and is moved to the device of the original.
+    """
     before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     try:
         yield
     finally:
-        for table, known in before:
-            for name, own in known.items():
-                made = table.get(name)
-                if own is None or made is None or made is own:
+        for table, buffers in before:
+            for name, original in buffers.items():
+                assigned = table.get(name)
+                if original is None or assigned is None or assigned is original:
                     continue
-                if (own.shape, own.dtype) == (made.shape, made.dtype):
-                    own.detach().copy_(made)
-                    table[name] = own
+                if (original.shape, original.dtype) == (assigned.shape, assigned.dtype):
+                    original.detach().copy_(assigned)
+                    table[name] = original
                 else:
-                    table[name] = made.to(own.device)
+                    table[name] = assigned.to(original.device)
 
 
 def _first_way(
@@ -210,7 +211,7 @@ def _first_way(
     keeps_grad: bool,
 ) -> Way:
     failures: list[Exception] = []
-    # what is copied below autograd, a backward pass does not find
+    # TOGETHER copies operands below autograd, so that no gradient reaches the originals
     ways = [way for way in _WAYS if not (keeps_grad and way is TOGETHER)]
     for way in ways:
         try:
@@ -225,15 +226,15 @@ def _first_way(
             failures.append(error)
         else:
             return way
-        if way is not ways[-1]:  # the next needs the room of what its frames hold
+        if way is not ways[-1]:  # frames hold tensors whose memory the next trial needs
             failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
             gc.collect()
-    if _is_the_models(failures):
+    if _is_models_error(failures):
         raise failures[-1]
-    lacking = all(isinstance(error, _OUT_OF_MEMORY) for error in failures)
-    why = "have no memory for it" if lacking else "do not run"
+    out_of_memory = all(isinstance(error, _OUT_OF_MEMORY) for error in failures)
+    why = "have no memory for it" if out_of_memory else "do not run"
     raise CaptureError(
-        f"no capture takes this call, and its modules {why}\n  "
+        f"this call cannot be captured as a graph, and its modules {why}\n  "
         + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(ways, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
@@ -241,38 +242,38 @@ def _first_way(
 
 
 def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of those of a call: a trial may change what it is given, caches say.
+    """Return copies of the arguments of a call: a trial may change them, for example a KV cache.
 
     Raises:
         InputError: they cannot be copied.
-        torch.OutOfMemoryError: there is no room where they are; or SimulatedOutOfMemoryError.
+        torch.OutOfMemoryError: their device has no memory for a copy; or SimulatedOutOfMemoryError.
     """
     try:
-        # copy.deepcopy refuses what has a gradient function, as the results of other modules have
+        # copy.deepcopy refuses a tensor with a grad_fn, such as the result of another module
         memo: dict[int, Any] = {id(t): t.clone() for t in tensors_in(call.leaves) if not t.is_leaf}
         return copy.deepcopy((call.args, call.kwargs), memo)
     except _OUT_OF_MEMORY:
         raise
-    except Exception as error:  # objects of the caller, which may raise anything
-        named = {**{str(at): value for at, value in enumerate(call.args)}, **call.kwargs}
+    except Exception as error:  # the caller's objects may raise anything
+        named = {**{str(index): value for index, value in enumerate(call.args)}, **call.kwargs}
         others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
         kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
         raise InputError(
-            "no graph runs this call, and to be tried out module by module its arguments must be copied "
+            "no graph runs this call. To try it module by module, its arguments must be copied "
             f"({kinds}), which fails: {first_line(error)}. Pass what copy.deepcopy takes"
         ) from error
 
 
-def _is_the_models(failures: Sequence[Exception]) -> bool:
-    """Whether every way of running raised the same, and not for want of memory: then eager raises it too."""
+def _is_models_error(failures: Sequence[Exception]) -> bool:
+    """Whether eager mode raises this error too: all execution modes did, and it is not for lack of memory."""
     ours = isinstance(failures[-1], GraphplanError | torch.OutOfMemoryError)
     return not ours and all(is_same(error, failures[-1]) for error in failures)
 
 
 def device_of_inputs(call: BoundCall) -> torch.device:
-    """Where the first tensor of a call is, also one in an object."""
-    inside = () if call.device is not None else tensors_in(call.leaves)
-    return next((tensor.device for tensor in inside), call.device or torch.device(CPU))
+    """Return the device of a call's first tensor, also of one inside an object; the CPU if it has none."""
+    nested = () if call.device is not None else tensors_in(call.leaves)
+    return next((tensor.device for tensor in nested), call.device or torch.device(CPU))
 
 
 def _refuse_autocast(tree: nn.Module) -> None:
@@ -288,8 +289,8 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def _any_size(leaf: Any) -> Any:
-    """Tensors of all sizes, and all numbers, such as those that count the tokens of a cache."""
-    if type(leaf) is int and leaf > 1:  # 0 and 1 are flags, too
+    """Return the input leaf for tensors of any size, or any number, such as the token count of a cache."""
+    if type(leaf) is int and leaf > 1:  # 0 and 1 may be flags
         return CounterLeaf(2, UNBOUNDED)
     if FloatLeaf().fits(leaf):
         return FloatLeaf()
@@ -300,12 +301,12 @@ def _any_size(leaf: Any) -> Any:
 
 @contextmanager
 def _without_hooks(tree: nn.Module) -> Iterator[None]:
-    """A trial calls no hooks of the user's."""
-    hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES]
-    for table, name, found in hooks:
-        table[name] = type(found)()
+    """Context manager that empties all hook tables, so that a trial calls no hooks of the user."""
+    tables = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES]
+    for attributes, name, hooks in tables:
+        attributes[name] = type(hooks)()
     try:
         yield
     finally:
-        for table, name, found in hooks:
-            table[name] = found
+        for attributes, name, hooks in tables:
+            attributes[name] = hooks

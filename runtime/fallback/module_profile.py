@@ -1,4 +1,4 @@
-"""One call of a module, run as it is: which submodules run, what they return, what is alive at most."""
+"""Profile of one eager forward pass: the order of submodules, their output sizes, the peak of live bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from graphplan.runtime.fallback.replaced_tensors import tensors_in
 
 @dataclass(slots=True)
 class CallProfile:
-    """What one call showed.
+    """Measurements of one forward pass.
 
     Attributes:
-        order: submodules, by their first call's start.
+        order: names of submodules, in the order in which they are first called.
         outputs: submodule -> bytes of the tensors that it returned.
-        peak: the most bytes alive beside weights.
+        peak: the most bytes that are alive at once, without weights.
     """
 
     order: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class CallProfile:
 
 
 def _has_storage(leaf: Any) -> bool:
-    """Whether this is a tensor with a storage: neither sparse nor a wrapper without one."""
+    """Whether this is a tensor with a storage: sparse tensors and some wrappers have none."""
     try:
         return isinstance(leaf, torch.Tensor) and leaf.untyped_storage() is not None
     except (NotImplementedError, RuntimeError):
@@ -48,7 +48,7 @@ def profile_call(
     *,
     keep_grad: bool = False,
 ) -> CallProfile:
-    """Run a module, or what calls it, and watch; what it raises passes through.
+    """Profile a module while ``run`` calls it, or is it; what it raises passes through.
 
     Raises:
         CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.
@@ -58,8 +58,8 @@ def profile_call(
     counted = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(_starts, profile, counted, name)))
-        handles.append(part.register_forward_hook(partial(_ends, profile, name)))
+        handles.append(part.register_forward_pre_hook(partial(_before, profile, counted, name)))
+        handles.append(part.register_forward_hook(partial(_after, profile, name)))
     try:
         with torch.set_grad_enabled(keep_grad), counted:
             run(*args, **kwargs)
@@ -70,7 +70,7 @@ def profile_call(
     return profile
 
 
-def _starts(profile: CallProfile, counted: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
+def _before(profile: CallProfile, counted: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
     if counted.within is not None:
         raise CaptureError(
             f"torch.{counted.within} calls {name!r}: in a model without a graph it may call no module. Write "
@@ -80,6 +80,6 @@ def _starts(profile: CallProfile, counted: LiveBytes, name: str, _module: nn.Mod
         profile.order.append(name)
 
 
-def _ends(profile: CallProfile, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
+def _after(profile: CallProfile, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
     tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
     profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)

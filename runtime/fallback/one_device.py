@@ -1,4 +1,4 @@
-"""Operations whose tensors are on several devices have them brought to one."""
+"""Copy the operands of an operation to one device where they are on several."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from graphplan.runtime.fallback.replaced_tensors import sent
 
 @contextmanager
 def on_one_device(device: Callable[[], torch.device]) -> Iterator[None]:
-    """A block in which operations that take no tensors of several devices have theirs brought to this one."""
+    """Context manager that runs an operation again on one device if it fails with operands on several.
+
+    The device is that of the tensor that the operation writes to, else ``device()``.
+    """
     with compiling("force_eager"), _OnOneDevice(device):
         yield
 
 
 def is_on_one_device() -> bool:
-    """Whether the innermost mode is that of :func:`on_one_device`."""
+    """Whether the innermost dispatch mode is that of :func:`on_one_device`."""
     return isinstance(current_mode(), _OnOneDevice)
 
 
 @contextmanager
 def as_outside() -> Iterator[None]:
-    """Within a block of :func:`on_one_device`, one that is as outside of it."""
+    """Context manager that suspends :func:`on_one_device`."""
     with without_current_mode(), compiling("default"):
         yield
 
 
 class _OnOneDevice(TorchDispatchMode):
-    """Operations that take no tensors of several devices run on one: that of what they write to, or this."""
-
     supports_higher_order_operators = True
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
@@ -50,9 +51,9 @@ class _OnOneDevice(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            there = _devices(leaves_of((args, kwargs)))
+            read = _devices(leaves_of((args, kwargs)))
             written = _devices(written_arguments(func, args, kwargs))
-            if len(there) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
+            if len(read) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
                 raise
         args, kwargs = sent((args, kwargs), next(iter(written), None) or self.device())
         return func(*args, **kwargs)

@@ -1,8 +1,7 @@
-"""Arguments and results of modules with other tensors in them, such as copies on another device.
+"""Replace the tensors in arguments and results of modules, for example by copies on another device.
 
-What is one object stays one, whether it is met in several places or in several values. Containers that can
-change, and objects, are looked into whatever their class is. Others may refer to an object, so that no copy
-takes its place::
+One object stays one object, even if several values contain it. Mutable containers and objects of any class
+are searched. Objects that are no containers are changed in place, since others may refer to them::
 
     arrived = Replacement(to_device_1, in_place=True)
     arrived.within(inputs)       {"h": on the CPU}  ->  the same dict, with a copy on device 1
@@ -33,22 +32,23 @@ from graphplan.capture.transformers.caches import is_cache
 
 _TENSORS = (torch.Tensor, PackedSequence)
 
-_CLOSED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
-_NOT_HELD = {*vars(nn.Module()), "_graphplan"}
+_NOT_SEARCHED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
+_TORCH_ATTRIBUTES = {*vars(nn.Module()), "_graphplan"}
 PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
 
 @dataclass
 class Replacement:
-    """Other tensors in the place of those in values.
+    """A replacement of the tensors in values.
 
     Attributes:
-        replace: from a tensor, or a packed sequence, to what takes its place.
-        in_place: whether a container that can change has others itself, or a copy of it where it changes.
-            Objects that are no containers have others themselves.
-        holder: whose results the values are, if they are: what it holds stays as it is, for its next call.
-        known: by its id, each tensor and container that was met, and what takes its place.
+        replace: returns the replacement of a tensor or packed sequence.
+        in_place: whether a mutable container itself is changed; else a copy with the changes replaces it.
+            Objects that are no containers are always changed in place.
+        holder: the module whose results the values are, if any: objects in its attributes stay as they are,
+            for its next call.
+        known: id -> (tensor or container, its replacement), of all that were met.
     """
 
     replace: Callable[[Any], Any]
@@ -57,7 +57,7 @@ class Replacement:
     known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def within(self, value: Any) -> Any:
-        """The value with other tensors; what has none in it is the same object. Caches stay as they are."""
+        """Return the value with its tensors replaced; the same object if it has none. Caches stay as is."""
         if type(value) in PLAIN:
             return value
         if id(value) in self.known:
@@ -67,12 +67,12 @@ class Replacement:
         if isinstance(value, torch.Size | nn.Module) or is_cache(value):  # a size would become a tuple
             return value
         if _can_change(value):
-            self._note(value, value)  # before its parts, which it may be among
-            changes, copied = self._changes(value), _is_container(value)
-            if not changes or (not copied and id(value) in self._held):
+            self._note(value, value)  # before its parts: it may contain itself
+            changes, is_container = self._changes(value), _is_container(value)
+            if not changes or (not is_container and id(value) in self._held):
                 return value
-            own = _copied(value) if copied and not self.in_place else value
-            return self._note(value, _changed(own, changes))
+            target = _shallow_copy(value) if is_container and not self.in_place else value
+            return self._note(value, _apply_changes(target, changes))
         node = node_of_class(type(value))
         if node is None:
             return value
@@ -80,14 +80,14 @@ class Replacement:
         others = [self.within(part) for part in parts]
         fresh = not isinstance(value, tuple) and any(
             map(_can_change, parts)
-        )  # may be of the flattening alone
+        )  # flatten_fn may have made these containers, so that changes of them would be lost
         same = not fresh and all(map(operator.is_, parts, others))
         return self._note(value, value if same else node.unflatten_fn(others, context))
 
     def undo(self, replace: Callable[[Any], Any]) -> Replacement:
-        """Undo what was done in place; the way back, for other values.
+        """Undo what was done in place, and return the inverse replacement.
 
-        ``replace`` is for tensors that are not known: what modules have put into containers meanwhile.
+        The inverse uses ``replace`` for unknown tensors, which modules have put into containers meanwhile.
         """
         back = Replacement(replace)
         for value, other in self.known.values():
@@ -95,24 +95,24 @@ class Replacement:
             back._note(value, value)
         for value, _ in self.known.values():
             if _can_change(value):
-                _changed(value, back._changes(value))
+                _apply_changes(value, back._changes(value))
         return back
 
     @functools.cached_property
     def _held(self) -> Container[int]:
-        """The ids of what the holder has in its attributes."""
-        met = Replacement(lambda tensor: tensor)
+        """The ids of tensors and containers in attributes of the holder."""
+        search = Replacement(lambda tensor: tensor)
         for part in () if self.holder is None else self.holder.modules():
-            met.within([value for name, value in vars(part).items() if name not in _NOT_HELD])
-        return met.known
+            search.within([value for name, value in vars(part).items() if name not in _TORCH_ATTRIBUTES])
+        return search.known
 
     def _note(self, value: Any, other: Any) -> Any:
         self.known[id(value)] = value, other
         return other
 
     def _changes(self, container: Any) -> list[tuple[_Put, Any, Any]]:
-        slots = ((put, key, part, self.within(part)) for put, key, part in _slots(container))
-        return [(put, key, other) for put, key, part, other in slots if other is not part]
+        entries = ((put, key, part, self.within(part)) for put, key, part in _entries(container))
+        return [(put, key, other) for put, key, part, other in entries if other is not part]
 
 
 def _can_change(value: Any) -> bool:
@@ -126,55 +126,55 @@ def _is_container(value: Any) -> bool:
 def _has_attributes(value: Any) -> bool:
     if isinstance(value, UserDict) or dataclasses.is_dataclass(type(value)):
         return True
-    closed = isinstance(value, _CLOSED) or isroutine(value) or node_of_class(type(value)) is not None
+    closed = isinstance(value, _NOT_SEARCHED) or isroutine(value) or node_of_class(type(value)) is not None
     return not closed and hasattr(value, "__dict__")
 
 
-def _slots(container: Any) -> list[tuple[_Put, Any, Any]]:
-    """For each part of a container: how it is put there, its key, and the part."""
+def _entries(container: Any) -> list[tuple[_Put, Any, Any]]:
+    """Return (setter, key, part) of each part of a container that is not plain."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(container, dict):
         items = container.items()
     elif isinstance(container, list | deque):
         items = enumerate(container)
-    found: list[tuple[_Put, Any, Any]]
-    found = [(operator.setitem, key, part) for key, part in items if type(part) not in PLAIN]
+    entries: list[tuple[_Put, Any, Any]]
+    entries = [(operator.setitem, key, part) for key, part in items if type(part) not in PLAIN]
     if _has_attributes(container):
         table = getattr(container, "__dict__", {})  # a dataclass with slots has none
-        slots = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
-        found += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in PLAIN]
-        names = [one.name for one in slots if one.name not in table and hasattr(container, one.name)]
-        found += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
-    return found
+        fields = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
+        entries += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in PLAIN]
+        names = [slot.name for slot in fields if slot.name not in table and hasattr(container, slot.name)]
+        entries += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
+    return entries
 
 
 def _put_attribute(container: Any, name: str, value: Any) -> None:
-    vars(container)[name] = value  # whatever its class makes of an assignment
+    vars(container)[name] = value  # bypasses __setattr__ of the class
 
 
-def _copied(container: Any) -> Any:
-    """A copy; the container itself, where its class makes none."""
+def _shallow_copy(container: Any) -> Any:
+    """Return a copy of the container; the container itself if its class cannot be copied."""
     with suppress(TypeError):
         return copy.copy(container)
     return container
 
 
-def _changed(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:
+def _apply_changes(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:
     for put, key, other in changes:
         put(container, key, other)
     return container
 
 
 def sent(value: Any, device: torch.device, holder: nn.Module | None = None) -> Any:
-    """The value with its tensors on a device; caches as they are, sizes of packed sequences on the CPU.
+    """Return the value with its tensors on a device; caches as is, sizes of packed sequences on the CPU.
 
-    ``holder`` is as of :class:`Replacement`.
+    ``holder`` is as in :class:`Replacement`.
     """
     return Replacement(lambda tensor: tensor.to(device), holder=holder).within(value)
 
 
 def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among leaves, and in objects among these."""
-    met = Replacement(lambda tensor: tensor)
-    met.within(list(leaves))
-    return [value for value, _ in met.known.values() if isinstance(value, torch.Tensor)]
+    """Return the tensors among leaves, and in objects among these."""
+    search = Replacement(lambda tensor: tensor)
+    search.within(list(leaves))
+    return [value for value, _ in search.known.values() if isinstance(value, torch.Tensor)]
