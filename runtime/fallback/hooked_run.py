@@ -87,7 +87,7 @@ class HookedRun:
         return running.given.within((args, kwargs))
 
     def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
-        """Put the original tensors back; return the result, for ``returns`` on the device of the caller."""
+        """Put the original tensors back; return the result, on the caller's device if the mode says so."""
         running = self.running.pop()
         running.put_back()
         device = self.device

@@ -48,7 +48,7 @@ def profile_call(
     *,
     keep_grad: bool = False,
 ) -> CallProfile:
-    """Profile a module while ``run`` calls it, or is it; what it raises passes through.
+    """Profile one call of ``run``, which is the module or calls it; its errors pass through.
 
     Raises:
         CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.

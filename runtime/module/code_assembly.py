@@ -1,4 +1,4 @@
-"""A program's code over the weights of one module: the module and its code are one namespace."""
+"""Assemble a program's code over the weights of one module: both share one namespace."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from graphplan.runtime.weights.weight_changes import require_planned
 
 
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
-    """The program's code over the module's weights."""
-    found = state.codes.get(index)
-    if found is not None:
-        return found
-    with state.turns:  # it may take more memory for what is streamed
-        found = state.codes.get(index)
-        if found is None:
+    """Return the program's code over the module's weights; assemble it if there is none yet."""
+    code = state.codes.get(index)
+    if code is not None:
+        return code
+    with state.turns:  # binding may enlarge the prefetch buffers
+        code = state.codes.get(index)
+        if code is None:
             program = state.programs[index]
-            code = _graph_module(module, program, program.graph)
-            _bind_streams(module, state, program, code)  # before parts: it may bring the whole elsewhere
-            _bind_parts(module, state, program, code)
-            code.__dict__[GRADIENTS] = state.gradients
+            forward = _graph_module(module, program, program.graph)
+            _bind_streams(module, state, program, forward)  # before parts: it may move whole weights
+            _bind_parts(module, state, program, forward)
+            forward.__dict__[GRADIENTS] = state.gradients
             rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.given))
-            how = program.backward
-            backward = None if how is None else backward_code(module, program, code, how.graph)
-            found = state.codes[index] = Code(code, BoundCode(code), rebuild, backward)
-        return found
+            step = program.backward
+            backward = None if step is None else backward_code(module, program, forward, step.graph)
+            code = state.codes[index] = Code(forward, BoundCode(forward), rebuild, backward)
+        return code
 
 
 def backward_code(module: nn.Module, program: Program, code: fx.GraphModule, graph: fx.Graph) -> BoundCode:
-    """Code of a backward pass, with the streams and parts of the forward pass."""
-    later = _graph_module(module, program, graph)
-    later.__dict__.update({name: value for name, value in vars(code).items() if is_bound(name)})
-    return BoundCode(later)
+    """Return the code of a backward pass, with the weight streams and parts of the forward pass."""
+    backward = _graph_module(module, program, graph)
+    backward.__dict__.update({name: value for name, value in vars(code).items() if is_bound(name)})
+    return BoundCode(backward)
 
 
 def _graph_module(module: nn.Module, program: Program, graph: fx.Graph) -> fx.GraphModule:
-    """Code of a program and the module: one namespace, seen through two objects."""
+    """Return a graph module that shares its weights and submodules with the module."""
     empty = fx.Graph()
-    found = fx.GraphModule(nn.Module(), empty, class_name=type(module).__name__)
-    found.graph = _around_own_names(copy.deepcopy(graph))
-    # a graph is a cycle, and would keep the module's device memory until the next collection
-    empty.owning_module = found.graph.owning_module = None
-    found.__dict__[_MODEL] = nn.Module()
+    code = fx.GraphModule(nn.Module(), empty, class_name=type(module).__name__)
+    code.graph = _redirect_hidden_names(copy.deepcopy(graph))
+    # owning_module makes a reference cycle, which would keep device memory until the next garbage collection
+    empty.owning_module = code.graph.owning_module = None
+    code.__dict__[_MODEL] = nn.Module()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        found.__dict__[name] = found.__dict__[_MODEL].__dict__[name] = module.__dict__[name]
+        code.__dict__[name] = code.__dict__[_MODEL].__dict__[name] = module.__dict__[name]
     for name, tensor in program.constants.items():
-        found.__dict__[name] = tensor
-    found.__dict__.update(program.attributes)
-    found.training = module.training
-    return found
+        code.__dict__[name] = tensor
+    code.__dict__.update(program.attributes)
+    code.training = module.training
+    return code
 
 
 _MODEL = "_graphplan_model"
 
 
-def _around_own_names(graph: fx.Graph) -> fx.Graph:
-    """The graph, which reaches children named ``code`` or ``graph``, as its module's own, another way."""
+def _redirect_hidden_names(graph: fx.Graph) -> fx.Graph:
+    """Redirect reads of children with names that ``GraphModule`` uses itself, such as ``code``."""
     for node in graph.nodes:
         if node.op == "get_attr" and node.target.partition(".")[0] in OWN_NAMES:
             node.target = f"{_MODEL}.{node.target}"
@@ -76,7 +76,7 @@ def _around_own_names(graph: fx.Graph) -> fx.Graph:
 
 
 def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:
-    """Give the code what copies its segments."""
+    """Give the code the weight streams that prefetch its segments."""
     plan = program.plan
     prefetch_buffers = {plan.devices[buffer.device]: buffer for buffer in plan.schedule.prefetch_buffers}
     if not prefetch_buffers:
@@ -86,13 +86,13 @@ def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code:
         if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
             weights[weight.name] = program.constants[constant_attribute(weight.name)]
     if state.streams.must_grow(prefetch_buffers):
-        state.codes.clear()  # they hold on to the smaller prefetch buffer
+        state.codes.clear()  # bound codes refer to the smaller prefetch buffers
     parts = plan.graph.parts
     state.streams.prepare(
         prefetch_buffers, {**weights, **{part.name: weights[part.part_of] for part in parts}}
     )
     weights.update({part.name: rows_of(weights[part.part_of], part) for part in parts})
-    for name in {name for one in prefetch_buffers.values() for each in one.segments for name in each.weights}:
+    for name in {n for b in prefetch_buffers.values() for segment in b.segments for n in segment.weights}:
         _require_planned(plan.graph.weights[name], weights[name])
     for index, (device, buffer) in enumerate(prefetch_buffers.items()):
         if buffer.segments:
@@ -100,7 +100,7 @@ def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code:
 
 
 def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:
-    """Give the code the parts of sliced weights that are kept on accelerators."""
+    """Give the code the parts of sliced weights that reside on accelerators."""
     plan = program.plan
     if not plan.graph.parts:
         return
@@ -117,7 +117,7 @@ def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: f
 
 
 def _require_planned(planned: Weight, tensor: torch.Tensor) -> None:
-    """Raise PlanError where a weight in CPU memory was moved or converted before there was code to see it."""
-    if planned.dtype:  # it is known of what the plan was made for
+    """Raise PlanError if a weight in CPU memory was moved or converted before its code was assembled."""
+    if planned.dtype:  # empty if the plan does not know it
         dtype, shape = getattr(torch, planned.dtype), torch.Size(planned.shape)
         require_planned(planned.name, tensor, torch.device(CPU), dtype, shape)

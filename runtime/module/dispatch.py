@@ -1,4 +1,4 @@
-"""Which program serves a call: that of a known form at once, else that of its structure, else a new one."""
+"""Find the program that serves a call: by a known route, else by the call's structure, else a new one."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
     "removed, the model runs module by module, each where its weights reside, which is slower"
 )
-_MOST_WAYS = 8  # graphs of one structure, for values that decide; torch.compile makes as many of a function
-_MANY_WAYS = (
+_MOST_GRAPHS = 8  # of one structure, for different values at branches; torch.compile has the same limit
+_MANY_GRAPHS = (
     "Values of weights or of integer inputs, by which its code branches, differ from one forward pass to the "
-    f"next: {_MOST_WAYS} graphs have been captured for inputs of one structure. Of a counter, have the code "
-    "ask less than its number: self.count > 100 has two answers, int(self.count) > 100 has many. Bring "
-    "images to a few sizes"
+    f"next: {_MOST_GRAPHS} graphs have been captured for inputs of one structure. Branch on a comparison of "
+    "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
+    "many. Bring images to a few sizes"
 )
 _MOST = 256  # programs, each with its plan and its code
-_ROUTES = 16  # forms of calls that are remembered
-_SIZES = 4096  # of calls that are remembered
+_ROUTES = 16  # the most routes that are remembered
+_SIZES = 4096  # the most keys of ``by_sizes``
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A call as its program takes it: the leaves of its inputs; by name, the arguments that it changes."""
+    """A call for program ``index``: its input leaves, and by name (``given``) the arguments it changes."""
 
     index: int
     leaves: Sequence[Any]
@@ -63,7 +63,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServedByModules:
-    """A call that no program serves, and what is known of those like it."""
+    """A call that runs module by module, and ``known``, the record of calls like it."""
 
     entry: str
     call: BoundCall
@@ -79,13 +79,11 @@ def serve(
     kwargs: dict[str, Any],
     step: Differentiation | None = None,
 ) -> Served | ServedByModules | None:
-    """The program that serves a call, and what it takes of it; or that no program does.
+    """Return the call as its program takes it, or as one that runs module by module; capture a new structure.
 
-    None where the module is placed anew, and the call is to begin again.
-
-    ``entry`` and ``signature`` are of what is called, as in
-    :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is differentiated, where a
-    backward pass may follow.
+    None if the module must be placed anew first: the caller then begins again. ``entry`` and ``signature``
+    are those of the callable, as in :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is
+    differentiated, if a backward pass may follow.
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
@@ -105,10 +103,10 @@ def serve(
             return None
         return ServedByModules(entry, call, state.untraced)
     if state.hooked():
-        with state.turns:  # those that a call in another thread has for its time are none
+        with state.turns:  # hooks that a running call of another thread uses do not count
             hooked = state.hooked()
         if hooked:
-            return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+            return _serve_by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     if state.stale:
         call = bind_call(signature, args, kwargs)
         form = state.modulewise.find(entry, call, modes)
@@ -124,16 +122,16 @@ def serve(
                 _remember(state, sizes, known)
             return served
     call = bind_call(signature, args, kwargs)
-    index = _find(module, state, entry, call, modes, [known.index for known in likely])
+    index = _find_or_capture(module, state, entry, call, modes, [known.index for known in likely])
     if not isinstance(index, int):
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, args, kwargs)
-    known = KnownForm(route, index, () if route is None else _places(signature, program.given, kwargs))
+    known = KnownForm(route, index, () if route is None else _positions(signature, program.given, kwargs))
     if route is not None:
-        order = list(_by_reach(state))
-        state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda one: order.index(one.index))
-    if route is not None or all(one.index != index for one in likely):
+        order = list(_smallest_first(state))
+        state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda form: order.index(form.index))
+    if route is not None or all(form.index != index for form in likely):
         _remember(state, sizes, known)
     given = {name: call.kwargs[name] for name in program.given}
     traced = program.signature.traced(call)
@@ -141,14 +139,14 @@ def serve(
 
 
 def _sizes(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells most calls apart at once: the sizes of tensors, the types of all else."""
+    """Return a key that tells most calls apart: the sizes of tensors, the types of other arguments."""
     values = (*args, *kwargs.values()) if kwargs else args
-    kinds = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
-    return entry, tuple(kwargs), tuple(kinds)
+    sizes = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
+    return entry, tuple(kwargs), tuple(sizes)
 
 
 def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> None:
-    """Let calls of these sizes try a form first."""
+    """Let calls of these sizes try this form first."""
     if len(state.by_sizes) >= _SIZES:
         state.by_sizes = {}
     state.by_sizes[sizes] = (known, *state.by_sizes.get(sizes, ())[: _ROUTES - 1])
@@ -163,24 +161,46 @@ def _routed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Served | None:
-    """The call, if it has a form that was served before."""
+    """Return the call for the program of a known form; None if the call does not match it."""
     program = state.programs[known.index]
     if known.route is None or program.entry != entry or program.modes != modes:
         return None
     leaves = known.route.leaves(args, kwargs, program.host)
     if leaves is None or not program.takes(leaves, module):
         return None
-    given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.given}
+    given = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in known.given}
     return Served(known.index, leaves, given)
 
 
-def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
-    """Run a call module by module: graphs do not call the hooks of submodules."""
+def _serve_by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
+    """Have a call run module by module, since graphs do not call hooks that were added to submodules."""
     form = state.modulewise.find(entry, call, modes)
     if form is None:
         warn(_HOOKED)
         form = state.modulewise.note(entry, call, modes, hooked=True)
     return ServedByModules(entry, call, form)
+
+
+def _find_or_capture(
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    call: BoundCall,
+    modes: Modes,
+    likely: Sequence[int],
+) -> int | ServedByModules | None:
+    found = _find(module, state, entry, call, modes, likely)
+    if found is not None:
+        return found
+    with CAPTURE_LOCK:
+        if state.start is not None:
+            return None
+        found = _find(module, state, entry, call, modes)  # another thread may have captured it meanwhile
+        if found is None and len(state.programs) >= _MOST:
+            warn(_FULL)
+            state.start = state.restart
+            return None
+        return _capture(module, state, entry, call, modes) if found is None else found
 
 
 def _find(
@@ -189,68 +209,44 @@ def _find(
     entry: str,
     call: BoundCall,
     modes: Modes,
-    likely: Sequence[int],
-) -> int | ServedByModules | None:
-    known = _known(module, state, entry, call, modes, likely)
-    if known is not None:
-        return known
-    with CAPTURE_LOCK:
-        if state.start is not None:
-            return None
-        known = _known(module, state, entry, call, modes)  # another thread may have captured it meanwhile
-        if known is None and len(state.programs) >= _MOST:
-            warn(_FULL)
-            state.start = state.restart
-            return None
-        return _captured(module, state, entry, call, modes) if known is None else known
-
-
-def _known(
-    module: nn.Module,
-    state: ModuleState,
-    entry: str,
-    call: BoundCall,
-    modes: Modes,
     likely: Sequence[int] = (),
 ) -> int | ServedByModules | None:
     device = call.device
-    for index in chain(likely, _by_reach(state)):
+    for index in chain(likely, _smallest_first(state)):
         program = state.programs[index]
-        here = program.entry == entry and (device is None or device == program.host)
-        alike = here and program.modes == modes and program.signature.mismatch(call) is None
-        if alike and program.takes(call.leaves, module):
+        same_entry = program.entry == entry and (device is None or device == program.host)
+        fits = same_entry and program.modes == modes and program.signature.mismatch(call) is None
+        if fits and program.takes(call.leaves, module):
             return index
     form = state.modulewise.find(entry, call, modes)
     return None if form is None else ServedByModules(entry, call, form)
 
 
-def _by_reach(state: ModuleState) -> Iterator[int]:
-    """The programs, those for the smallest sizes first: plans for larger ones had less room to be fast in.
+def _smallest_first(state: ModuleState) -> Iterator[int]:
+    """Yield the indices of programs, smallest inputs first: plans for larger ones had less free memory.
 
-    Of several for the same sizes the first is first: later ones are for what has less room.
+    Of several for inputs of one size, the oldest comes first: later ones are for calls with less free memory.
     """
     yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
 
 
 @outside_inference_mode
-def _captured(
+def _capture(
     module: nn.Module, state: ModuleState, entry: str, call: BoundCall, modes: Modes
 ) -> int | ServedByModules | None:
-    """A call of a new structure; None where the model is to run without graphs from now on."""
+    """Capture and plan a call of a new structure; None if the model runs without graphs from now on."""
     assert state.compile is not None
     assert state.guard is not None
     try:
         if state.refused is not None and modes.step is None:
-            _require_few_ways(state, entry, call, modes)
+            _require_few_graphs(state, entry, call, modes)
         barely, values = not state.may_move(entry, call), state.guard.values
         state.programs.append(state.compile(call, modes, entry, barely, values, weights_now(module)))
         if state.values is not values:
             state.values = None
     except NoGraphError as error:
         own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-        if (
-            state.refused is None or own_code or modes.step is not None
-        ):  # without a graph, nothing has gradients
+        if state.refused is None or own_code or modes.step is not None:  # a planned step needs a graph
             raise
         state.refused(error)
         if isinstance(error, KeptStateError):
@@ -264,25 +260,25 @@ def _captured(
     return len(state.programs) - 1
 
 
-def _require_few_ways(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> None:
-    """Raise NoGraphError where many graphs serve such calls, and none the values that decide now."""
-    like = [one for one in state.programs if one.entry == entry and one.modes == modes]
-    by_weights = sum(bool(one.branches) and one.signature.mismatch(call) is None for one in like)
-    by_inputs = sum(one.signature.spec == call.spec and goes_by_others(one.signature, call) for one in like)
-    if max(by_weights, by_inputs) >= _MOST_WAYS:
-        raise NoGraphError(_MANY_WAYS)
+def _require_few_graphs(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> None:
+    """Raise NoGraphError if many graphs serve calls of this structure, each for other values at branches."""
+    like = [p for p in state.programs if p.entry == entry and p.modes == modes]
+    by_weights = sum(bool(p.branches) and p.signature.mismatch(call) is None for p in like)
+    by_inputs = sum(p.signature.spec == call.spec and goes_by_others(p.signature, call) for p in like)
+    if max(by_weights, by_inputs) >= _MOST_GRAPHS:
+        raise NoGraphError(_MANY_GRAPHS)
 
 
-def _places(
+def _positions(
     signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, int | str], ...]:
-    """For each argument, its position or its name in a call."""
+    """Return (name, its position, or its keyword) of each of these arguments of a call."""
     order = list(signature.parameters)
     return tuple((name, name if name in kwargs else order.index(name)) for name in names)
 
 
 def share_prefetch_buffers(programs: list[Program]) -> None:
-    """Let every plan count the prefetch buffers as large as any call structure needs them."""
+    """Have every plan count the prefetch buffers at the largest size that any call structure needs."""
     sizes = prefetch_bytes(
         buffer for program in programs for buffer in program.plan.schedule.prefetch_buffers
     )

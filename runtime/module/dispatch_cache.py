@@ -1,9 +1,9 @@
-"""A call of a form that was served before goes straight to its program.
+"""Routes: a call of a form that was served before goes straight to its program.
 
-Binding a call to the names of ``forward`` and flattening it by pytree takes longer than many a layer. A
-route remembers one form: how many arguments by position, which names in which order, and for each argument
-what it is made of. A call that has exactly this form takes the route, and its tensors are checked as for any
-call; every other call is bound and flattened. For ``model(ids, mask=None)`` a route is::
+Binding a call to the names of ``forward`` and flattening it by pytree takes longer than many a layer. A route
+records one form: the number of positional arguments, the keywords in their order, and the structure of each
+argument. A call of exactly this form takes the route; its tensors are checked as for any call. Other calls
+are bound and flattened. For ``model(ids, mask=None)`` a route is::
 
     (tensor,) {mask: None}   ->   inputs of the code: tensor 0
 """
@@ -35,18 +35,18 @@ Match = Callable[[Any, list[Any]], bool]
 """Whether a value has the form; its tensors are appended to the list, in order."""
 
 
-class _Unknown(Exception):  # noqa: N818  # not an error: it is caught where it matters
-    """A value of which no route is made."""
+class _NoRoute(Exception):  # noqa: N818  # no error: callers catch it
+    """Raised for a value that no route can contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """What a graph asks of a number that it has taken in."""
+    """A check of a number that is a constant of the graph."""
 
     number: Any
 
     def fits(self, leaf: Any) -> bool:
-        """Whether it is that number."""
+        """Whether the leaf is that number."""
         return same_constant(leaf, self.number)
 
 
@@ -58,14 +58,14 @@ class Route:
     """One form of a call.
 
     Attributes:
-        count: arguments by position.
-        names: of the others, in the order in which they are given.
-        matches: the form of each argument.
-        checks: what each tensor, counter or number must be, in the order of the arguments.
+        count: number of positional arguments.
+        names: the keywords, in the order in which they are given.
+        matches: test of the form of each argument.
+        checks: condition for each tensor, counter or number, in the order of the arguments.
         guards: further conditions, on all leaves.
-        positions: for each leaf, the tensor that it is, or None for a constant.
-        constants: the leaves that are no tensors.
-        first: the tensor whose device is the caller's.
+        positions: for each leaf, the index of its tensor, or None for a constant.
+        constants: the leaves that are no tensors; None for tensors.
+        first: index of the tensor whose device is the caller's.
     """
 
     count: int
@@ -78,7 +78,7 @@ class Route:
     first: int | None
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], host: torch.device) -> list[Any] | None:
-        """The leaves of a call of this form, whose tensors the program serves; None for any other call."""
+        """Return the leaves of a call of this form that the program serves; None for any other call."""
         if len(args) != self.count or tuple(kwargs) != self.names:
             return None
         tensors: list[Any] = []
@@ -107,16 +107,16 @@ def find_route(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Route | None:
-    """The route of a call that was bound and served; None where its form cannot be told so quickly.
+    """Return the route of a call that was bound and served; None if no route can test its form.
 
-    ``forward`` is the signature of the model's own, ``signature`` that of the program.
+    ``forward`` is the signature of the model's own ``forward``, ``signature`` that of the program.
     """
     if signature.prepared is not None:
-        return None  # it computes with the tensors
+        return None  # the inputs are computed from the arguments
     if any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
         return None
-    usual = _route_of(_FormReader(), forward, signature, args, kwargs)
-    return usual or _route_of(_FormReader(numbers=True), forward, signature, args, kwargs)
+    route = _route_of(_FormReader(), forward, signature, args, kwargs)
+    return route or _route_of(_FormReader(numbers=True), forward, signature, args, kwargs)
 
 
 def _route_of(
@@ -129,7 +129,7 @@ def _route_of(
     values = (*args, *kwargs.values())
     try:
         matches, marked = form.read_all(values)
-    except _Unknown:
+    except _NoRoute:
         return None
     call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
     if call.spec != signature.spec:
@@ -143,7 +143,7 @@ def _route_of(
         if position is not None:
             checks[position] = leaf if varies else Same(leaf)
     if None in checks:
-        return None  # a tensor that is dropped on the way
+        return None  # a tensor of the arguments is no leaf of the bound call
     constants = tuple(
         leaf if position is None else None for position, leaf in zip(positions, call.leaves, strict=True)
     )
@@ -157,26 +157,26 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class _FormReader:
-    """Reads the form of arguments, and puts marks in place of their tensors; of their numbers if asked."""
+    """Reads the form of arguments, and replaces their tensors by marks; also numbers, if ``numbers``."""
 
     def __init__(self, *, numbers: bool = False) -> None:
         self.marks: list[Any] = []
         self.numbers = numbers
-        self.objects = False  # inside an object whose attributes are flattened with it
+        self.objects = False  # whether the reader is inside an object that is read by its attributes
 
     def index_of(self, leaf: Any) -> int | None:
-        """Which tensor of the call a leaf stands for; None for a constant."""
+        """Return the index of the mark that a leaf is; None for a constant."""
         return next((index for index, mark in enumerate(self.marks) if mark is leaf), None)
 
     def read(self, value: Any) -> tuple[Match, Any]:
-        """The test for values of this value's form, and the value with marks in place of its tensors."""
+        """Return the test for values of this form, and the value with marks in place of its tensors."""
         kind: Any = type(value)
         if isinstance(value, torch.Tensor):
             return _is_tensor, self._mark(torch.empty((0,) * value.dim()))
         if self.numbers and kind in (int, float):
             return _number(kind), self._mark(object())
-        named = isinstance(value, Enum) or (self.objects and isinstance(value, type))
-        if value is None or kind in _CONSTANTS or named:
+        by_name = isinstance(value, Enum) or (self.objects and isinstance(value, type))
+        if value is None or kind in _CONSTANTS or by_name:
             return _constant(value), value
         if isinstance(value, torch.Generator):
             return _is_generator, value
@@ -186,9 +186,9 @@ class _FormReader:
         if kind is dict:
             matches, marked = self.read_all(value.values())
             return _mapping(tuple(value), matches), dict(zip(value, marked, strict=True))
-        inner = self.objects and not isinstance(value, _SPECIAL)
+        inner = self.objects and not isinstance(value, _NOT_ATTRIBUTES_ALONE)
         if not (inner or is_cache(value)) or not can_be_made(value):
-            raise _Unknown  # the last: such as a deque in a cache, which is more than its attributes
+            raise _NoRoute  # such as a deque in a cache, which is more than its attributes
         outside, self.objects = self.objects, True
         parts = [self._attribute(name, part) for name, part in vars(value).items()]
         self.objects = outside
@@ -196,7 +196,7 @@ class _FormReader:
         return _attributes(kind, tuple(state), [match for match, _ in parts]), make(kind, state)
 
     def read_all(self, values: Iterable[Any]) -> tuple[list[Match], list[Any]]:
-        """As :meth:`read`, of several."""
+        """Return the tests and the marked values of several values, as :meth:`read` does of one."""
         parts = [self.read(value) for value in values]
         return [match for match, _ in parts], [marked for _, marked in parts]
 
@@ -209,8 +209,8 @@ class _FormReader:
         return mark
 
 
-# what has attributes and is more than those, or is called
-_SPECIAL = (type, list, tuple, dict, set, frozenset, FunctionType, MethodType)
+# objects that are more than their attributes, or are called
+_NOT_ATTRIBUTES_ALONE = (type, list, tuple, dict, set, frozenset, FunctionType, MethodType)
 
 
 def _attributes(cls: type, names: tuple[str, ...], parts: Sequence[Match]) -> Match:

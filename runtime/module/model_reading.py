@@ -1,11 +1,11 @@
-"""What a trace of a model may have read beside weights, inputs and modes: by name, and where to look again.
+"""Read what a trace may depend on beside weights, inputs and modes: facts by name, and where to read again.
 
 ::
 
     blocks.1         the class of a submodule         norm.eps       a plain attribute
-    head.weight      the form of a weight             settings.k     what lies in an object or a container
-    head.weight.k    what is noted on a parameter
-    Block.forward    an attribute of a class          scale          how often a tensor was written to
+    head.weight      dtype and shape of a weight      settings.k     an entry of an object or a container
+    head.weight.k    an attribute of a parameter
+    Block.forward    an attribute of a class          scale          the number of writes to a tensor
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.short_names import original_class
 
-# `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
+# `training` and PEFT's adapters are modes, for which there are separate graphs; the rest is torch's or ours
 _ADAPTERS = {
     "_disable_adapters",
     "_adapters_disabled",
@@ -38,26 +38,26 @@ _ADAPTERS = {
     "active_adapter",
     "merged_adapters",
 }
-# what generate() calls between forward passes: PEFT sets another for its time
+# generate() calls it between forward passes; PEFT replaces it while it generates
 _GENERATES = {"prepare_inputs_for_generation"}
 _OURS = {"_graphplan", PATCHED, SERVED_BY}
-_NOT_READ = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_IGNORED = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
-_OF_CLASSES = (FunctionType, classmethod, staticmethod, property, partialmethod)
+_CLASS_CODE = (FunctionType, classmethod, staticmethod, property, partialmethod)
 ANY = object()
-"""Equals every value: where a tensor is that stands for a parameter for a time, as in
-``torch.func.functional_call``, is nothing that a trace has read."""
+"""Equals every value: for example the device of a tensor that stands in for a parameter during a call of
+``torch.func.functional_call``, on which a trace does not depend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that a trace may have read.
+    """One property of a model that a trace may have read.
 
     Attributes:
         value: the object.
-        matters: whether it counts where it was not there before.
-        attribute: the name of the fact in which it lies; what is new there counts unless that is new too.
+        matters: whether it is a change if the fact is new.
+        attribute: the name of the fact that contains it, if any: then it is a change if only it is new.
     """
 
     value: Any
@@ -66,30 +66,30 @@ class Fact:
 
 
 class ModelReading:
-    """What is read of one module. It does not hold on to the module itself, which would be a cycle.
+    """The facts about one module. It does not refer to the module itself, which would be a reference cycle.
 
     Attributes:
-        facts: by name, for people.
-        notes: likewise, of what is noted on parameters; None where tensors stand for these for a time, as in
+        facts: name, as in messages -> fact.
+        notes: likewise, for attributes of parameters; None while tensors stand in for parameters, as in
             ``torch.func.functional_call``.
-        root: the plain attributes of the module.
-        tables: what holds all else: dictionaries of modules, containers, namespaces of classes.
-        keys: of these, there.
+        root: the plain attributes of the module itself.
+        tables: the dictionaries, containers and class namespaces that hold all other objects.
+        keys: the key of each object in its table.
         parts: the submodules.
         children: the tables of submodules.
         weights: the tables of parameters and buffers.
         hooks: the tables of hooks of the submodules.
-        namespaces: of the classes with code of the model.
-        containers: plain ones by the names of their facts, which are compared whole.
-        tensors: those that are no weights.
-        values: attributes of modules that are tensors, and of which others may take the places.
+        namespaces: class -> attributes, of the classes with code of the model.
+        containers: name of the fact -> plain container, which is compared as a whole.
+        tensors: the tensors that are no weights.
+        values: name -> tensor in an attribute of a module, whose values may change.
     """
 
     def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_modules())
         self.facts: dict[str, Fact] = {}
         self.notes: dict[str, Fact] | None = {}
-        self.root = {name: value for name, value in vars(module).items() if name not in _NOT_READ}
+        self.root = {name: value for name, value in vars(module).items() if name not in _IGNORED}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
         self.parts = list(named.values())[1:]
@@ -100,12 +100,12 @@ class ModelReading:
         for table in (*self.children, *self.weights):
             for key in table:
                 self._watch(table, key)
-        self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
+        self.hooks = [vars(part)[name] for part in self.parts for name in _HOOK_TABLES if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
-        self._first: dict[Any, str] = {}  # the names of weights by what they are
+        self._first: dict[Any, str] = {}  # identity of a weight -> its first name
         tensors = [one for table in self.weights for one in table.values() if one is not None]
-        # weights that lie in an attribute too, as nn.LSTM's do: a write to them is no change
+        # an attribute may hold weights too, as in nn.LSTM: a write to these is no change
         self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
@@ -126,20 +126,20 @@ class ModelReading:
         if path:
             self.facts[repr(path)] = Fact(original_class(part))
         for name, value in vars(part).items():
-            if name not in _NOT_READ and (path or name != "forward"):  # whose own runs around the graphs
+            if name not in _IGNORED and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
-        for table_name in _HOOKS if path else ():
+        for table_name in _HOOK_TABLES if path else ():
             hooks = vars(part).get(table_name, {})
-            for number, hook in hooks.items():
-                self._read(f"{prefix}{table_name}[{number}]", hook, hooks, number, matters=False)
+            for key, hook in hooks.items():
+                self._read(f"{prefix}{table_name}[{key}]", hook, hooks, key, matters=False)
 
     def _read_weights(self, named: Mapping[str, nn.Module]) -> None:
         for path, part in named.items():
             for table in (part._parameters, part._buffers):
-                for own, tensor in table.items():
+                for name, tensor in table.items():
                     stays = table is part._buffers or isinstance(tensor, nn.Parameter)
-                    self._read_weight(f"{path}.{own}" if path else own, tensor, stays=stays)
+                    self._read_weight(f"{path}.{name}" if path else name, tensor, stays=stays)
 
     def _read_weight(self, name: str, tensor: torch.Tensor | None, *, stays: bool) -> None:
         self.facts[repr(name)] = Fact(_form(tensor))
@@ -149,56 +149,59 @@ class ModelReading:
             self.facts[f"the memory of {name!r} and {other!r}"] = Fact(True, matters=False)
 
     def _read_notes(self, named: Mapping[str, nn.Module]) -> None:
-        weights, self.facts = self.facts, {}
+        facts, self.facts = self.facts, {}
         parameters = {
-            f"{path}.{own}" if path else own: one
+            f"{path}.{own}" if path else own: parameter
             for path, part in named.items()
-            for own, one in part._parameters.items()
-            if one is not None
+            for own, parameter in part._parameters.items()
+            if parameter is not None
         }
-        noted = {id(table[key]) for one in parameters.values() for _, table, key in noted_tensors(one)}
+        noted = {id(table[key]) for p in parameters.values() for _, table, key in noted_tensors(p)}
         self._known |= noted  # these are weights: a write to them is no change
-        for name, one in parameters.items():
-            for key, value in notes_of(one).items():
-                self._read(f"{name}.{key}", value, vars(one), key, matters=False)
-            for inner, table, key in noted_tensors(one):
+        for name, parameter in parameters.items():
+            for key, value in notes_of(parameter).items():
+                self._read(f"{name}.{key}", value, vars(parameter), key, matters=False)
+            for inner, table, key in noted_tensors(parameter):
                 self._watch(table, key)
                 self._read_weight(f"{name}.{inner}", table[key], stays=True)
-        stay = all(isinstance(one, nn.Parameter) for one in parameters.values())
-        self.notes, self.facts = self.facts if stay else None, weights
+        stay = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
+        self.notes, self.facts = self.facts if stay else None, facts
 
     def _read_class(self, cls: type) -> None:
         namespace = self.namespaces[cls]
         for name, value in namespace.items():
-            if isinstance(value, _OF_CLASSES) or (is_plain(value) and not name.startswith("__")):
+            if isinstance(value, _CLASS_CODE) or (is_plain(value) and not name.startswith("__")):
                 inherited = any(hasattr(base, name) for base in cls.__bases__)
                 self._read(f"{cls.__name__}.{name}", value, namespace, name, matters=inherited)
 
     def _values(self, named: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those whose memory nothing else has: that would have other values too, or code tells by ``is``."""
-        held = (fact.value for fact in chain(self.facts.values(), (self.notes or {}).values()))
-        count = Counter(memory_of(one) for one in held if isinstance(one, torch.Tensor))
+        """Yield (name, tensor) of each tensor attribute with memory of its own, whose values may change.
+
+        One that shares memory is left out: others would change with it, or code may compare it by ``is``.
+        """
+        objects = (fact.value for fact in chain(self.facts.values(), (self.notes or {}).values()))
+        count = Counter(memory_of(one) for one in objects if isinstance(one, torch.Tensor))
         count.update(memory_of(one) for table in self.weights for one in table.values() if one is not None)
         for path, part in named.items():
-            for name, one in vars(part).items():
-                if name not in _NOT_READ and _is_value(one) and count[memory_of(one)] == 1:
-                    yield f"{path}.{name}" if path else name, one
+            for name, value in vars(part).items():
+                if name not in _IGNORED and _is_value(value) and count[memory_of(value)] == 1:
+                    yield f"{path}.{name}" if path else name, value
 
     def _read(self, name: str, value: Any, table: Any, key: Any, *, matters: bool) -> None:
-        """An attribute, of a dictionary that may be held, and what is in it."""
+        """Add the facts about an attribute and its contents; ``table`` is None if it must not be kept."""
         fact = repr(name)
         self.facts[fact] = Fact(copy.deepcopy(value) if is_container(value) else unpatched(value), matters)
         if table is not None:
             self._watch(table, key)
-        found = data_in(name, value, self._known, self._model)
-        self._known |= found.seen
-        for inner, held, own in found.entries:
-            self._watch(held, own)
-            self.facts[repr(inner)] = Fact(unpatched(held[own]), attribute=fact)
-        for inner, container in found.containers:
+        contents = data_in(name, value, self._known, self._model)
+        self._known |= contents.seen
+        for inner, entry_table, entry_key in contents.entries:
+            self._watch(entry_table, entry_key)
+            self.facts[repr(inner)] = Fact(unpatched(entry_table[entry_key]), attribute=fact)
+        for inner, container in contents.containers:
             self.containers[repr(inner)] = container
             self.facts[repr(inner)] = replace(self.facts[repr(inner)], value=copy.deepcopy(container))
-        for inner, tensor in found.tensors:
+        for inner, tensor in contents.tensors:
             self.tensors.append(tensor)
             self.facts[writes_to(inner)] = Fact(tensor._version, attribute=fact)
 
@@ -208,12 +211,12 @@ class ModelReading:
 
 
 def writes_to(name: str) -> str:
-    """The name of the fact how often a tensor was written to."""
+    """Return the name of the fact that counts the writes to a tensor."""
     return f"the number of writes to {name!r}"
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it is a tensor that has a form, and values that can be written to, and nothing else."""
+    """Whether it is a tensor without attributes that can be written to and requires no gradient."""
     if not isinstance(value, torch.Tensor) or memory_of(value) is None:
         return False
     expanded = any(not step and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
@@ -221,13 +224,13 @@ def _is_value(value: Any) -> bool:
 
 
 def _classes(of: Iterable[type]) -> Iterator[type]:
-    """All classes that have code of the model, each once."""
-    found = dict.fromkeys(base for cls in of for base in cls.__mro__)
-    return (cls for cls in found if cls.__module__.partition(".")[0] not in _LIBRARIES)
+    """Return these classes and their bases, each once, without those of torch and Python."""
+    classes = dict.fromkeys(base for cls in of for base in cls.__mro__)
+    return (cls for cls in classes if cls.__module__.partition(".")[0] not in _LIBRARIES)
 
 
 def _form(tensor: torch.Tensor | None) -> str | None:
-    """What a graph takes for granted of a weight."""
+    """Return the properties of a weight on which a graph depends, as text."""
     if tensor is None:
         return None
     kind = "tensor" if is_dense(tensor) else type(tensor).__name__
@@ -235,7 +238,7 @@ def _form(tensor: torch.Tensor | None) -> str | None:
 
 
 def _place(tensor: torch.Tensor | None) -> str | None:
-    """A new weight that was made on the CPU is moved to its place."""
+    """Return the type of device: a new weight that was made on the CPU is a change, and is then moved."""
     if tensor is None:
         return None
     return "the CPU" if tensor.device.type == "cpu" else "an accelerator"

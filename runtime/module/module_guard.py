@@ -1,14 +1,14 @@
-"""Notices where a placed module is no longer what its graphs were traced from.
+"""Detect changes of a placed module that make its graphs stale.
 
-A trace reads the tree of modules, their classes and their plain attributes, and follows shared weights. What
-is changed there later makes the graphs stale::
+A trace depends on the tree of modules, their classes, their plain attributes, and which weights are shared.
+Later changes of these make the graphs stale::
 
     placed.act = nn.Sigmoid()                  another module
     placed.norm.eps = 1e-3                     a plain attribute
     placed.head.weight = nn.Parameter(...)     a weight that was shared with another module
 
-Each call compares identities, which takes tens of nanoseconds an attribute; only where one differs are values
-compared. Hooks that are added to submodules are in no graph: while there are any, calls run module by module.
+Each call compares identities, which takes tens of nanoseconds per attribute. Values are compared only if an
+identity differs. Hooks added to submodules are in no graph: while there are any, calls run module by module.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from graphplan.capture.changes.attribute_data import is_container, is_plain
 from graphplan.capture.model.model_weights import identity
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
 
-_LONGEST = 60  # characters of a value in a message
+_MOST_CHARACTERS = 60  # of a value in a message
 _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module, which is given as its graphs were traced.
+    """Detects changes of one module since its graphs were traced; created when they were.
 
-    ``values`` has, by their names, the tensors in attributes in whose places others may be, as last seen.
+    ``values`` maps names to the tensor attributes whose values may change, as last seen.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._see(_Snapshot(module))
+        self._adopt(_Snapshot(module))
 
-    def _see(self, now: _Snapshot) -> None:
+    def _adopt(self, now: _Snapshot) -> None:
         reading = now.reading
         self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
         self._seen = now
 
     def hooked(self, traced: int) -> bool:
-        """Whether submodules have more hooks than so many, or all modules have some."""
-        hooked = any(self._seen.reading.hooks)  # most tables are empty, and this is sooner known than a count
+        """Whether submodules have more than ``traced`` hooks, or there are global module hooks."""
+        hooked = any(self._seen.reading.hooks)  # faster than a count, as most tables are empty
         return (hooked and self._seen.hook_count() > traced) or any(global_hooks())
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The submodules, which may have become others of their classes without a difference."""
+        """The submodules; others of the same classes may have replaced traced ones without a difference."""
         return self._seen.reading.parts
 
     def same(self, module: nn.Module) -> bool:
-        """Whether nothing has changed since it was last looked at; False also where that is not certain."""
+        """Whether nothing has changed since the last reading; False also if that is uncertain."""
         return self._seen.same(module)
 
     def accept(self, module: nn.Module) -> None:
-        """Notice changes from here on."""
+        """Take the present state of the module as the one to compare with."""
         if not self._seen.same(module):
-            self._see(_Snapshot(module))
+            self._adopt(_Snapshot(module))
 
     def difference(self, module: nn.Module, *, other_values: bool = False) -> str | None:
-        """What is not as it was when the graphs were traced, for people; None where nothing is.
+        """Return a description of the first change since the graphs were traced; None if there is none.
 
-        ``other_values``: whether others may be in the places of ``values``.
+        If ``other_values``, the tensors in ``values`` may be replaced and written to.
         """
         now = _Snapshot(module)
         reading, known = now.reading, self.values
@@ -76,22 +76,22 @@ class ModuleGuard:
         )
         facts = {name: fact for name, fact in self._facts.items() if name not in of_values}
         facts |= {name: fact for name, fact in reading.facts.items() if name in of_values}
-        found = _difference(facts, reading.facts)
-        if found is None and self._notes is not None and reading.notes is not None:
-            found = _difference(self._notes, reading.notes)
-        if found is None:
+        change = _difference(facts, reading.facts)
+        if change is None and self._notes is not None and reading.notes is not None:
+            change = _difference(self._notes, reading.notes)
+        if change is None:
             self._facts, self.values, self._seen = facts, values, now
-        return found
+        return change
 
 
 class _Snapshot:
-    """What was read of a module, and the objects that were there, whose identities are compared."""
+    """A reading of a module, and the objects that were read, to compare identities."""
 
     def __init__(self, module: nn.Module) -> None:
         self.reading = reading = ModelReading(module)
         self._values = list(map(getitem, reading.tables, reading.keys))
         self._types = list(map(type, reading.parts))
-        hooks = set(map(id, reading.hooks))  # more of them are no change
+        hooks = set(map(id, reading.hooks))  # their tables may grow without a change
         sized: tuple[Any, ...] = (*map(vars, reading.parts), *reading.children, *reading.weights)
         sized += (*reading.tables, *reading.namespaces.values())
         sized = tuple(table for key, table in {id(one): one for one in sized}.items() if key not in hooks)
@@ -107,11 +107,11 @@ class _Snapshot:
         self._shared = list(_shared(self._tensors))
 
     def hook_count(self) -> int:
-        """Hooks of submodules, now."""
+        """Return the present number of hooks of submodules."""
         return sum(map(len, self.reading.hooks))
 
     def same(self, module: nn.Module) -> bool:
-        """Whether each entry is the very object that it was; False also where that is not certain."""
+        """Whether each entry is the same object as before; False also if that is uncertain."""
         reading = self.reading
         try:
             return (
@@ -137,7 +137,7 @@ def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | No
         if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
             return f"{name} is new"
         if known is not None and not _equal(known.value, fact.value):
-            was, is_now = _shown(known.value), _shown(fact.value)
+            was, is_now = _value_text(known.value), _value_text(fact.value)
             return f"{name} was {was} and is {'another' if was == is_now else is_now}"
     gone = next((name for name in before if name not in now), None)
     return None if gone is None else f"{gone} is gone"
@@ -148,7 +148,7 @@ def _is_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each that is one weight with an earlier one, of another object, and that one."""
+    """Yield (earlier, later) for each tensor object that is one weight with an earlier object."""
     first: dict[Any, torch.Tensor] = {}
     for tensor in tensors:
         known = first.setdefault(identity(tensor), tensor)
@@ -159,10 +159,10 @@ def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, tor
 def _equal(before: Any, now: Any) -> bool:
     if before is now or before is ANY or now is ANY:
         return True
-    told = type(before) is type(now) and all(is_plain(one) or is_container(one) for one in (before, now))
-    return told and bool(before == now)
+    comparable = type(before) is type(now) and all(is_plain(v) or is_container(v) for v in (before, now))
+    return comparable and bool(before == now)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = f"a {value.__name__}" if isinstance(value, type) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

@@ -1,4 +1,4 @@
-"""What a placed module keeps beside the model's own attributes: its programs, and how to make more."""
+"""The state of a placed module beside the model's own attributes: its programs, and how to make more."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _WAITS = (
 
 
 class CallTurns:
-    """A lock that one thread may take several times; in a child made by fork, nobody has it.
+    """A reentrant lock, which is free again in a forked child process.
 
-    ``changes`` counts how often it was taken and released, as that of a sequence lock: what was read since it
-    was ``n`` is as it was if it is ``n + 1`` in the turn.
+    ``changes`` counts acquisitions and releases, like the counter of a sequence lock: what was read when it
+    was ``n`` is still valid if it is ``n + 1`` while the lock is held.
     """
 
     def __init__(self) -> None:
@@ -63,39 +63,39 @@ class CallTurns:
 
 
 Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor], ValueOf], Program]
-"""Makes a program of a call: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
+"""Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
 
 Refused = Callable[[NoGraphError], None]
-"""Warns of a call structure that no capture takes, or raises."""
+"""Warns of a call structure that cannot be captured, or raises."""
 
 
 class Start(Protocol):
-    """What places a module at its next call."""
+    """A callable that places a module at its next call."""
 
     @property
     def known_plan(self) -> PlanData | None:
-        """The plan that put the weights where they are, if any has."""
+        """The plan by which the weights are placed, if there is one."""
 
     @property
     def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
+        """Whether a model or call that cannot be captured is an error."""
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
-        """The placed module; ``entry`` is the path of what is called."""
+        """Return the placed module; ``entry`` is the path of what is called."""
 
 
 MoveWeights = Callable[[BoundCall, str, Modes, Mapping[str, torch.Tensor], ValueOf], Start]
-"""Finds what moves the weights to where a call has room, or raises InfeasibleError."""
+"""Returns the start that moves the weights so that a call has room, or raises InfeasibleError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
     """The code of one program, ready to run on one module's weights.
 
-    ``reduced`` is that of backward passes to some of whose results no gradient comes, by their names, and by
-    whether the parameters' gradients are added up.
+    ``reduced`` has the backward passes for missing gradients of results, by (names of these results, whether
+    gradients of parameters are added up, sizes).
     """
 
     module: fx.GraphModule
@@ -107,31 +107,30 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class KnownForm:
-    """A form of call that has been served, and by which program."""
+    """A form of call that has been served, and the index of its program."""
 
     route: Route | None  # None: calls of it are bound and flattened
     index: int
-    given: tuple[tuple[str, int | str], ...]  # with the position or name of each argument
+    given: tuple[tuple[str, int | str], ...]  # name -> position or keyword of each changed argument
 
 
 @dataclass
 class ModuleState:
-    """What a placed module keeps beside the model's own attributes.
+    """The state of a placed module beside the model's own attributes.
 
-    ``start`` places the module at its next call: where there were no inputs to plan with, and where pickling
-    has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run
-    as they are. ``untraced`` says how calls run where the model has no graph; ``retry`` places it at one that
-    may have a graph. ``step`` is what a training step differentiates, where steps are planned. ``move`` is
-    None where weights are to stay; they move for calls of more bytes than ``moved_for``, and of fewer than
-    there was no room for, by entry. What is added to ``programs`` is added under the capture lock; nothing is
-    ever taken away.
+    ``start``, if set, places the module at its next call: there were no inputs to plan with, pickling has
+    dropped the programs, or the graphs are stale. Pickling keeps ``restart`` for that. ``as_written`` has
+    the methods that run their own code. ``untraced`` says how a model without a graph runs; ``retry`` places
+    it at a call that may have one. ``step`` says what a planned training step differentiates. ``move`` is
+    None if weights must stay; else they move for inputs of more bytes than ``moved_for``, and of fewer than
+    ``no_room_for[entry]``. Programs are appended under the capture lock, and never removed.
 
-    What is no argument is of this module and its weights: a copy makes its own. ``codes`` are bound to them.
-    ``parts`` of sliced weights are kept on accelerators, by name and device, for calls of all structures.
-    ``turns`` is held by each run: a plan has room for one, and who moves the weights waits for it.
-    ``values`` has the tensors in attributes whose values the code has; None where it may lack some.
-    ``copied``: whether a copy of the module has the same compiler. ``stale`` says what calls that ran module
-    by module have left there, which the graphs do not know.
+    Fields with ``init=False`` belong to this module and its weights: a copy has its own. ``codes`` are bound
+    to the weights. ``parts`` of sliced weights reside on accelerators, by name and device, for all programs.
+    Each run holds ``turns``, since a plan has memory for one; a move of weights waits for it. ``values`` has
+    the tensors in attributes whose values were given to the code; None if it may lack some. ``copied``:
+    whether a copy of the module shares the compiler. ``stale`` describes what calls that ran module by module
+    have changed in the module.
     """
 
     programs: list[Program]
@@ -168,14 +167,14 @@ class ModuleState:
     turns: CallTurns = field(default_factory=CallTurns, init=False)
 
     def watch(self, module: nn.Module) -> None:
-        """Read the module whose state this is, and notice changes of what its graphs were traced from."""
+        """Start to detect changes of the module, whose graphs have just been traced."""
         if self.start is None and self.untraced is None:
             self.modulewise.watch(module)
             self.reader = self.new_reader(module)
             self.guard = ModuleGuard(module)
 
     def new_reader(self, module: nn.Module) -> ModeReader:
-        """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
+        """Return a reader of the module's modes, for the types of devices on which it is placed."""
         return ModeReader(module, self.device_types)
 
     def hooked(self) -> bool:
@@ -183,51 +182,51 @@ class ModuleState:
         return self.guard is not None and self.guard.hooked(len(self.modulewise.traced))
 
     def begin_again(self, module: nn.Module, why: str) -> None:
-        """Have the module placed anew at its next call, and say why."""
+        """Have the module placed anew at its next call, and warn why."""
         warn(f"{why}: {type(module).__name__} is captured again, as it is now")
         self.start = self.restart
 
     @property
     def takes_other_values(self) -> bool:
-        """Whether all graphs go on where tensors in attributes have other values."""
+        """Whether all graphs remain valid if tensors in attributes change their values."""
         return not self.copied and all(program.held is not None for program in self.programs)
 
     def follow_values(self) -> None:
-        """Give the code the values that tensors in attributes have now, unless it has them."""
+        """Copy the present values of tensors in attributes to the code, unless it has them."""
         now = None if self.guard is None else self.guard.values
         if now is None or now is self.values:
             return
-        self.values = now  # first: a program that another thread adds meanwhile has it forgotten again
+        self.values = now  # set first: a thread that adds a program meanwhile resets it to None
         for program in self.programs:
             for constant, attribute in (program.held or {}).items():
                 if attribute in now:
                     program.constants[constant].detach().copy_(now[attribute])
 
     def may_move(self, entry: str, call: BoundCall) -> bool:
-        """Whether weights may move to where a call has room: two without room together do not take turns."""
-        most = self.no_room_for.get(entry, math.inf)
-        return self.move is not None and self.moved_for < _given_bytes(call) < most
+        """Whether weights may move to give a call room: only for larger inputs than the last time."""
+        limit = self.no_room_for.get(entry, math.inf)
+        return self.move is not None and self.moved_for < _input_bytes(call) < limit
 
     def note_no_room(self, entry: str, call: BoundCall) -> None:
-        """Wherever the weights are, this call has no room, and no larger one."""
-        self.no_room_for[entry] = _given_bytes(call)
+        """Record that no placement of weights has room for this call, or for larger inputs."""
+        self.no_room_for[entry] = _input_bytes(call)
 
     @property
     def known_plan(self) -> PlanData | None:
-        """Of a module that was unpickled, the plan that put its weights where they are."""
+        """The plan by which the weights of an unpickled module are placed; None for other modules."""
         unpickled = None if self.programs else self.start or self.restart
         return None if unpickled is None else unpickled.known_plan
 
     @property
     def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
+        """Whether a model or call that cannot be captured is an error."""
         return self.refused is None if self.start is None else self.start.strict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        # constants of the code may be written to, so each copy has its own
-        own = {id(t): t.clone() for p in self.programs for t in p.constants.values()}
+        # each copy has its own constants, since the code may write to them
+        copies = {id(t): t.clone() for p in self.programs for t in p.constants.values()}
         programs = [
-            replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
+            replace(p, constants={name: copies[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
         no_room_for = dict(self.no_room_for)
@@ -238,7 +237,7 @@ class ModuleState:
         return _restored, (self.restart or self.start,)
 
 
-def _given_bytes(call: BoundCall) -> int:
+def _input_bytes(call: BoundCall) -> int:
     return sum(map(tensor_bytes, call.tensors))
 
 

@@ -1,12 +1,12 @@
 """The module that a user calls: the model itself, with placed weights and generated code inside.
 
-A placed module is of a class made from the model's own, with the same name, so that it answers to
-everything that the model did; only ``forward`` is new. It looks for the program whose input structure
-fits the call, has one made if there is none, and runs it.
+The class of a placed module derives from the model's class and has its name, so that all attributes of the
+model work. Only ``forward`` is replaced: it finds the program for the structure of the inputs, has one
+compiled if there is none, and runs it.
 
 Several threads may call one module. Calls of known structures take no lock to find their program, and run one
-after the other, since a plan has room for one. A new structure is captured under the capture lock, for which
-no other call waits.
+after the other, since a plan has memory for one. A new structure is captured under the capture lock, for
+which calls of known structures do not wait.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from graphplan.runtime.weights.storage import in_host_memory
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
-_MOVED = (
+_WEIGHTS_MOVE = (
     "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
     "give partition max_batch and max_length, or such a call in calls="
 )
@@ -72,21 +72,21 @@ Record = Callable[[Program, Code], Code]
 
 
 class PlacedModule(ShortNames, KeptInPlace):
-    """What :func:`graphplan.partition` makes of a model's class."""
+    """The base of the classes of modules that :func:`graphplan.partition` returns."""
 
     _graphplan: ModuleState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """A module of the model's own class: code makes them of a placed one's, for slices, say."""
-        self.__class__ = original_class(self)  # type: ignore[assignment]  # what it is to be
+        """Create a plain module of the model's class: code calls ``type(self)(...)``, such as for a slice."""
+        self.__class__ = original_class(self)  # type: ignore[assignment]  # the class to create
         self.__init__(*args, **kwargs)  # type: ignore[misc]  # of that class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; what a ``forward`` that it has been given makes comes back to the inputs."""
+        """Call the model; move the result of a ``forward`` assigned after placing to the input device."""
         result = super().__call__(*args, **kwargs)
         if "forward" not in self.__dict__ or not self._graphplan.return_outputs:
             return result
-        return _at_inputs(self, result, args, kwargs)
+        return _to_input_device(self, result, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
@@ -104,24 +104,24 @@ class PlacedModule(ShortNames, KeptInPlace):
         kwargs: dict[str, Any],
         record: Record | None = None,
     ) -> Any:
-        """Run an entry of the module on its own arguments."""
+        """Run an entry, with its own arguments, and return its result."""
         if is_exported():
             raise PlanError(_EXPORTED)
-        if runs_as_written(self):  # called by its own code, or a hook
-            return _at_inputs(self, entry_of(self, entry)(*args, **kwargs), args, kwargs)
+        if runs_as_written(self):  # the caller is the module's own code, or a hook
+            return _to_input_device(self, entry_of(self, entry)(*args, **kwargs), args, kwargs)
         if is_on_one_device():
             with as_outside():
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
-        if self._graphplan.start is not None or _change(self) is not None:
+        if self._graphplan.start is not None or _find_change(self) is not None:
             _place_now(self, entry, args, kwargs)
         state = self._graphplan
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        plain = not state.keep_grad and state.step is None
-        if plain:
+        without_gradients = not state.keep_grad and state.step is None
+        if without_gradients:
             refuse_transforms()
-        untold = plain and torch.is_grad_enabled() and not state.told_of_gradients
+        may_warn = without_gradients and torch.is_grad_enabled() and not state.told_of_gradients
         step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             seen = state.turns.changes
@@ -132,17 +132,17 @@ class PlacedModule(ShortNames, KeptInPlace):
                 if not _move_weights(self, state, entry, bind_call(signature, args, kwargs)):
                     raise
             if served is not None:
-                with state.turns:  # before it looks at start, which is set before weights move
+                with state.turns:  # before start is read: a thread sets it before it moves weights
                     alone = state.turns.changes == seen + 1
-                    if state.start is None and (alone or _goes_on(self, state, served)):
-                        if untold:
+                    if state.start is None and (alone or _still_valid(self, state, served)):
+                        if may_warn:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
                             tell_of_gradients(self, state, plan, (*args, *kwargs.values()))
                         return _run(self, state, served, record, step)
-        return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
+        return self._graphplan_enter(entry, signature, args, kwargs, record)  # no error holds tensors now
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; but without any graph nobody notices other tensors, so values are written."""
+        """Load a state. Without a graph, ``assign`` is ignored, since no guard would notice new tensors."""
         if self._graphplan.untraced is not None:
             if kwargs.pop("assign", len(args) > 2 and args[2]):
                 warn("assign=True: hooks run this model where its weights are, so values are written to them")
@@ -150,26 +150,26 @@ class PlacedModule(ShortNames, KeptInPlace):
         return super().load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """As of the model; where no gradients are kept, a later call says so."""
+        """Set the mode of the model, and note that it is to train: a call without gradients warns then."""
         state = vars(self).get("_graphplan")
         if state is not None:
             state.asked_to_train = mode
         return super().train(mode)
 
     def extra_repr(self) -> str:
-        """As the model's own, and where it is placed."""
-        own, state = super().extra_repr(), vars(self).get("_graphplan")
+        """Return the model's own text, and its devices."""
+        model_text, state = super().extra_repr(), vars(self).get("_graphplan")
         if state is None:
-            return own
-        known = state.known_plan or next((program.plan for program in state.programs), None)
-        said = "placed at its first call" if known is None else _stages_text(known)
-        return f"{own}, {said}" if own else said
+            return model_text
+        plan = state.known_plan or next((program.plan for program in state.programs), None)
+        text = "placed at its first call" if plan is None else _stages_text(plan)
+        return f"{model_text}, {text}" if model_text else text
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         link(self)
         self._graphplan.watch(self)
-        _follow(self, self._graphplan)
+        _follow_optimizers(self, self._graphplan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with self._graphplan.turns:
@@ -177,15 +177,15 @@ class PlacedModule(ShortNames, KeptInPlace):
         return _rebuild, (original_class(self),), self.__dict__
 
 
-def _at_inputs(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
-    given = tensors_in((args, kwargs))
-    return sent(result, given[0].device, module) if given else result
+def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
+    inputs = tensors_in((args, kwargs))
+    return sent(result, inputs[0].device, module) if inputs else result
 
 
-def _goes_on(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
-    """Whether a call is served as it was before one of another thread."""
-    as_before = not isinstance(served, Served) or state.programs[served.index].goes_on(module)
-    return as_before and (not state.stale or isinstance(served, ServedByModules))
+def _still_valid(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
+    """Whether the same program still serves the call after calls of other threads."""
+    same_branches = not isinstance(served, Served) or state.programs[served.index].goes_on(module)
+    return same_branches and (not state.stale or isinstance(served, ServedByModules))
 
 
 def _run(
@@ -211,7 +211,7 @@ def _run(
 
 
 def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
-    """What a call differentiates; None for a forward pass alone."""
+    """Return what a call differentiates; None for a forward pass alone."""
     if state.step is None or not torch.is_grad_enabled():
         return None
     return state.step.of(module, inputs)
@@ -219,14 +219,14 @@ def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Dif
 
 @outside_inference_mode
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Place the module at this call of it, unless another thread has done so meanwhile."""
+    """Place the module for this call, unless another thread has done so meanwhile."""
     while True:
         state = module._graphplan
-        with state.turns:  # before the capture lock, for which a call under way may wait
+        with state.turns:  # before the capture lock, for which a running call may wait
             if module._graphplan is not state:
                 continue
             if state.start is None:
-                _notice_changes(module)  # what a hook had assigned for the time of its call is gone
+                _notice_changes(module)  # again: what a hook assigned during its call is undone by now
             if state.start is not None:
                 with CAPTURE_LOCK:
                     _start(module, state, entry, args, kwargs)
@@ -238,7 +238,7 @@ def _start(
 ) -> None:
     assert state.start is not None
     added = [] if state.guard is None else state.modulewise.untraced_hooks(state.guard.parts)
-    # these hold on to weights, whose memory is wanted again
+    # these refer to weights, whose memory must be free for the new placement
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
@@ -249,23 +249,23 @@ def _start(
     except (CaptureError, InfeasibleError, InputError) as error:
         if state.untraced is None:
             raise
-        _stay_untraced(module, state, entry, args, kwargs, error)
+        _note_failed_trace(module, state, entry, args, kwargs, error)
         return
-    if "forward" in module.__dict__:  # what the module has been given runs around the graphs
+    if "forward" in module.__dict__:  # assigned by the user, it runs around the graphs
         started.__dict__["forward"] = module.__dict__["forward"]
     for name, value in started.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is started:
             started.__dict__[name] = MethodType(value.__func__, module)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
-    begun = module._graphplan
-    begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
-    if state.modulewise.left or state.untraced is not None:  # by nothing that makes these worth another try
-        begun.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
+    new_state = module._graphplan
+    new_state.as_written, new_state.asked_to_train = state.as_written, state.asked_to_train
+    if state.modulewise.left or state.untraced is not None:  # not the user's change: traces fail again
+        new_state.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
     link(module)
-    _follow(module, begun)
+    _follow_optimizers(module, new_state)
 
 
-def _stay_untraced(
+def _note_failed_trace(
     module: nn.Module,
     state: ModuleState,
     entry: str,
@@ -273,7 +273,7 @@ def _stay_untraced(
     kwargs: dict[str, Any],
     error: CaptureError | InfeasibleError | InputError,
 ) -> None:
-    """Run calls like this one module by module, as those before it."""
+    """Have calls like this one run module by module, since they cannot be traced either."""
     assert state.untraced is not None
     logger.info("hooks run such inputs too: %s", error)
     state.start, state.untraced = None, replace(state.untraced, tries=state.untraced.tries - 1)
@@ -283,36 +283,36 @@ def _stay_untraced(
 
 
 def note_untraced(module: nn.Module, call: BoundCall, entry: str) -> None:
-    """Know that a call of a module without a graph has none."""
+    """Record that this call structure of an untraced module cannot be traced either."""
     state: ModuleState = vars(module)["_graphplan"]
     assert state.untraced is not None
     form = state.modulewise.note(entry, call, state.new_reader(module).read(module))
     form.main, form.way = state.untraced.main, state.untraced.way
 
 
-def _follow(module: nn.Module, state: ModuleState) -> None:
+def _follow_optimizers(module: nn.Module, state: ModuleState) -> None:
     if state.keep_grad or state.step is not None:
         states_follow(module)
 
 
-def _change(module: PlacedModule) -> str | None:
-    """What is not as the graphs were traced from, if anything."""
+def _find_change(module: PlacedModule) -> str | None:
+    """Return a description of a change since the graphs were traced, or None."""
     state = module._graphplan
     guard = state.guard
     if guard is None or state.start is not None or guard.same(module):
         return None
-    parts, found = guard.parts, guard.difference(module, other_values=state.takes_other_values)
-    if guard.parts is not parts:  # no difference, but the modes are theirs
+    parts, change = guard.parts, guard.difference(module, other_values=state.takes_other_values)
+    if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
-    return found
+    return change
 
 
 @outside_inference_mode
 def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: BoundCall) -> bool:
-    """Have the weights moved before the next call, so that a call has room that lacks it.
+    """Have the weights moved before the next call, to make room for this one.
 
-    Returns whether the call is to be tried again: weights move, or it may do with the least room. After any
-    other error, the next call may have them moved.
+    Return whether to try the call again: weights move, or it is planned without reserve. After any other
+    error, the next call may have them moved.
     """
     if not state.may_move(entry, call):
         return False
@@ -326,21 +326,21 @@ def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: Bo
             modes = state.reader.read(module)
             start = state.move(call, entry, modes, state.guard.values, weights_now(module))
         except InfeasibleError as error:
-            logger.info("no room wherever the weights are: %s", error)
+            logger.info("no placement of weights has room for the call: %s", error)
             state.note_no_room(entry, call)
         else:
-            warn(_MOVED)
+            warn(_WEIGHTS_MOVE)
             state.start, state.move = start, None
     return True
 
 
 def _notice_changes(module: PlacedModule) -> None:
-    """Have the module placed anew where it is not what its graphs were traced from."""
-    state, changed = module._graphplan, _change(module)
-    if changed is not None:
+    """Have the module placed anew if it has changed since its graphs were traced."""
+    state, change = module._graphplan, _find_change(module)
+    if change is not None:
         if state.reader is not None:
-            state.reader.read(module)  # adapters that were put in are an error
-        state.begin_again(module, changed)
+            state.reader.read(module)  # raises if adapters were put in
+        state.begin_again(module, change)
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
@@ -350,21 +350,21 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         raise PlanError(f"there is no graph to profile, {why}")
     keeps_grad, known = state.keep_grad or state.step is not None, served.known
     instead = known.main
-    beside: AbstractContextManager[None] = nullcontext()
+    watch: AbstractContextManager[None] = nullcontext()
     if isinstance(known, CallForm):
         instead = instead or computes_instead(PlacedView(module).plan)
-        beside = _beside_graphs(module, state, known)
-    with as_written(module), beside:
+        watch = _watch_changes(module, state, known)
+    with as_written(module), watch:
         result = run_by_modules(module, served.entry, call, known, instead, keeps_grad=keeps_grad)
     return sent(result, device_of_inputs(call), module) if state.return_outputs else result
 
 
 @contextmanager
-def _beside_graphs(module: PlacedModule, state: ModuleState, form: CallForm) -> Iterator[None]:
-    """A call without a graph, of a module that may have graphs: what it leaves there makes these stale.
+def _watch_changes(module: PlacedModule, state: ModuleState, form: CallForm) -> Iterator[None]:
+    """Context manager for a call without a graph: changes that it makes in the module make graphs stale.
 
-    Not where the model adds hooks of its own, as transformers does at the first call that is to return all
-    hidden states: graphs go on as they were traced. In a call with the user's hooks, these may have done so.
+    Graphs remain valid if the model itself adds hooks, as transformers does at the first call that returns
+    all hidden states. This does not hold for calls with the user's hooks, which may have added the new ones.
     """
     hooks = hooks_of(module)
     try:
@@ -375,8 +375,8 @@ def _beside_graphs(module: PlacedModule, state: ModuleState, form: CallForm) -> 
         state.modulewise.traced |= added
         if state.guard is not None:
             state.modulewise.left |= not state.guard.same(module)
-            changed = _change(module)
-            state.stale = changed if changed and not added else state.stale
+            change = _find_change(module)
+            state.stale = change if change and not added else state.stale
             state.guard.accept(module)
 
 
@@ -385,7 +385,7 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 
 
 def placed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of the placed copies of a model of class ``cls``, under the model's own name."""
+    """Return the class of placed copies of a model of class ``cls``; it keeps the model's name."""
     original = getattr(cls, "_graphplan_original", cls)
     return made_class(
         original, PlacedModule, lambda: answers(PlacedModule, original) | graph_methods(original)
@@ -398,7 +398,7 @@ def _stages_text(plan: PlanData) -> str:
 
 
 def unplace(module: nn.Module) -> nn.Module:
-    """The plain model of a placed module, on the CPU, with the weights and attributes that it has now.
+    """Return the plain model of a placed module, on the CPU, with its present weights and attributes.
 
     Args:
         module: what :func:`graphplan.partition` returned; it stays as it is. Weights that reside in CPU
@@ -415,19 +415,19 @@ def unplace(module: nn.Module) -> nn.Module:
     for parameter in plain.parameters():
         if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
             memo[id(parameter)].grad = parameter.grad.cpu()
-    made = copy_to_run(plain, memo)
-    if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
-        join_memory(module, made)
-    return made
+    copied = copy_to_run(plain, memo)
+    if module._graphplan.untraced is not None:  # models with graphs do not write to shared memory
+        join_memory(module, copied)
+    return copied
 
 
 def attach(module: nn.Module, state: ModuleState, memory: Iterable[Pages] = ()) -> None:
-    """Give a copy its state, and hold on to the memory of its weights."""
+    """Give a placed copy its state, which keeps the memory of its weights alive."""
     share_prefetch_buffers(state.programs)
     state.streams.pages.extend(memory)
     link(module)
     module.__dict__["_graphplan"] = state
     state.watch(module)
-    _follow(module, state)
+    _follow_optimizers(module, state)
     for index in range(len(state.programs)):
-        code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there
+        code_of(module, state, index)  # allocates the prefetch buffers now, while memory is free

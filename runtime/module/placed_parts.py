@@ -1,14 +1,14 @@
-"""Submodules and methods of a placed module, called by themselves: each has graphs of its own.
+"""Calls of submodules and methods of a placed module: each has graphs of its own.
 
-Each is an *entry* of the whole, a path and perhaps a method, over the weights where they are::
+Each is an *entry* of the placed module: a path, and possibly a method. All entries share the placed weights::
 
-    placed.text_model(ids)     "text_model"    torch asks a module for what compile() put in place of its call
-    placed.text_model.forward(ids)             the class of the submodule has such a ``forward``
-    placed.encode(x)           ":encode"       the class that is made from the model's has such a method
-    placed.vae.decode(z)       "vae:decode"    likewise the class of the submodule
+    placed.text_model(ids)     "text_model"    torch calls what ``compile()`` would have set on the submodule
+    placed.text_model.forward(ids)             the derived class of the submodule overrides ``forward``
+    placed.encode(x)           ":encode"       the derived class of the model overrides the method
+    placed.vae.decode(z)       "vae:decode"    the derived class of the submodule overrides the method
 
-Copies and pickles of submodules have none of this: they are plain modules, which is also why what is traced,
-or runs module by module, does not come back here.
+Copies and pickles of submodules are plain modules. A trace, which reads such a copy, and a run module by
+module, which is inside :func:`as_written`, do not come back here.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
 _LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
-_OF_TRANSFORMERS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
+_TRANSFORMERS_METHODS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
 
 _OWN_CODE = (
     "\nIts own code runs instead, and the submodules that it calls run as graphs of their own: what it "
     "computes between them is not planned. strict=True makes this an error"
 )
 
-_own_thread = threading.local()
+_local = threading.local()
 
 
 @contextmanager
 def as_written(whole: nn.Module) -> Iterator[None]:
-    """A block in which a module, its submodules and methods, called in this thread, run their own code."""
-    before = getattr(_own_thread, "as_written", ())
-    _own_thread.as_written = (*before, whole)
+    """Context manager in which a placed module and its submodules run their own code in this thread."""
+    before = getattr(_local, "as_written", ())
+    _local.as_written = (*before, whole)
     try:
         yield
     finally:
-        _own_thread.as_written = before
+        _local.as_written = before
 
 
 def runs_as_written(whole: nn.Module) -> bool:
     """Whether this thread is in a block of :func:`as_written` of this module."""
-    return any(one is whole for one in getattr(_own_thread, "as_written", ()))
+    return any(module is whole for module in getattr(_local, "as_written", ()))
 
 
-def _is_computed_again(whole: Any) -> bool:
-    """Whether a part of a call that ran without a graph is run by ``torch.utils.checkpoint``, likely."""
+def _is_recomputed(whole: Any) -> bool:
+    """Whether ``torch.utils.checkpoint`` probably recomputes a part of a forward pass without a graph."""
     return in_backward() and bool(whole._graphplan.modulewise.forms)
 
 
 class _Link:
-    """Sends calls of a submodule to its placed whole. It keeps neither alive; a copy of it is None."""
+    """Forwards calls of a submodule to its placed module; holds both weakly, and a copy or pickle is None."""
 
     def __init__(self, whole: nn.Module, path: str, part: nn.Module) -> None:
         self._whole, self._path, self._part = weakref.ref(whole), path, weakref.ref(part)
@@ -87,10 +87,10 @@ class _Link:
         return whole._graphplan_enter(self._path, self._signature, args, kwargs)
 
     def whole(self) -> nn.Module | None:
-        """The placed whole; None where the part is to run its own code: inside, or after it was replaced.
+        """Return the placed module; None if the submodule must run its own code: in a run, or once replaced.
 
         Raises:
-            PlanError: there is no whole any more.
+            PlanError: the placed module no longer exists.
         """
         whole = self._whole()
         if whole is None:
@@ -98,15 +98,15 @@ class _Link:
                 f"{self._path!r} is a submodule of a placed model that is gone: keep the model that "
                 "partition returned as long as its submodules are called"
             )
-        if runs_as_written(whole) or _is_computed_again(whole):
+        if runs_as_written(whole) or _is_recomputed(whole):
             return None
-        found: Any = whole
+        part: Any = whole
         for name in self._path.split("."):
-            found = None if found is None else found._modules.get(name)
-        return whole if found is self._part() else None
+            part = None if part is None else part._modules.get(name)
+        return whole if part is self._part() else None
 
     def entry(self) -> tuple[nn.Module, str] | None:
-        """The whole and the path; None as :meth:`whole`."""
+        """Return the placed module and the path; None as :meth:`whole`."""
         whole = self.whole()
         return None if whole is None else (whole, self._path)
 
@@ -118,14 +118,14 @@ class _Link:
 
 
 class PlacedPart(nn.Module):
-    """A submodule of a placed module, of a class that has methods that may compute, or a device."""
+    """A submodule of a placed module whose class has methods to plan, or a ``device``."""
 
     def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
-        found = call_of(self)
-        return found.entry() if isinstance(found, _Link) else None
+        call = call_of(self)
+        return call.entry() if isinstance(call, _Link) else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """As that of the whole: to the CPU, where calls may come from, it moves nothing."""
+        """Move nothing; raise PlanError except for a move to the CPU, where inputs may come from."""
         if self._graphplan_entry() is None:
             original_class(self)._apply(self, fn, recurse)
             return self
@@ -138,24 +138,25 @@ class PlacedPart(nn.Module):
         return (_new, *reduced[1:]) if made_by_class else reduced
 
 
-def _deepcopied(self: nn.Module, memo: dict[Any, Any]) -> Any:
-    """``__deepcopy__`` of a part whose own class has one.
+def _deepcopy(self: nn.Module, memo: dict[Any, Any]) -> Any:
+    """``__deepcopy__`` of a submodule whose original class defines one.
 
-    No other part has: a module that hands on what it lacks, as PEFT's do, would be copied as its part.
+    Other submodules have none: a module that forwards missing attributes, as PEFT's do, would be copied as
+    the submodule to which it forwards.
     """
-    plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
+    plain = memo.get((PlacedPart, id(self)))  # one for all references: it may refer to itself
     if plain is None:
         plain = memo[PlacedPart, id(self)] = unplaced(self)
     return copy.deepcopy(plain, memo)
 
 
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
-    """What ``copyreg.__newobj__`` makes; pickle lets that make objects of the pickled one's class only."""
+    """Return what ``copyreg.__newobj__`` does, which pickle accepts for the pickled object's class only."""
     return cls.__new__(cls, *args)
 
 
 def link(whole: nn.Module) -> None:
-    """Have the submodules that hold tensors, and their methods, answer through the whole."""
+    """Have calls of submodules that hold tensors, and of their methods, go through the placed ``whole``."""
     parts = dict(whole.named_modules())
     for path in sorted(_with_tensors(parts) - {""}):
         part = parts[path]
@@ -170,73 +171,73 @@ def unlink(whole: nn.Module) -> None:
         if isinstance(call_of(part), _Link):
             set_call(part, None)
         if isinstance(part, PlacedPart):
-            part.__class__ = original_class(part)  # type: ignore[assignment]  # what it was
+            part.__class__ = original_class(part)  # type: ignore[assignment]  # as before link()
 
 
 def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
-    """The paths of those that hold tensors, or have children that do."""
-    found: set[str] = set()
+    """Return the paths of modules that hold tensors themselves or in submodules."""
+    paths: set[str] = set()
     for path, part in parts.items():
         if any(t is not None for t in (*part._parameters.values(), *part._buffers.values())):
             steps = path.split(".")
-            found.update(".".join(steps[:depth]) for depth in range(len(steps) + 1))
-    return found & parts.keys()
+            paths.update(".".join(steps[:depth]) for depth in range(len(steps) + 1))
+    return paths & parts.keys()
 
 
-_without: WeakSet[type[nn.Module]] = WeakSet()  # classes of which nothing is to be placed
+_without_methods: WeakSet[type[nn.Module]] = WeakSet()  # classes with nothing to override
 
 
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of placed submodules; the original itself where it has no methods that may compute."""
-    found = class_made(original, PlacedPart)
-    if found is None and original not in _without:
+    """Return the derived class of placed submodules; ``original`` itself if there is nothing to override."""
+    derived = class_made(original, PlacedPart)
+    if derived is None and original not in _without_methods:
         body = methods_of(original) | device_of(original) | checkpointing_of(original) | _forward_of(original)
         if body and hasattr(original, "__deepcopy__"):
-            body["__deepcopy__"] = _deepcopied
+            body["__deepcopy__"] = _deepcopy
         if body:
-            found = made_class(original, PlacedPart, lambda: body, in_place=True)
+            derived = made_class(original, PlacedPart, lambda: body, in_place=True)
         else:
-            _without.add(original)
-    return found or original
+            _without_methods.add(original)
+    return derived or original
 
 
 def methods_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Name -> method that a placed class has in place of one of the model's own that may compute.
+    """Return name -> method that a placed class has in place of one of the model's that may compute.
 
-    Given no tensor, or where it turns out to call the whole model or to change it, it runs as it is: what it
-    calls is placed then, and what its module and its submodules hold is copied to where it computes.
+    Called without a tensor, or if it calls the whole model or changes it, the method runs its own code: the
+    submodules that it calls are placed, and other tensors of its module are copied to where it computes.
     """
-    return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
+    return {name: _planned_method(original, name) for name in dir(original) if _may_compute(original, name)}
 
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
-    """The ``forward`` of placed submodules, which is their call; torch's own layers keep theirs."""
+    """Return the ``forward`` of placed submodules, which calls them; torch's own layers keep theirs."""
     if (original.forward.__module__ or "").partition(".")[0] == "torch":
         return {}
 
     @functools.wraps(original.forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._graphplan_entry() is None:
-            return original.forward(self, *args, **kwargs)  # as the class has it now
+            return original.forward(self, *args, **kwargs)  # looked up now, as the class may change
         return call_of(self)(*args, **kwargs)
 
     return {"forward": call}
 
 
 def device_of(original: type[nn.Module]) -> dict[str, Any]:
-    """The ``device`` of placed modules of a class that has one: where the tensors of calls are, as planned.
+    """The planned device of inputs: code around a model, such as ``generate``, makes its inputs there.
 
-    Code around a model makes its inputs there, as pipelines and ``generate`` do.
+    It overrides the ``device`` property of the model's class, if that has one.
     """
-    own: Any = inspect.getattr_static(original, "device", None)
-    if not isinstance(own, property) or own.fget is None:
+    inherited: Any = inspect.getattr_static(original, "device", None)
+    if not isinstance(inherited, property) or inherited.fget is None:
         return {}
-    get = own.fget
+    get = inherited.fget
 
     def device(self: Any) -> torch.device:
-        found = self._graphplan_entry()
-        answer: torch.device = (None if found is None else _host(found[0])) or get(self)
-        return answer
+        entry = self._graphplan_entry()
+        host: torch.device = (None if entry is None else _host(entry[0])) or get(self)
+        return host
 
     return {"device": property(device, doc=device_of.__doc__)}
 
@@ -253,18 +254,18 @@ _PLANNED = (
 
 
 def checkpointing_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Methods of transformers by which trainers have activations computed again; a graph needs none of it.
+    """Return replacements of the methods of transformers that enable checkpointing, which the plan decides.
 
     The last of them adds hooks, with which calls would run module by module.
     """
-    return {name: _left_to_the_plan(original, name) for name in _CHECKPOINTING if hasattr(original, name)}
+    return {name: _ignored_by_plan(original, name) for name in _CHECKPOINTING if hasattr(original, name)}
 
 
-def _left_to_the_plan(original: type[nn.Module], name: str) -> Callable[..., None]:
+def _ignored_by_plan(original: type[nn.Module], name: str) -> Callable[..., None]:
     @functools.wraps(getattr(original, name))
     def enable(self: Any, *args: Any, **kwargs: Any) -> None:
-        found = self._graphplan_entry()
-        if found is None or found[0]._graphplan.untraced is not None:
+        entry = self._graphplan_entry()
+        if entry is None or entry[0]._graphplan.untraced is not None:
             getattr(original, name)(self, *args, **kwargs)
         else:
             warn(_PLANNED)
@@ -273,7 +274,7 @@ def _left_to_the_plan(original: type[nn.Module], name: str) -> Callable[..., Non
 
 
 def _host(whole: nn.Module) -> torch.device | None:
-    """Where the tensors of calls are, as planned; None without a plan."""
+    """Return the device of inputs, as planned; None without a plan."""
     state: Any = vars(whole).get("_graphplan")
     planned = state is not None and bool(state.programs)
     return (state.device or state.programs[0].host) if planned else None
@@ -283,53 +284,53 @@ def _may_compute(original: type, name: str) -> bool:
     if name.startswith("_") or hasattr(nn.Module, name):
         return False
     owner = next((cls for cls in original.__mro__ if name in vars(cls)), object)
-    found, library = vars(owner).get(name), owner.__module__.partition(".")[0]
-    if library in _LIBRARIES or (library == "transformers" and not _OF_TRANSFORMERS.match(name)):
+    method, library = vars(owner).get(name), owner.__module__.partition(".")[0]
+    if library in _LIBRARIES or (library == "transformers" and not _TRANSFORMERS_METHODS.match(name)):
         return False
-    return inspect.isfunction(found) and not (
-        inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found)
+    return inspect.isfunction(method) and not (
+        inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method)
     )
 
 
-def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    known: dict[Any, inspect.Signature] = {}
+def _planned_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    signatures: dict[Any, inspect.Signature] = {}
 
     @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(original, name)  # as the class has it now
-        found, given = self._graphplan_entry(), _devices((args, kwargs))
-        if found is None:
+        method = getattr(original, name)  # looked up now, as the class may change
+        placed, devices = self._graphplan_entry(), _devices((args, kwargs))
+        if placed is None:
             return method(self, *args, **kwargs)
-        whole: Any = found[0]
-        if given:
-            if method not in known:
-                known.clear()
-                known[method] = signature_of(method.__get__(self))
-            entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
-            mine = entry, torch.is_grad_enabled()  # with gradients, loops are traced
-            if mine not in own:
+        whole: Any = placed[0]
+        if devices:
+            if method not in signatures:
+                signatures.clear()
+                signatures[method] = signature_of(method.__get__(self))
+            entry, unplanned = f"{placed[1]}:{name}", whole._graphplan.as_written
+            key = entry, torch.is_grad_enabled()  # with gradients, loops are traced
+            if key not in unplanned:
                 try:
-                    return whole._graphplan_enter(entry, known[method], args, kwargs)
+                    return whole._graphplan_enter(entry, signatures[method], args, kwargs)
                 except RunAsItIs:
-                    own.add(mine)
+                    unplanned.add(key)
                 except UntracedMethodError as error:
                     if whole._graphplan.strict:
                         raise
                     warn(f"{error}{_OWN_CODE}")
-                    own.add(mine)
-        host = given[0] if given else _host(whole) or torch.device(CPU)
-        parts = self.modules() if given else [self]  # one without may be a whole training loop
+                    unplanned.add(key)
+        host = devices[0] if devices else _host(whole) or torch.device(CPU)
+        parts = self.modules() if devices else [self]  # a call without tensors may be a whole training loop
         held = (one for part in parts for one in (*part._parameters.values(), *part._buffers.values()))
-        outside = not (_keeps_grad(whole) or is_on_one_device())
-        apart = outside and any(one is not None and one.device != host for one in held)
-        with on_one_device(lambda: host) if apart else nullcontext():
+        eligible = not (_keeps_grad(whole) or is_on_one_device())
+        several = eligible and any(one is not None and one.device != host for one in held)
+        with on_one_device(lambda: host) if several else nullcontext():
             return method(self, *args, **kwargs)
 
     return call
 
 
 def _keeps_grad(whole: Any) -> bool:
-    """Whether a backward pass may follow, for which copies below autograd are of no use."""
+    """Whether a backward pass may follow, to which copies made below autograd pass no gradients."""
     state = whole._graphplan
     return torch.is_grad_enabled() and (state.keep_grad or state.step is not None)
 

@@ -1,9 +1,9 @@
-"""What a placed module says of itself: its plans, its generated code, what a call takes.
+"""The plans, the generated code and profiles of a placed module, as its attributes.
 
 ::
 
     placed.graphplan.plan      always, unless the model has a child of the name graphplan
-    placed.plan                the same, unless the model has something of its own of the name plan
+    placed.plan                the same, unless the model has an attribute of the name plan
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphplan.runtime.profile.call_profile import Profile, Recorder
 
 
 class PlacedView:
-    """Of one module that :func:`graphplan.partition` returned."""
+    """The view of one module that :func:`graphplan.partition` returned."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -50,7 +50,7 @@ class PlacedView:
 
     @property
     def plans(self) -> tuple[PlanData, ...]:
-        """The plan of every call structure so far; the one of modules where there is no graph."""
+        """The plan of every call structure so far; without a graph, the one plan of the modules."""
         if self._state.untraced is not None:
             return (self.plan,)
         return tuple(program.plan for program in self._state.programs)
@@ -63,7 +63,7 @@ class PlacedView:
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The generated code of the first call structure; PlanError as :attr:`plan`."""
+        """The generated code of the first call structure; PlanError if there is none."""
         self._first()
         return code_of(self._module, self._state, 0).module
 
@@ -73,11 +73,11 @@ class PlacedView:
         return str(self.graph_module.code)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
+        """Run one forward pass and return its measured timeline and peaks, beside the estimated ones.
 
-        Call the module before, so that what only the first call does is not measured. On a simulated
-        machine peaks are measured from now on. A training step runs backward too, from the sum of what it is
-        trained on, and adds to ``grad``; the optimizer's step is not measured.
+        Call the module once before, so that work of the first call alone is not measured. Peaks recorded by
+        simulated devices and by CUDA are reset. A training step also runs backward, from the sum of the
+        outputs that it is trained on, and adds to ``grad``; the optimizer's step is not measured.
         """
         recorders: list[Recorder] = []
 
@@ -105,10 +105,10 @@ class PlacedView:
 
 
 class ShortNames(nn.Module):
-    """A placed module, which answers to the names of its view where the model itself does not."""
+    """A placed module that also has the attributes of its view, unless the model has them itself."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has of this name, else what its view has."""
+        """Return the model's attribute of this name, else that of its view."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -119,5 +119,5 @@ class ShortNames(nn.Module):
         return view if name == "graphplan" else getattr(view, name)
 
     def __dir__(self) -> Iterable[str]:
-        short = (name for name in vars(PlacedView) if not name.startswith("_"))
-        return sorted({*super().__dir__(), "graphplan", *short})  # type: ignore[no-untyped-call]  # torch's
+        names = (name for name in vars(PlacedView) if not name.startswith("_"))
+        return sorted({*super().__dir__(), "graphplan", *names})  # type: ignore[no-untyped-call]  # torch's

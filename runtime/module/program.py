@@ -1,4 +1,4 @@
-"""What a planned call is carried out by: generated code, and all that surrounds it."""
+"""A planned call structure: the generated code, and the data to run it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from graphplan.ir.plan_data import PlanData
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor of a cache that the caller passes in.
+    """A tensor of a KV cache that the caller passes in.
 
     Attributes:
-        position: of its placeholder in the code.
-        leaf: its index among the leaves of the caller's call.
+        position: the index of its placeholder in the code.
+        leaf: its index among the input leaves.
         home: the device on which it is used, and stays.
-        found: the device on which it was when the call was planned: from there it is copied home.
+        found: the device on which it was when the call was planned: from there it is copied to ``home``.
     """
 
     position: int
@@ -40,14 +40,14 @@ class Backward:
     """The backward pass of a training step.
 
     Attributes:
-        graph: from what the forward pass has saved, as a list that is emptied, and the gradients by results,
-            to the gradients of inputs; it adds those of parameters to their ``grad``.
+        graph: takes the saved tensors, as a list that it empties, and the gradients of results; returns the
+            gradients of inputs, and adds those of parameters to their ``grad``.
         differentiated: positions of the results that it starts from.
         inputs: indices of the leaves whose gradients it returns.
         weights: names of the parameters and buffers that it reads, which must not change before.
-        held: likewise, of the constants that lie in attributes.
-        others: position -> name of each further result to which no gradient may come, though the model's own
-            code has one.
+        held: names of the constants from attributes that it reads, which must not change before.
+        others: position -> name of each further result that is differentiable in the model's own code, but
+            to which no gradient may come.
     """
 
     graph: fx.Graph
@@ -63,26 +63,25 @@ class Program:
     """One call structure, planned and lowered.
 
     Attributes:
-        plan: what the code carries out.
-        signature: which calls it serves.
-        graph: from the call's tensors to a flat tuple of results.
-        constants: attribute name -> tensor that the code lifted out of the model's.
-        held: of these, those that lie in attributes, such as ``"model.offset"``, and have the values that are
-            there now; None where the trace went by values.
-        branches: of the model's code, that went by weights when it was traced.
+        plan: the plan that the code runs.
+        signature: matches the calls that it serves.
+        graph: takes the input tensors and returns a flat tuple of results.
+        constants: attribute name of the code -> tensor that the trace lifted out of the model's code.
+        held: constant -> attribute of the model that holds it, such as ``"model.offset"``, and whose present
+            values the constant must have; None if the trace branched on values.
+        branches: branches of the model's code that were decided by weights in the trace.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
-        on_host: those of the placeholders that are read where the caller's tensors were planned
-            to be, without a move.
-        changed: those of the placeholders that the call writes to.
+        on_host: indices of the placeholders that are read on ``host``, without a move.
+        changed: indices of the placeholders that the call writes to.
         host: the device where the caller's tensors were planned to be.
         out_spec: the structure of the result.
-        modes: of the modules, as traced.
-        states: the tensors of the caller's caches, and where each is to be.
+        modes: the modes of the modules in the trace.
+        states: the tensors of the caller's KV caches, and the device of each.
         given: names of the arguments that a call changes: caches, lists and dicts.
-        entry: path of the submodule whose call it serves; empty for the module itself.
-        dense: those of the placeholders that are made contiguous.
-        backward: of a training step; ``graph`` then returns a pair of the results and what is saved.
+        entry: the entry that it serves, a path and possibly a method; empty for the module itself.
+        dense: indices of the placeholders that are made contiguous.
+        backward: of a training step; ``graph`` then returns a pair of the results and the saved tensors.
         accumulates: whether parameters may have gradients when it begins.
     """
 
@@ -108,17 +107,14 @@ class Program:
 
     @property
     def reach(self) -> int:
-        """Bytes of the largest inputs that it is planned for."""
+        """The bytes of the largest inputs that it is planned for."""
         return sum(self.plan.graph.values[name].nbytes for name in self.plan.graph.inputs)
 
     def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
-        """Whether the caches of a call are where the plan has them, or where they were when it was made.
-
-        And whether branches go as they went then.
-        """
-        there = all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
-        return there and self.goes_on(module)
+        """Whether the caches are on the devices of the plan, and all branches are taken as in the trace."""
+        placed = all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+        return placed and self.goes_on(module)
 
     def goes_on(self, module: nn.Module) -> bool:
-        """Whether branches by the weights of a module go as they went when it was traced."""
+        """Whether branches decided by weights of the module are taken as in the trace."""
         return same_answers(self.branches, partial(weight_at, module))

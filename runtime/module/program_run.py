@@ -1,4 +1,4 @@
-"""One call of a program: the caller's tensors to where they are planned, the code, the results rebuilt."""
+"""Run one call of a program: move the inputs to their planned devices, run the code, rebuild the results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from graphplan.runtime.module.program import Program
 
 
 def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
-    """What the model returns of a call that the program serves; ``code`` is over the module's weights.
+    """Return the model's result for a call that the program serves; ``code`` is over the module's weights.
 
     Raises:
         InputError: two inputs share memory, and the call writes to it; or two that it changes are one object.
         PlanError: weights are not where the plan has put them.
     """
-    tensors, back = take_inputs(program, served)
+    tensors, copies = take_inputs(program, served)
     try:
         with nullcontext() if program.modes.autocast is None else without_autocast(program):
             results = code.bound(tensors)
     except RuntimeError as error:
         explain_moved_weights(module, program.plan, error)
         raise
-    for original, changed in back:
+    for original, changed in copies:
         original.copy_(changed)
     return code.rebuild(results, served.given)
 
@@ -41,7 +41,7 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
 def take_inputs(
     program: Program, served: Served
 ) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The inputs of the code where it reads them; and pairs of one of the caller's and a copy that changes.
+    """Return the inputs of the code on their devices, and pairs (caller's tensor, copy that is changed).
 
     Raises:
         InputError: as in :func:`run`.
@@ -50,37 +50,37 @@ def take_inputs(
     tensors = [leaves[index] for index in program.inputs]
     if program.changed:
         _refuse_overlap(program, tensors)
-    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position in program.on_host:
         tensor = tensors[position]
         if isinstance(tensor, torch.Tensor) and tensor.device != program.host:
             tensors[position] = tensor.to(program.host)
             if position in program.changed:
-                back.append((tensor, tensors[position]))
+                copies.append((tensor, tensors[position]))
     for position in program.dense:
         tensors[position] = tensors[position].contiguous()
     for state in program.states:
         if tensors[state.position].device != state.home:
             tensors[state.position] = tensors[state.position].to(state.home)
-    return tensors, back
+    return tensors, copies
 
 
 def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
-    """A call that writes to an input cannot be given the same memory as another input."""
+    """Raise InputError if an input to which the call writes shares memory with another input."""
     seen: dict[int, int] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             first = seen.setdefault(storage_of(tensor), position)
             if first != position and {first, position} & program.changed:
                 names = program.signature.names
-                one, two = names[program.inputs[first]], names[program.inputs[position]]
+                earlier, later = names[program.inputs[first]], names[program.inputs[position]]
                 raise InputError(
-                    f"{one} and {two} share memory, and the model writes to it: pass a copy of one"
+                    f"{earlier} and {later} share memory, and the model writes to it: pass a copy of one"
                 )
 
 
 def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError) -> None:
-    """Where weights are no longer where the plan has put them, say so instead of torch."""
+    """Raise PlanError from torch's error if a weight is no longer where the plan has put it."""
     named = named_tensors(module)
     for name, key in plan.placement.items():
         planned = plan.devices[key]
@@ -94,7 +94,7 @@ def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError
 
 
 def without_autocast(program: Program) -> ExitStack:
-    """A block without autocast: what it does is in the graph already."""
+    """Return a context manager that disables autocast, whose casts are in the graph already."""
     stack = ExitStack()
     for kind in {CPU, *(spec.type for spec in program.plan.topology.computing)}:
         if kind != SIMULATED and torch.is_autocast_enabled(kind):

@@ -1,13 +1,12 @@
-"""Results rebuilt by generated code, instead of by a walk over their structure at each call.
+"""Rebuild results by generated code, instead of by a walk over their structure in each call.
 
 For a model that returns a dict and a tuple in it, the code is::
 
     def rebuild(r, g):
         return {'logits': r[0], 'hidden': (r[1], None)}
 
-Classes that the structure knows nothing about are made by the function that pytree has for them. Caches are
-made by their layout. A cache that the caller has passed in is the caller's own, changed as the model would
-have changed it::
+Instances of other classes are made by their pytree ``unflatten_fn``, KV caches by their layout. A cache that
+the caller has passed in remains the caller's object, changed as the model would have changed it::
 
     def rebuild(r, g):
         o0 = g['past_key_values'].__dict__
@@ -29,21 +28,21 @@ from graphplan.capture.transformers.caches import LayoutPart, is_cache_class, la
 from graphplan.errors import InputError
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
-"""From the flat results, and the arguments that are changed, by name, to what the model returns."""
+"""(flat results, name -> argument that the call changes) -> the model's result."""
 
 
 def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = None) -> Rebuild:
-    """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them.
+    """Return a function from the flat results to the model's result, as ``tree_unflatten`` makes it.
 
     Args:
-        spec: of the result; of a :class:`~graphplan.capture.structure.Returned`, where some are changed.
-        given: the layout of each cache that the caller passes in.
+        spec: of the result; of a :class:`~graphplan.capture.structure.Returned` if arguments are changed.
+        given: name -> layout of each cache that the caller passes in.
     """
     return _StructureWriter().function(spec, given or {})
 
 
 def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
-    """The layout of each cache that the caller passes in: of those of these arguments of a bound call."""
+    """Return name -> layout of each cache among these arguments of a bound call."""
     named = spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))
     return {name: layout_of(specs[name]) for name in names if is_cache_class(specs[name].type)}
@@ -52,10 +51,10 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
 class _StructureWriter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make, "distinct": _require_distinct}
-        self.taken = 0  # leaves
-        self.places: dict[Given, tuple[str, str]] = {}  # variables, and the code that leads to them
-        self.changed: dict[Given, str] = {}  # the code for objects of the caller's that the call changes
-        self.kept: dict[Given, str] = {}  # and for those beside them
+        self.taken = 0  # number of leaves that the code has read so far
+        self.places: dict[Given, tuple[str, str]] = {}  # (variable, expression) of the caller's objects
+        self.changed: dict[Given, str] = {}  # code for the caller's objects that the call changes
+        self.kept: dict[Given, str] = {}  # code for those that it leaves as they are
         self.lines: list[str] = []
 
     def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
@@ -64,10 +63,10 @@ class _StructureWriter:
             returned = self._structure(result)
             for name, change in zip(spec.context, changed, strict=True):
                 if name in given:
-                    self._change(self._changed_at(Given(name)), given[name], layout_of(change))
+                    self._change(self._changed_object(Given(name)), given[name], layout_of(change))
                 else:
                     for pair in change.children():
-                        self._put(*pair.children())
+                        self._set_contents(*pair.children())
         else:
             returned = self._structure(spec)
         first = [f"{variable} = {place}" for variable, place in self.places.values()]
@@ -76,9 +75,9 @@ class _StructureWriter:
             objects = ", ".join([*self.changed.values(), *self.kept.values()])
             first.append(f"distinct({marks}, {len(self.changed)}, [{objects}])")
         body = "".join(f"    {line}\n" for line in [*first, *self.lines, f"return {returned}"])
-        exec(f"def rebuild(r, g):\n{body}", self.names)  # the text is ours: indices, and names of objects
-        made: Rebuild = self.names["rebuild"]
-        return made
+        exec(f"def rebuild(r, g):\n{body}", self.names)  # only indices, our names, reprs of attribute names
+        rebuild: Rebuild = self.names["rebuild"]
+        return rebuild
 
     def _leaf(self) -> str:
         self.taken += 1
@@ -95,7 +94,7 @@ class _StructureWriter:
         if spec.type is Given:
             return self._place(spec.context)
         if is_cache_class(spec.type):
-            return self._made(layout_of(spec))
+            return self._cache_part(layout_of(spec))
         node = node_of(spec.type)
         assert node is not None, f"{spec.type} was known when this structure was made"
         parts = [self._structure(child) for child in spec.children()]
@@ -109,41 +108,41 @@ class _StructureWriter:
         return f"{self._name(node.unflatten_fn)}({joined}, {self._name(spec.context)})"
 
     def _place(self, mark: Given) -> str:
-        """The code for a container of the caller's: a variable, since what leads to it may change."""
+        """Return the code for a container of the caller's: a variable, since the call may change its path."""
         if not mark.path:
             return f"g[{mark.name!r}]"
         if mark not in self.places:
-            found = f"{self._name(pytree.key_get)}(g[{mark.name!r}], {self._name(mark.path)})"
-            self.places[mark] = f"p{len(self.places)}", found
+            expression = f"{self._name(pytree.key_get)}(g[{mark.name!r}], {self._name(mark.path)})"
+            self.places[mark] = f"p{len(self.places)}", expression
         return self.places[mark][0]
 
-    def _changed_at(self, mark: Given) -> str:
-        """The code for an object of the caller's that the call changes."""
+    def _changed_object(self, mark: Given) -> str:
+        """Return the code for an object of the caller's that the call changes."""
         return self.changed.setdefault(mark, self._place(mark))
 
-    def _put(self, mark: pytree.TreeSpec, contents: pytree.TreeSpec) -> None:
-        """Write the lines that give a list or dict of the caller's other contents."""
+    def _set_contents(self, mark: pytree.TreeSpec, contents: pytree.TreeSpec) -> None:
+        """Write the lines that replace the contents of a list or dict of the caller's."""
         if contents.type is Given:
             self.kept[mark.context] = self._place(mark.context)
             return
-        place, made = self._changed_at(mark.context), self._structure(contents)
+        place, after = self._changed_object(mark.context), self._structure(contents)
         if contents.type is list:
-            self.lines.append(f"{place}[:] = {made}")
+            self.lines.append(f"{place}[:] = {after}")
         else:
-            self.lines += [f"m = {made}", f"{place}.clear()", f"{place}.update(m)"]
+            self.lines += [f"m = {after}", f"{place}.clear()", f"{place}.update(m)"]
 
     def _dict(self, keys: Sequence[Any], parts: Sequence[str]) -> str:
         items = (f"{self._name(key)}: {part}" for key, part in zip(keys, parts, strict=True))
         return f"{{{', '.join(items)}}}"
 
-    def _made(self, part: LayoutPart) -> str:
-        """The code for a part of a cache; what cannot change is shared by all calls."""
+    def _cache_part(self, part: LayoutPart) -> str:
+        """Return the code for a part of a cache; all calls share constants."""
         if part.kind == "leaf":
             return self._leaf()
         if part.kind in ("constant", "device"):
             return self._name(part.value)
         device = _device(part, self.taken)
-        parts = [self._made(p) for p in part.parts]
+        parts = [self._cache_part(p) for p in part.parts]
         if part.kind == "mapping":
             items = self._dict(part.keys, parts)
             return items if part.cls is dict else f"{self._name(part.cls)}({items})"
@@ -158,7 +157,7 @@ class _StructureWriter:
         return f"{self._name(part.cls)}({'*' if hasattr(part.cls, '_fields') else ''}{joined})"
 
     def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
-        """Write the lines that make of the object at ``place`` what it is after the call."""
+        """Write the lines that turn the object at ``place`` into what it is after the call."""
         if not after.has_leaves and before == after:
             return
         if _changes_in_place(before, after) and after.kind == "object":
@@ -166,7 +165,7 @@ class _StructureWriter:
             self.lines.append(f"{state} = {place}.__dict__")
             own, device = dict(zip(before.keys, before.parts, strict=True)), _device(after, self.taken)
             for key, part in zip(after.keys, after.parts, strict=True):
-                self._changed_in(f"{state}[{key!r}]", own.get(key), part)
+                self._change_attribute(f"{state}[{key!r}]", own.get(key), part)
             if device != "None":
                 names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
                 self.lines += [f"{state}[{name!r}] = {device}" for name in names]
@@ -174,18 +173,17 @@ class _StructureWriter:
             for index, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
                 self._change(f"{place}[{index}]", old, new)
         else:
-            self.lines.append(f"{place} = {self._made(after)}")
+            self.lines.append(f"{place} = {self._cache_part(after)}")
 
-    def _changed_in(self, place: str, before: LayoutPart | None, after: LayoutPart) -> None:
-        """Write the lines for an attribute."""
+    def _change_attribute(self, place: str, before: LayoutPart | None, after: LayoutPart) -> None:
         if after.kind == "leaf" or (before is None and after.kind != "device"):
-            self.lines.append(f"{place} = {self._made(after)}")
+            self.lines.append(f"{place} = {self._cache_part(after)}")
         elif before is not None and after.kind != "device":
             self._change(place, before, after)
 
 
 def _changes_in_place(before: LayoutPart, after: LayoutPart) -> bool:
-    """Whether what is there becomes what it is after the call, and need not be replaced: as a tuple must."""
+    """Whether the object stays and its contents change; else it is replaced, as a tuple with new items is."""
     if not after.has_leaves and before == after:
         return True
     if before.kind != after.kind or before.cls is not after.cls:
@@ -199,7 +197,7 @@ def _changes_in_place(before: LayoutPart, after: LayoutPart) -> bool:
 
 
 def _device(part: LayoutPart, taken: int) -> str:
-    """The code for the device of an object: that of its first tensor, before which leaves are ``taken``."""
+    """Return the code for the device of an object's first tensor; ``taken`` leaves precede the object."""
     first = next((index for index, is_tensor in enumerate(tensors_in(part), taken) if is_tensor), None)
     return "None" if first is None else f"r[{first}].device"
 
@@ -209,7 +207,7 @@ def _tuple(parts: Sequence[str]) -> str:
 
 
 def _require_distinct(marks: Sequence[Given], changed: int, objects: Sequence[Any]) -> None:
-    """Raise InputError where one of the first objects, which the call changes, is another of them too."""
+    """Raise InputError if one of the first ``changed`` objects, which the call changes, is passed twice."""
     first: dict[int, int] = {}
     for index, value in enumerate(objects):
         if first.setdefault(id(value), index) < min(changed, index):
@@ -220,7 +218,7 @@ def _require_distinct(marks: Sequence[Given], changed: int, objects: Sequence[An
 
 
 def make(cls: Any, state: dict[str, Any]) -> Any:
-    """An object with these attributes, which nothing has initialised."""
-    made = cls.__new__(cls)
-    made.__dict__.update(state)
-    return made
+    """Return an instance with these attributes, without a call of ``__init__``."""
+    instance = cls.__new__(cls)
+    instance.__dict__.update(state)
+    return instance

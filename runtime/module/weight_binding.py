@@ -1,4 +1,4 @@
-"""Generated code whose weights are arguments, instead of attributes that each call looks up one by one.
+"""Generated code that takes its weights as arguments, instead of looking attributes up in each call.
 
 ``self.model.layers.0.mlp.up.weight`` is five dictionary look-ups through ``nn.Module.__getattr__``. Bound
 code takes it as an argument, read straight from the dictionary of parameters of the module that owns it::
@@ -8,8 +8,8 @@ code takes it as an argument, read straight from the dictionary of parameters of
         linear = torch._C._nn.linear(x, up_weight)    return (linear,)
         return (linear,)
 
-What a call reads is what the modules hold at that time: a parameter that was replaced, in whatever way, is
-found in its dictionary; where a module was replaced, or the graph module recompiled, the code is bound anew.
+A call reads what the modules hold at that time. A parameter that was replaced, in whatever way, is found in
+its dictionary. If a module was replaced, or the graph module recompiled, the code is bound again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from torch import fx, nn
 
 
 class BoundCode:
-    """Runs a graph module's graph with its weights bound.
-
-    Threads may call it at the same time.
+    """A callable that runs a graph module's graph with its weights bound. Threads may call it concurrently.
 
     Args:
-        code: whose ``get_attr`` nodes become arguments. It holds on to its own weights; this adds no cycle.
+        code: the graph module, whose ``get_attr`` nodes become arguments. Binding adds no reference cycle.
     """
 
     def __init__(self, code: fx.GraphModule) -> None:
@@ -36,7 +34,7 @@ class BoundCode:
         self.binding: _Binding | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The flat results for the flat inputs."""
+        """Return the flat results for the flat inputs."""
         code, binding = self.code, self.binding
         if binding is None or binding.forward is not type(code).forward:
             binding = self._bind()
@@ -44,18 +42,18 @@ class BoundCode:
         if weights is None:  # a module was replaced
             binding = self._bind()
             weights = binding.read()
-        found: Sequence[Any]
+        results: Sequence[Any]
         if weights is None or binding.function is None or code._forward_hooks or code._forward_pre_hooks:
-            found = code(*tensors)
+            results = code(*tensors)
         else:
-            found = binding.function(code, *tensors, *weights)
-        return found
+            results = binding.function(code, *tensors, *weights)
+        return results
 
     def _bind(self) -> _Binding:
         forward = type(self.code).forward
         graph, targets = _with_arguments(self.code.graph)
         sources = _find_sources(self.code, targets)
-        if sources is None:  # a parametrization, say: its attribute computes the weight, and is read by name
+        if sources is None:  # such as a parametrization, whose attribute computes the weight at each read
             self.binding = _Binding(forward)
         else:
             shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
@@ -66,16 +64,16 @@ class BoundCode:
 
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """What was bound at one time; a change makes another.
+    """One binding of the code; after a change another replaces it.
 
     Attributes:
-        forward: of the graph module then: recompiling it makes another.
-        function: takes the module, the inputs, the weights; None where weights are not plain entries.
-        parents: the dictionary in which each module, or parameter, on the way to a weight stands.
-        children: the names of these there.
-        modules: these themselves, when the code was bound.
-        owners: for each weight, the dictionary that has it.
-        names: of the weights, there.
+        forward: the graph module's ``forward`` when it was bound: recompiling makes another.
+        function: takes the graph module, the inputs, the weights; None if a class computes one of these.
+        parents: the dictionary of each module, or parameter, on the path to a weight.
+        children: their keys in ``parents``.
+        modules: their values when the code was bound.
+        owners: for each weight, the dictionary that holds it.
+        names: the keys of weights in ``owners``.
     """
 
     forward: Any
@@ -87,16 +85,16 @@ class _Binding:
     names: Sequence[str] = ()
 
     def read(self) -> list[Any] | None:
-        """The weights as they are now; None where they are to be looked for anew."""
+        """Return the present weights; None if they must be located again."""
         try:
-            same = all(map(is_, map(getitem, self.parents, self.children), self.modules))
-            return list(map(getitem, self.owners, self.names)) if same else None
+            valid = all(map(is_, map(getitem, self.parents, self.children), self.modules))
+            return list(map(getitem, self.owners, self.names)) if valid else None
         except KeyError:
             return None
 
 
 def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
-    """A copy in which attributes are placeholders, behind the inputs; and their targets."""
+    """Return a copy in which attributes are placeholders after the inputs, and the attributes' targets."""
     bound = fx.Graph()
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     attributes = [node for node in graph.nodes if node.op == "get_attr"]
@@ -108,7 +106,7 @@ def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
 
 
 def _find_sources(root: nn.Module, targets: Sequence[str]) -> tuple[list[Any], ...] | None:
-    """Where weights are read from, as a :class:`_Binding` has it."""
+    """Return the last five fields of a :class:`_Binding`; None if a class computes one of the attributes."""
     steps: dict[str, tuple[dict[str, Any], str, Any]] = {}
     owners, names = [], []
     for target in targets:
@@ -125,14 +123,12 @@ def _find_sources(root: nn.Module, targets: Sequence[str]) -> tuple[list[Any], .
             return None
         owners.append(owner)
         names.append(name)
-    found = list(steps.values())
-    return [s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names
+    path_steps = list(steps.values())
+    return [s[0] for s in path_steps], [s[1] for s in path_steps], [s[2] for s in path_steps], owners, names
 
 
 def _table_of(holder: Any, name: str) -> dict[str, Any] | None:
-    """The dictionary of a module, parameter or object that has an attribute; None where its class answers."""
-    own = vars(holder)
-    inside = (
-        own[table] for table in ("_modules", "_parameters", "_buffers") if isinstance(holder, nn.Module)
-    )
-    return None if hasattr(type(holder), name) else next((t for t in (own, *inside) if name in t), None)
+    """Return the dictionary in which an object holds an attribute; None if its class has the attribute."""
+    direct = vars(holder)
+    tables = (direct[t] for t in ("_modules", "_parameters", "_buffers") if isinstance(holder, nn.Module))
+    return None if hasattr(type(holder), name) else next((t for t in (direct, *tables) if name in t), None)

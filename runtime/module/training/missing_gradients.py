@@ -1,9 +1,9 @@
-"""What a caller is told who wants gradients of a module that was placed without them.
+"""Warn a caller who seems to want gradients of a module that was placed without them.
 
 Its results require none, as under ``torch.no_grad()``, and torch's error at ``backward()`` does not say why.
-That a backward pass is to follow shows where an input requires gradients, where ``train()`` was called of the
-placed module, and where a call in training mode returns a loss. A model that is merely in training mode, as
-every module is when it is made, is often run for its results alone.
+The signs of a backward pass are: an input requires gradients, ``train()`` was called on the placed module, or
+a forward pass in training mode returns a loss. Training mode alone is no sign: new modules are in it, and are
+often run for their results alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRANSFORMED = "torch.func would take them for zero: give partition grad=True"
 
 
 def refuse_transforms() -> None:
-    """Raise PlanError in a transform of ``torch.func``, which would take the missing gradients for zero."""
+    """Raise PlanError inside a ``torch.func`` transform, which would take the missing gradients for zero."""
     if in_grad_transform():
         raise PlanError(f"{_NONE}, and {_TRANSFORMED}")
 
@@ -34,9 +34,9 @@ def refuse_transforms() -> None:
 def tell_of_gradients(
     module: nn.Module, state: ModuleState, plan: PlanData | None, inputs: Iterable[Any]
 ) -> None:
-    """Say once, at a call with gradients enabled, that they are not computed, if they seem to be wanted.
+    """Warn, in a call with gradients enabled, that they are not computed, if the caller seems to want them.
 
-    ``plan`` is None where modules run one by one.
+    ``plan`` is None if the call runs module by module.
     """
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
         why = "an input requires them"

@@ -1,8 +1,8 @@
-"""What an optimizer holds of placed parameters goes where they are before its first step.
+"""Move optimizer states to the devices of placed parameters before the next optimizer step.
 
-A model that is placed at its first call keeps its parameter objects, since an optimizer may hold them. That
-may have a state by then, from a checkpoint. Torch has put it where the parameters were; and trainers, as
-Lightning's, put all that they load on one device.
+A model that is placed at its first call keeps its parameter objects, since an optimizer may refer to them.
+The optimizer may have loaded a state from a checkpoint by then. torch has put it where the parameters were;
+trainers such as Lightning's put all that they load on one device.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 
-class _Followers:
-    """Before the first step of each optimizer, moves its state to where parameters have been placed."""
+class _StateMover:
+    """A step hook that moves an optimizer's state to its parameters, once after each placed module."""
 
     def __init__(self) -> None:
         self.placed = WeakSet[nn.Module]()
-        self.known = WeakSet[Optimizer]()
+        self.moved = WeakSet[Optimizer]()
         self.registered = False
         self.lock = Lock()  # one thread may train while another places
 
     def follow(self, module: nn.Module) -> None:
-        """Let optimizers that step from now on follow the parameters of this module."""
+        """Have each optimizer move its state for the parameters of this module at its next step."""
         with self.lock:
             if not self.registered:
                 register_optimizer_step_pre_hook(self)
                 self.registered = True
             self.placed.add(module)
-            self.known.clear()
+            self.moved.clear()
 
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """As :func:`torch.optim.optimizer.register_optimizer_step_pre_hook` calls it."""
+        """Move the optimizer's state; called by ``register_optimizer_step_pre_hook``."""
         with self.lock:
-            if optimizer in self.known:
+            if optimizer in self.moved:
                 return
-            self.known.add(optimizer)
+            self.moved.add(optimizer)
             modules = list(self.placed)
         placed = {id(parameter) for module in modules for parameter in module.parameters()}
         for group in optimizer.param_groups:
-            beside = bool(group.get("fused") or group.get("capturable"))
+            on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if state and id(parameter) in placed:
-                    _move(state, parameter.device, parameter.device if beside else torch.device("cpu"))
+                    _move(state, parameter.device, parameter.device if on_device else torch.device("cpu"))
 
 
 def _move(state: dict[str, Any], device: torch.device, counter: torch.device) -> None:
-    """Have the tensors of a parameter's state on a device; what counts its steps on another, as torch has."""
+    """Move the tensors of a parameter's state to ``device``, and its step counter to ``counter``."""
     for key, value in state.items():
-        moved = methodcaller("to", counter if key == "step" else device)
-        state[key] = pytree.tree_map_only(torch.Tensor, moved, value)
+        move = methodcaller("to", counter if key == "step" else device)
+        state[key] = pytree.tree_map_only(torch.Tensor, move, value)
 
 
-_FOLLOWERS = _Followers()
-states_follow = _FOLLOWERS.follow
-"""Let the optimizers of a module's parameters move what they hold of these, once, at their next step."""
+_STATE_MOVER = _StateMover()
+states_follow = _STATE_MOVER.follow
+"""Have the optimizers of a module's parameters move their states to these, once, at their next step."""

@@ -1,10 +1,10 @@
 """A training step of a placed module: the forward pass now, the backward pass when autograd asks for it.
 
 Autograd sees one function between the inputs and the results. Its backward adds the parameters' gradients to
-their ``grad``, where the plan has them, so that what the user does around it stays as it is::
+their ``grad``, on the devices of the plan, so that the user's training loop needs no change::
 
-    loss = placed(**batch).loss      forward: results, and what is saved, in the order of the plan
-    loss.backward()                  backward: takes what is saved, frees it, and adds up gradients
+    loss = placed(**batch).loss      forward: computes results and saved tensors, in the order of the plan
+    loss.backward()                  backward: reads and frees saved tensors, and adds up gradients
     optimizer.step()                 on the parameters and gradients, each on its own device
 """
 
@@ -28,7 +28,7 @@ from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
 from graphplan.runtime.module.training.undefined_gradients import reduced_backward
 
-_VERSION = attrgetter("_version")  # how often a tensor was written to
+_version_of = attrgetter("_version")  # counts the writes to a tensor
 _TWICE = (
     "Trying to backward through a placed model a second time: what its forward pass has saved is freed. "
     "Call the model again (retain_graph=True does not keep what a plan frees)"
@@ -71,7 +71,7 @@ _NOT_PLANNED = (
 
 @dataclass(slots=True)
 class _StepCall:
-    """One forward pass, and what its backward pass needs."""
+    """One forward pass, with what its backward pass needs."""
 
     module: nn.Module
     state: ModuleState
@@ -79,8 +79,8 @@ class _StepCall:
     code: Code
     tensors: list[Any]
     back: list[tuple[torch.Tensor, torch.Tensor]]
-    homes: Sequence[torch.device]  # of the inputs that have gradients
-    shapes: Sequence[Any] = ()  # of the inputs, and numbers
+    homes: Sequence[torch.device]  # of the inputs that require gradients
+    shapes: Sequence[Any] = ()  # of tensor inputs; the values of others
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
@@ -89,9 +89,9 @@ class _StepCall:
     saved_versions: list[int] = field(default_factory=list)
 
     def forward(self) -> Sequence[Any]:
-        """The flat results."""
+        """Run the forward pass and return the flat results."""
         tensors, self.tensors = self.tensors, []
-        self.shapes = [getattr(one, "shape", one) for one in tensors]
+        self.shapes = [getattr(value, "shape", value) for value in tensors]
         with without_autocast(self.program):
             try:
                 self.results, saved = self.code.bound(tensors)
@@ -106,15 +106,15 @@ class _StepCall:
         read = ((name, named[name]) for name in self.program.backward.weights if name in named)
         self.versions = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
         self.held_versions = self._held_versions()
-        # those of inference mode do not count how often they are written to
+        # inference tensors have no version counter
         self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
-        self.saved_versions = list(map(_VERSION, self.watched))
+        self.saved_versions = list(map(_version_of, self.watched))
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor | None], *, accumulate: bool) -> Sequence[Any]:
-        """The gradients of the inputs that have one; ``tangents`` are by the results that it starts from.
+        """Return the gradients of inputs; ``tangents`` are those of the results that the pass starts from.
 
-        Those of parameters are added up if ``accumulate``: not where those of inputs alone are asked for.
+        If ``accumulate``, add those of parameters to ``grad``; false if only gradients of inputs are wanted.
         """
         saved, self.saved = self.saved, None
         if saved is None:
@@ -129,7 +129,7 @@ class _StepCall:
             if version != self.held_versions[name]:
                 raise RuntimeError(_OTHER.format(name))
         watched, self.watched = self.watched, []  # the backward pass frees what it has read
-        if list(map(_VERSION, watched)) != self.saved_versions:
+        if list(map(_version_of, watched)) != self.saved_versions:
             raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
         del watched
         host, run = self.program.host, self.code.backward
@@ -141,81 +141,81 @@ class _StepCall:
             run = reduced_backward(
                 self.module, self.program, self.code, absent, self.shapes, accumulate=accumulate
             )
-        given = [t if t is None or t.device == host else t.to(host) for t in tangents]
+        on_host = [t if t is None or t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
-            found = run([saved, *given])
+            gradients = run([saved, *on_host])
         return [
             None if gradient is None else gradient.to(home).resolve_conj()
-            for gradient, home in zip(found, self.homes, strict=True)
+            for gradient, home in zip(gradients, self.homes, strict=True)
         ]
 
     def _held_versions(self) -> dict[str, int]:
-        """How often values of attributes that the backward pass reads were given to the code."""
-        held, how = self.program.held, self.program.backward
-        assert how is not None
-        return {held[one]: self.program.constants[one]._version for one in how.held} if held else {}
+        """Return attribute -> version of the constants that the backward pass reads."""
+        held, backward = self.program.held, self.program.backward
+        assert backward is not None
+        return {held[name]: self.program.constants[name]._version for name in backward.held} if held else {}
 
 
 class _Step(torch.autograd.Function):
-    """Forward and backward of a call, for autograd."""
+    """The autograd function of a call."""
 
     @staticmethod
     def forward(ctx: Any, call: _StepCall, anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
-        """The results that are tensors; those that have no gradient in eager mode have none."""
-        results, how = call.forward(), call.program.backward
-        assert how is not None
+        """Return the results that are tensors; mark those that are not differentiable in eager mode."""
+        results, backward = call.forward(), call.program.backward
+        assert backward is not None
         ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
         tensors, positions = list[torch.Tensor](), list[int]()
         for position, result in enumerate(results):
-            if isinstance(result, torch.Tensor):  # torch takes one that is there twice for the last alone
-                again = any(result is one for one in tensors)
+            if isinstance(result, torch.Tensor):  # of a tensor returned twice, torch sees the last place only
+                again = any(result is tensor for tensor in tensors)
                 tensors.append(result.detach() if again else result)
                 positions.append(position)
-        active = {*how.differentiated, *how.others}
-        passive = [one for one, at in zip(tensors, positions, strict=True) if at not in active]
+        active = {*backward.differentiated, *backward.others}
+        passive = [tensor for tensor, p in zip(tensors, positions, strict=True) if p not in active]
         ctx.mark_non_differentiable(*passive)
-        ctx.starts = [index for index, at in enumerate(positions) if at in how.differentiated]
-        ctx.others = {index: how.others[at] for index, at in enumerate(positions) if at in how.others}
+        ctx.starts = [index for index, p in enumerate(positions) if p in backward.differentiated]
+        ctx.others = {index: backward.others[p] for index, p in enumerate(positions) if p in backward.others}
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
-        """The gradients of inputs; those of parameters are added up where they are."""
-        if torch.is_grad_enabled():  # for create_graph alone
+        """Return the gradients of inputs; add those of parameters to their ``grad``."""
+        if torch.is_grad_enabled():  # only with create_graph=True
             raise RuntimeError(_SECOND)
         for index, name in ctx.others.items():
             if tangents[index] is not None:
                 raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
-        given = [tangents[index] for index in ctx.starts]
-        return None, None, *ctx.call.backward(given, accumulate=accumulates(ctx.anchor))
+        starts = [tangents[index] for index in ctx.starts]
+        return None, None, *ctx.call.backward(starts, accumulate=accumulates(ctx.anchor))
 
 
 def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
-    """Those of the results of a step from which its backward pass was planned to start."""
+    """Return the results of a step from which its backward pass was planned to start."""
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-    # an input that is returned as it is has another function, which starts nothing
+    # an input that is returned unchanged has another grad_fn, without ``starts``
     starts = [getattr(leaf.grad_fn, "starts", ()) for leaf in tensors]
-    return [leaf for leaf, known in zip(tensors, starts, strict=True) if leaf.output_nr in known]
+    return [leaf for leaf, indices in zip(tensors, starts, strict=True) if leaf.output_nr in indices]
 
 
 def require_no_gradients(module: nn.Module) -> None:
-    """Raise PlanError where a parameter has a gradient."""
+    """Raise PlanError if a parameter has a gradient."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise PlanError(_HAS_GRADIENT.format(name, parameter.grad.nbytes, parameter.grad.device))
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
-    """What the model returns, from which a backward pass may start; as
-    :func:`graphplan.runtime.module.program_run.run`.
+    """Return the model's result, from which a backward pass may start.
 
     Raises:
         PlanError: a transform, or forward mode, wants other gradients, or a wrapper sums them by hooks.
+        InputError: as :func:`graphplan.runtime.module.program_run.run`.
     """
     assert program.backward is not None
-    given = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
-    if in_transform() or in_forward_mode((*given, *named_tensors(module).values())):
+    arguments = (leaf for leaf in served.leaves if isinstance(leaf, torch.Tensor))
+    if in_transform() or in_forward_mode((*arguments, *named_tensors(module).values())):
         raise PlanError(_TRANSFORMED)
     if in_replica():
         raise PlanError(_REPLICATED)
@@ -225,7 +225,7 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     del tensors
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        made = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
-    results = [next(made) if isinstance(r, torch.Tensor) else r for r in call.results]
+        outputs = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
+    results = [next(outputs) if isinstance(r, torch.Tensor) else r for r in call.results]
     call.results = ()
     return code.rebuild(results, served.given)

@@ -1,8 +1,8 @@
-"""A backward pass to some of whose results no gradient comes, because no loss is made of them.
+"""Backward passes of steps in which the loss does not use some results, so that these have no gradient.
 
-What would be computed of these gradients alone is left out, so that it leaves no gradients, as in autograd,
-where zeros would: of weights that decay, and of logarithms of zero, whose gradients are no numbers. Before,
-and without a gradient by ``b``::
+Operations that depend on the missing gradients alone are left out, and yield no gradient, as in autograd.
+Zeros instead would matter: a weight with a zero gradient still decays, and the logarithm of zero has a NaN
+gradient. Before, and without a gradient for ``b``::
 
     mm = a_gradient @ w           mm = a_gradient @ w
     log = b_gradient / probs
@@ -37,19 +37,19 @@ def reduced_backward(
     *,
     accumulate: bool,
 ) -> BoundCode:
-    """The code of a step's backward pass where no gradient comes to these of its placeholders.
+    """Return the code of a step's backward pass for calls without gradients at the placeholders ``absent``.
 
     It is for inputs of these shapes. Without ``accumulate`` it leaves the parameters' gradients as they are.
     """
     names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    given = [torch.empty(one, device="meta") if isinstance(one, torch.Size) else one for one in shapes]
-    sizes = sizes_of_call(program.graph, names, given) if absent else {}
+    inputs = [torch.empty(one, device="meta") if isinstance(one, torch.Size) else one for one in shapes]
+    sizes = sizes_of_call(program.graph, names, inputs) if absent else {}
     key = absent, accumulate, tuple(sizes.values())
     if key not in code.reduced:
         assert program.backward is not None
         graph = without_gradients(program.backward.graph, absent, sizes)
         if not accumulate:
-            for target in (gradient_added, add_gradient, gradient_to):  # each for the one before alone
+            for target in (gradient_added, add_gradient, gradient_to):  # each is read only by the one before
                 for node in graph.find_nodes(op="call_function", target=target):
                     graph.erase_node(node)
         code.reduced[key] = backward_code(module, program, code.module, graph)
@@ -57,39 +57,39 @@ def reduced_backward(
 
 
 def without_gradients(graph: fx.Graph, absent: Collection[str], sizes: Mapping[Any, int]) -> fx.Graph:
-    """A copy of a backward pass for placeholders of these names that will be None.
+    """Return a copy of a backward pass in which the placeholders ``absent`` are None.
 
-    ``sizes`` are those of symbols. ``graph`` is as
-    :func:`graphplan.passes.lowering.split_step.split_step` makes it.
+    ``sizes`` maps symbols to sizes. ``graph`` comes from
+    :func:`graphplan.passes.lowering.split_step.split_step`.
     """
-    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied, env = fx.Graph(), dict[fx.Node, fx.Node]()
     _saved, *tangents = graph.find_nodes(op="placeholder")
     gradients, undefined = set(tangents), {node for node in tangents if node.name in absent}
     for node in graph.nodes:
-        of = [source for source in node.all_input_nodes if source in gradients]
-        lacking = [source for source in of if source in undefined]
-        beside = next((env[source] for source in of if source not in undefined), None)
+        sources = [source for source in node.all_input_nodes if source in gradients]
+        missing = [source for source in sources if source in undefined]
+        present = next((env[source] for source in sources if source not in undefined), None)
         if node.op == "output":
             results = [None if result in undefined else result for result in node.args[0]]
-            made.output(fx.map_arg(tuple(results), env.__getitem__))
+            copied.output(fx.map_arg(tuple(results), env.__getitem__))
             continue
-        if of:
+        if sources:
             gradients.add(node)
-        if lacking and beside is None:
+        if missing and present is None:
             undefined.add(node)
-        elif lacking and node.target in _SUMS:  # memory of its own, as that of the sum
-            env[node] = made.call_function(torch.clone, (beside,))
+        elif missing and node.target in _SUMS:  # a sum has memory of its own
+            env[node] = copied.call_function(torch.clone, (present,))
         else:
-            for source in lacking:  # zeros in its place, on the device of another
+            for source in missing:  # becomes zeros on the device of a gradient that is present
                 value: Any = _operation_of(source).meta["val"]
                 shape, dtype = tuple(exact_size(n, sizes) for n in value.shape), {"dtype": value.dtype}
-                env[source] = made.call_method("new_zeros", (beside, shape), dtype)
-            env[node] = made.node_copy(node, env.__getitem__)
-    return made
+                env[source] = copied.call_method("new_zeros", (present, shape), dtype)
+            env[node] = copied.node_copy(node, env.__getitem__)
+    return copied
 
 
 def _operation_of(node: fx.Node) -> fx.Node:
-    """What made a value that may have been moved since."""
+    """Return the node that computed a value, which may have been moved between devices since."""
     while "val" not in node.meta:
         node = node.all_input_nodes[0]
     return node
