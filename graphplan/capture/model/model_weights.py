@@ -1,4 +1,4 @@
-"""The weights of a model by name: which are one, which share memory, and their bytes."""
+"""The weights of a model by name: which of them are shared, which share memory, and their bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphplan.capture.parameter_notes import is_own, noted_tensors
 
 
 class ModelWeights:
-    """The parameters and buffers of a model by name, with ties resolved.
+    """The parameters and buffers of a model by name, with shared weights resolved.
 
-    ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
-    maps every name to the first. ``noted`` has the names of those noted on parameters. ``plain`` maps
-    names of plain attributes to tensors that are no weights.
+    ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first`` maps every
+    name to the first. ``noted`` has the names of tensors in attributes of parameters. ``plain`` maps names of
+    module attributes to tensors that are no weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,37 +42,37 @@ class ModelWeights:
         self.plain = plain_attributes(model)
 
     def has_rows(self, name: str) -> bool:
-        """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
+        """Whether rows of this weight are contiguous plain tensors with a version counter."""
         tensor = self.tensors[name]
         return is_dense(tensor) and tensor.is_contiguous() and not tensor.is_inference()
 
     def sharing(self, name: str) -> list[str]:
-        """Other weights, and plain tensors, that lie in the memory of this weight, or constant of a trace."""
-        known = {**self.tensors, **self.plain}
-        ours = [name] if name in known else list(self.plain)  # a constant may be any of these
-        memories = {one: memory for one in known if (memory := memory_of(known[one])) is not None}
+        """Return other weights, and plain tensors, in the memory of this weight or constant of a trace."""
+        tensors = {**self.tensors, **self.plain}
+        candidates = [name] if name in tensors else list(self.plain)  # a constant may be any of these
+        memories = {one: memory for one in tensors if (memory := memory_of(tensors[one])) is not None}
         return [
             other
-            for one in ours
+            for one in candidates
             for other in memories
             if other != one and memories.get(one) == memories[other]
         ]
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, tensors that are noted on them, and buffers, under each of their names.
+    """Return parameters, tensors in attributes of parameters, and buffers, under each of their names.
 
-    Scales of quantised weights, for example: ``"linear.weight.quant_state.absmax"``.
+    An attribute may hold the scales of a quantised weight: ``"linear.weight.quant_state.absmax"``.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    found = parameters | dict(module.named_buffers(remove_duplicate=False))
+    tensors = parameters | dict(module.named_buffers(remove_duplicate=False))
     for name, parameter in parameters.items():
-        found.update((f"{name}.{inner}", table[key]) for inner, table, key in noted_tensors(parameter))
-    return found
+        tensors.update((f"{name}.{inner}", table[key]) for inner, table, key in noted_tensors(parameter))
+    return tensors
 
 
 def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors in attributes of modules that are no weights, by name."""
+    """Return the tensors in attributes of modules that are no weights, by name."""
     return {
         f"{path}.{name}" if path else name: value
         for path, part in model.named_modules()
@@ -82,43 +82,43 @@ def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def weight_at(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter or buffer of a name; None where there is none."""
-    path, _, own = name.rpartition(".")
+    """Return the parameter or buffer of a name; None if there is none."""
+    path, _, own_name = name.rpartition(".")
     part = module.get_submodule(path)
-    found = part._parameters.get(own)
-    return part._buffers.get(own) if found is None else found
+    parameter = part._parameters.get(own_name)
+    return part._buffers.get(own_name) if parameter is None else parameter
 
 
 def weights_now(module: nn.Module) -> Callable[[str], torch.Tensor | None]:
-    """Gives the weights of a module, without holding on to it, as they are at the time."""
-    seen = weakref.ref(module)
+    """Return a function from a name to the module's current weight; it does not keep the module alive."""
+    reference = weakref.ref(module)
 
     def current(name: str) -> torch.Tensor | None:
-        here = seen()
-        return None if here is None else weight_at(here, name)
+        alive = reference()
+        return None if alive is None else weight_at(alive, name)
 
     return current
 
 
 def module_at(root: nn.Module, path: str) -> nn.Module:
-    """The module at a path under another, which is made, empty, where there is none."""
-    found = root
+    """Return the module at a path under ``root``; add empty modules where there are none."""
+    module = root
     for name in path.split(".") if path else ():
-        if name not in found._modules:
-            found.add_module(name, nn.Module())
-        found = found.get_submodule(name)
-    return found
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Equal for two tensors that lie in one memory; None where that cannot be said."""
+    """Return a key that is equal for two tensors in one storage; None where that is unknown."""
     if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel() or is_transformed(tensor):
         return None
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def identity(tensor: torch.Tensor) -> Any:
-    """Equal for two tensors that are the same weight, whether one object or one memory."""
+    """Return a key that is equal for two tensors that are the same weight: one object, or alike in memory."""
     memory = memory_of(tensor)
     if memory is None:
         return id(tensor)
@@ -126,7 +126,7 @@ def identity(tensor: torch.Tensor) -> Any:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is torch's own, or a simulated one that stands for such: no wrapper, nor sparse."""
+    """Whether a tensor is a plain strided one, or a simulated one: neither a wrapper nor sparse."""
     return is_own(tensor) and tensor.layout is torch.strided
 
 
@@ -136,7 +136,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, those of a wrapper's inner tensors included."""
+    """Return the bytes of a tensor's elements, those of a wrapper's inner tensors included."""
     if is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
         return sum(tensor_bytes(getattr(tensor, name)) for name in names)

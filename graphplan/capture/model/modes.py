@@ -1,9 +1,9 @@
-"""What the code of a model goes by beside its inputs: training or not, adapters, configurations.
+"""Modes: what a model's result depends on beside its inputs and weights.
 
-A graph is of the modes in which it was traced. All of these change a result, and none shows in the inputs::
+A graph serves only the modes in which it was traced. They do not show in the inputs::
 
     model.eval()                        whether each module trains
-    with model.disable_adapter(): ...   which adapters of PEFT are on, active and merged
+    with model.disable_adapter(): ...   which PEFT adapters are enabled, active and merged
     model.config.use_cache = False      the plain values of the configurations that modules hold
 """
 
@@ -34,18 +34,18 @@ class Differentiation:
 
     Attributes:
         trained: first names of the parameters that require a gradient.
-        outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
+        outputs: names of the results that backward starts from; None: the loss, or else all with a gradient.
     """
 
     trained: tuple[str, ...]
     outputs: tuple[str, ...] | None = None
 
     def of(self, module: nn.Module, inputs: Any) -> Differentiation | None:
-        """Of a call of these inputs; None where neither they nor a parameter require a gradient now."""
+        """Return it with the parameters that now require a gradient; None if neither they nor inputs do."""
         trained = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
-        given = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor))
-        needed = trained or any(tensor.requires_grad for tensor in given)
-        return replace(self, trained=trained) if needed else None
+        tensors = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor))
+        is_needed = trained or any(tensor.requires_grad for tensor in tensors)
+        return replace(self, trained=trained) if is_needed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Modes:
     """The modes of a tree of modules.
 
     Attributes:
-        training: for each module, in the order of ``modules()``.
-        adapters: for each layer that adapters were put into: whether they are off, the active and the merged.
+        training: whether each module trains, in the order of ``modules()``.
+        adapters: for each adapter layer: whether its adapters are disabled, the active and the merged ones.
         configs: for each configuration, its plain values by name.
         step: what is differentiated, in a training step; None for a forward pass alone.
-        autocast: the type that autocast is on for; None where it is off.
-        default: the type of tensors that are made without one.
+        autocast: the dtype of autocast; None where it is off.
+        default: torch's default dtype.
     """
 
     training: tuple[bool, ...]
@@ -69,7 +69,7 @@ class Modes:
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def difference(self, other: Modes) -> str | None:
-        """What is not as in ``other``, for people; None where nothing is."""
+        """Return a text that says how the modes differ from ``other``; None if they do not."""
         if self.adapters != other.adapters:
             return "other adapters are active, merged or disabled"
         for mine, theirs in zip(self.configs, other.configs, strict=False):
@@ -86,11 +86,11 @@ class Modes:
 
 
 class ModeReader:
-    """Reads the modes of one module quickly, again and again. It does not hold on to the module itself.
+    """Reads the modes of one module quickly and repeatedly. It does not keep the module itself alive.
 
     Args:
-        module: whose modes are read.
-        device_types: of the devices that compute, whose autocast counts.
+        module: the module whose modes are read.
+        device_types: types of the devices that compute: only their autocast counts.
     """
 
     def __init__(self, module: nn.Module, device_types: Sequence[str] = ()) -> None:
@@ -98,15 +98,15 @@ class ModeReader:
         self._parts = list(module.modules())[1:]
         self._adapted = [part for part in self._parts if is_adapted(part)]
         self._configs = _configs([module, *self._parts])
-        self._known: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}) for _ in self._configs]
+        self._last_read: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}) for _ in self._configs]
         self._peft = vars(module).get("peft_config")
 
     def read(self, module: nn.Module) -> Modes:
-        """The modes as they are now.
+        """Return the current modes.
 
         Raises:
-            PlanError: PEFT has put adapters into the module since this reader was made.
-            InputError: autocast is on for two of the device types, with different types.
+            PlanError: PEFT has set ``peft_config`` of the module since this reader was made.
+            InputError: autocast is on with different dtypes for two of the device types.
         """
         if vars(module).get("peft_config") is not self._peft:
             raise PlanError(
@@ -119,17 +119,17 @@ class ModeReader:
         return Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
 
     def _values(self, index: int) -> dict[str, Any]:
-        """The plain values of a configuration; the same object while they are the same."""
+        """Return the plain values of a configuration; the same object while they are the same."""
         table = vars(self._configs[index])
-        values, (known, plain) = tuple(table.values()), self._known[index]
-        same = len(values) == len(known) and all(map(is_, values, known))
+        values, (before, plain) = tuple(table.values()), self._last_read[index]
+        same = len(values) == len(before) and all(map(is_, values, before))
         if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in _CONTAINERS):
             plain = {name: _as_read(name, value) for name, value in table.items() if _is_mode(name, value)}
-            self._known[index] = values, plain
+            self._last_read[index] = values, plain
         return plain
 
     def write(self, module: nn.Module, modes: Modes) -> None:
-        """Put a module, or a copy of that which the modes are of, into these modes.
+        """Set the modes of the module, or of a copy of it.
 
         Raises:
             PlanError: an adapter is active that the module does not have.
@@ -147,42 +147,42 @@ class ModeReader:
 
 
 def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
-    """The type that autocast is on for, on any of these device types."""
+    """Return the dtype of autocast on these device types; None where it is off."""
     kinds = {CPU if kind == SIMULATED else kind for kind in device_types}  # simulated values are the CPU's
-    found = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    if len(found) > 1:
+    dtypes = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    if len(dtypes) > 1:
         raise InputError(
-            f"autocast is on with {' and '.join(sorted(map(str, found)))} on devices of one model: use one"
+            f"autocast is on with {' and '.join(sorted(map(str, dtypes)))} on devices of one model: use one"
         )
-    return next(iter(found), None)
+    return next(iter(dtypes), None)
 
 
 def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
-    there = {
+    known = {
         adapter
         for layer in layers
         for table in layer.adapter_layer_names
         for adapter in getattr(layer, table, ())
     }
-    for name in sorted(set(active) - there):
+    for name in sorted(set(active) - known):
         raise PlanError(
             f"adapter {name!r} was put into the model after it was placed: partition the model with it"
         )
 
 
 def _is_mode(name: str, value: Any) -> bool:
-    """Whether code may go by it; saving a model writes its class's name."""
+    """Whether code may depend on a value of a configuration; saving a model writes ``architectures``."""
     return is_plain(value) and name != "architectures"
 
 
 def _as_read(name: str, value: Any) -> Any:
-    """A value of a configuration; saving a model writes its type of numbers as text."""
+    """Return a copy of a value of a configuration, with a dtype for its name: saving a model writes that."""
     if name == "dtype" and isinstance(value, str):
-        return getattr(torch, value, value)  # what is no type of torch's stays text
+        return getattr(torch, value, value)  # a name that torch does not know stays text
     return copy.deepcopy(value)
 
 
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:
-    """The configurations that modules hold, each once."""
+    """Return the configurations that modules hold, each once."""
     held = (vars(part).get("config") for part in parts)
     return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())

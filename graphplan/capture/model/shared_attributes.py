@@ -1,7 +1,7 @@
-"""Copies of models that hold what cannot be copied: a lock, an open file, a generator.
+"""Copies of models that hold attributes that cannot be copied: a lock, an open file, a generator.
 
 A copy that runs shares such an attribute with the original. A copy that is traced has a stand-in for it,
-which refuses to be used: a trace would do once, at its time, what each call is to do.
+which raises when it is used: the trace would use it once, and forward passes of the graph never.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
 
 PATCHED = "_graphplan_patched"
-"""The attribute of a placed module with the ``forward`` of the model's own instance, if it had one."""
+"""The attribute of a placed module that holds the ``forward`` of the model's instance, if it had one."""
 
 _HOLDS = "Since it has tensors or modules in it, a placed model cannot share it: keep it outside the model"
 _placed: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
 
 
 def stands_for(plain: nn.Module, placed: nn.Module) -> None:
-    """Have what refers to ``placed`` refer, in a copy of ``plain``, to that copy."""
+    """Make references to ``placed`` in a copy of ``plain`` refer to that copy."""
     _placed[plain] = weakref.ref(placed)
 
 
 def trace_patched(module: nn.Module) -> None:
-    """Keep the ``forward`` that a model's instance has, which is traced, and have the class's be called."""
+    """Set the instance's own ``forward``, which is traced, aside: calls then run that of the class."""
     if "forward" in module.__dict__:
         module.__dict__[PATCHED] = module.__dict__.pop("forward")
 
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A deep copy that shares with the model what cannot be copied; ``memo`` is as in ``copy.deepcopy``.
+    """Return a deep copy that shares uncopyable attributes with the model; ``memo`` as in ``copy.deepcopy``.
 
     Raises:
-        CaptureError: something that has tensors or modules in it cannot be copied.
+        CaptureError: the model, or an attribute that has tensors or modules in it, cannot be copied.
     """
     return _copied(model, memo, lambda _, value: value)[0]
 
 
 def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """A module as one of another class: itself, or another object over its attributes.
+    """Return a module as an instance of ``cls``: itself, or another object that shares its attributes.
 
-    The latter where Python cannot change its class, as that of an abstract base class (``ABC, nn.Module``).
+    The latter where Python cannot change its class, as of an abstract base class (``ABC, nn.Module``).
     """
     try:
         module.__class__ = cls
@@ -65,88 +65,87 @@ def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
 
 def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A deep copy without what cannot be copied, and that by name; otherwise as :func:`copy_to_run`.
+    """Return a deep copy with stand-ins for uncopyable attributes, and these attributes by name.
 
-    It is without iterators too, of which each call is to take the next.
+    Iterators have stand-ins, too: each call is to take the next item. Otherwise as :func:`copy_to_run`.
     """
-    made, shared = _copied(model, memo, _NotCopied)
-    for table in map(vars, made.modules()):
+    copied, uncopied = _copied(model, memo, _NotCopied)
+    for table in map(vars, copied.modules()):
         table.update({name: _NotCopied(name, value) for name, value in table.items() if is_iterator(value)})
-    return made, shared
+    return copied, uncopied
 
 
-def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
+def _copied(model: nn.Module, memo: Mapping[int, Any], stand_in: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a copy, and the attributes that it replaces by ``stand_in(name, value)``."""
     memo = {**memo, **shared_with_hooks(model)}
     try:
         return _deepcopy(model, model, memo), {}
-    except Exception as error:  # what objects do when they are copied is theirs
-        found = _uncopied(model, memo)
-        if not found:
+    except Exception as error:  # objects define how they are copied, and may raise anything
+        uncopied = _uncopied(model, memo)
+        if not uncopied:
             raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
-    stand_ins = {id(value): instead(name, value) for name, value in found.items()}
-    return _deepcopy(model, model, {**memo, **stand_ins}), found
+    stand_ins = {id(value): stand_in(name, value) for name, value in uncopied.items()}
+    return _deepcopy(model, model, {**memo, **stand_ins}), uncopied
 
 
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
-    """A copy of a model, or of what is in it."""
+    """Return a deep copy of a model, or of a value in it."""
     placed = _placed[model]() if model in _placed else None
     parts = [*model.modules(), *([] if placed is None else [placed])]
-    known = _Memo({**memo, **proxies_of(parts)}, {} if placed is None else {id(placed): id(model)})
+    copies = _Memo({**memo, **proxies_of(parts)}, {} if placed is None else {id(placed): id(model)})
     with _WithoutHistory():
-        made = copy.deepcopy(value, known)
+        copied = copy.deepcopy(value, copies)
         if value is model:
-            keep_unpacked(made)
-            _make_alike(model, made, memo, known)
-            _copy_notes(model, memo, known)
-            refer_to_copies(made, parts, known)
-    return made
+            keep_unpacked(copied)
+            _restore_lost(model, copied, memo, copies)
+            _copy_notes(model, memo, copies)
+            refer_to_copies(copied, parts, copies)
+    return copied
 
 
-def _make_alike(model: nn.Module, made: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:
-    """Give modules that make themselves anew when they are copied what they lack then.
+def _restore_lost(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any], copies_memo: _Memo) -> None:
+    """Restore what modules with a ``__deepcopy__`` of their own lose when they are copied.
 
-    Their mode, and the tensors of ``memo``; a ``GraphModule`` also its hooks, and attributes that its graph
-    does not read.
+    That is their mode, and the tensors of ``memo``; of a ``GraphModule`` also its hooks, and attributes that
+    its graph does not read.
     """
-    copies = dict(made.named_modules())
+    copies = dict(copied.named_modules())
     for path, part in model.named_modules():
-        if (mine := copies.get(path)) is None:
+        if (part_copy := copies.get(path)) is None:
             continue
-        mine.training = part.training
-        for table, own in ((mine._parameters, part._parameters), (mine._buffers, part._buffers)):
+        part_copy.training = part.training
+        for table, own in ((part_copy._parameters, part._parameters), (part_copy._buffers, part._buffers)):
             for name, tensor in own.items():
                 if id(tensor) in memo and name in table and table[name] is not memo[id(tensor)]:
                     table[name] = memo[id(tensor)]
         if isinstance(part, fx.GraphModule):
             own = vars(part).items()
-            lost = {name: value for name, value in own if "_hooks" in name or name not in vars(mine)}
-            mine.__dict__.update(copy.deepcopy(lost, known))
-            mine.graph = copy.deepcopy(part.graph, known)
+            lost = {name: value for name, value in own if "_hooks" in name or name not in vars(part_copy)}
+            part_copy.__dict__.update(copy.deepcopy(lost, copies_memo))
+            part_copy.graph = copy.deepcopy(part.graph, copies_memo)
 
 
-def _copy_notes(model: nn.Module, memo: Mapping[int, Any], known: _Memo) -> None:
-    """Give what stands for parameters copies of what is noted on these."""
+def _copy_notes(model: nn.Module, memo: Mapping[int, Any], copies: _Memo) -> None:
+    """Copy the attributes of parameters to the tensors that stand for these in ``memo``."""
     for parameter in model.parameters():
         stand_in = memo.get(id(parameter), parameter)
         if stand_in is not parameter:
-            vars(stand_in).update(copy.deepcopy(notes_of(parameter), known))
+            vars(stand_in).update(copy.deepcopy(notes_of(parameter), copies))
 
 
 class _Memo(dict[Any, Any]):
-    """That of a copy, by which a model is found also where its placed one is asked for."""
+    """The memo of a deep copy; ``get`` finds the copy of a model also by the id of its placed module."""
 
-    def __init__(self, known: Mapping[int, Any], own: Mapping[int, int]) -> None:
-        super().__init__(known)
-        self._own = own
+    def __init__(self, copies: Mapping[int, Any], model_ids: Mapping[int, int]) -> None:
+        super().__init__(copies)
+        self._model_ids = model_ids
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        return super().get(self._own.get(key, key), default)
+        return super().get(self._model_ids.get(key, key), default)
 
 
 class _WithoutHistory(TorchFunctionMode):
-    """Copies tensors that were computed with gradients, which torch refuses to copy, as values alone."""
+    """Copies tensors that autograd computed, which torch refuses to copy, without their history."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -157,35 +156,35 @@ class _WithoutHistory(TorchFunctionMode):
 
 
 def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
-    """Name -> attribute that cannot be copied."""
-    known = {**memo, **{id(part): part for part in model.modules()}}
-    found: dict[str, Any] = {}
+    """Return name -> attribute that cannot be copied."""
+    copies = {**memo, **{id(part): part for part in model.modules()}}
+    uncopied: dict[str, Any] = {}
     for path, part in model.named_modules():
-        noted = [(key, notes_of(one)) for key, one in part._parameters.items() if one is not None]
-        notes = {f"{key}.{name}": note for key, each in noted for name, note in each.items()}
+        notes_by_key = [(key, notes_of(one)) for key, one in part._parameters.items() if one is not None]
+        notes = {f"{key}.{name}": note for key, each in notes_by_key for name, note in each.items()}
         for name, value in (vars(part) | notes).items():
-            where = f"{path}.{name}" if path else name
+            label = f"{path}.{name}" if path else name
             try:
-                _deepcopy(value, model, known)
-            except Exception as error:  # as above
+                _deepcopy(value, model, copies)
+            except Exception as error:  # objects define how they are copied, and may raise anything
                 if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value)):
                     raise CaptureError(
-                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. {_HOLDS}"
+                        f"{label!r} of {type(model).__name__} cannot be copied: {first_line(error)}. {_HOLDS}"
                     ) from error
-                found[where] = value
-    return found
+                uncopied[label] = value
+    return uncopied
 
 
 class _NotCopied:
-    """Stands for an attribute in the copy that is traced; whatever is done with it is an error."""
+    """Stand-in for an attribute in the copy that is traced; any use raises NoGraphError."""
 
     def __init__(self, name: str, value: Any) -> None:
         why = "goes on" if is_iterator(value) else "cannot be copied"
         kind = type(value).__name__
-        self._said = f"forward uses {name!r} ({kind}), which {why}: a graph would not do it in each call"
+        self._message = f"forward uses {name!r} ({kind}), which {why}: a graph would not do it in each call"
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise NoGraphError(self._said)
+        raise NoGraphError(self._message)
 
     __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = __contains__ = _refuse
 
