@@ -1,15 +1,15 @@
-"""What a model assigns to itself in a call: buffers are written, and other tensors must not be read again.
+"""State that a model assigns to itself in a forward pass: the graph writes buffers, and refuses other state.
 
-Before and after, in what is traced of a module's call::
+Before and after, in the trace of a module's call::
 
     self.mean = 0.9 * self.mean + x            add = 0.9 * mean + x
                                                copy_ = copy_(mean, add)
 
-Torch does so for the buffers of the model itself, and not for those of its submodules. Of other attributes a
-trace knows the tensor that was there before: a model that goes by what its last call has left is no graph. A
-table that is made at the first call, and then read, is: each call of the graph makes it. A flag by which the
-first call differs from the next, such as one that says that weights are scaled already, makes no graph. Which
-of these it is shows in a trace of the call that comes next.
+``torch.export`` does this for the buffers of the model itself, but not for those of its submodules. Of any
+other attribute a trace reads the tensor that was there before. So a model that depends on a tensor, or a flag
+(weights are scaled already), that its previous call assigned has no graph. A table that the first call makes,
+and later calls read, is allowed: each call of the graph makes it. A second trace, of the call that follows,
+tells these apart.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ WRITTEN = "written to in place"
 
 
 class KeptStateError(NoGraphError):
-    """A call leaves in attributes what the next goes by: the model itself is to run, and no copy of it."""
+    """A call assigns attributes that the next one depends on: the model itself must run, not a copy."""
 
 
 @contextmanager
 def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """A block after which tables have the entries that they had."""
+    """Context manager that restores the entries of tables, and their order, at its exit."""
     before = [(table, dict(table)) for table in tables]
     try:
         yield
@@ -59,28 +59,28 @@ def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """What a call has put under a name, among a module's attributes or buffers; or that it took it away."""
+    """An attribute or a buffer that a call has set or deleted."""
 
-    owner: dict[str, Any]
+    owner: dict[str, Any]  # the table of attributes or buffers
     label: str
     name: str
     before: Any
-    tensors: list[torch.Tensor]  # that were there before
+    tensors: list[torch.Tensor]  # the tensors in ``before``
     after: Any
-    is_plain: bool  # whether numbers, texts or flags are others
+    is_plain: bool  # whether numbers, texts or flags have changed
 
 
 class AssignedState:
-    """What modules, and the objects in their attributes, assign in one trace: see the module's text.
+    """What modules, and the objects in their attributes, assign in one trace; see the module docstring.
 
     Attributes:
-        losses: attributes that have a gradient, such as losses for others to add.
-        makes_tensors: whether the next call may go by tensors that this one has made.
-        goes_by_values: whether the trace went by the value of a tensor.
-        data: what the code assigns the ``data`` of.
-        branches: of the code, that go by weights or inputs.
-        told: the values that it was told, as in ``Branches``.
-        kept_by_hooks: what is to be said of hooks that store something outside of the model.
+        losses: assigned attributes that have a gradient, such as auxiliary losses.
+        makes_tensors: whether the next call may depend on tensors that this one has made.
+        goes_by_values: whether the trace depended on the value of a tensor.
+        data: assignments to the ``data`` of tensors.
+        branches: branches of the code on values of weights or inputs.
+        told: the answers that the code was given, as in ``Branches``.
+        kept_by_hooks: warnings about hooks that store something outside of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class AssignedState:
         self._written: dict[tuple[int, str], torch.Tensor] = {}
         self._made: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
-        self._requiring = set[int]()  # ids of buffers that required a gradient before
+        self._requiring = set[int]()  # ids of the buffers that required a gradient before the call
         self._with_history: list[str] = []
         self.losses: list[str] = []
         self.data = AssignedData(model)
@@ -102,13 +102,13 @@ class AssignedState:
         self.kept_by_hooks: list[str] = []
 
     def note_value(self) -> None:
-        """Know that the trace has gone by the value of a tensor."""
+        """Note that the trace has read the value of a tensor."""
         self.goes_by_values = True
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The result of a module's call; buffers are written at the end of the first, that of the model."""
+        """Return the result of a module's call; write buffers at the end of the first, that of the model."""
         if self._buffers:
             return forward(*args, **kwargs)
         for part in _modules(module):
@@ -125,7 +125,7 @@ class AssignedState:
         return result
 
     def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
-        before = self._buffers.get(id(table), table)  # that of a module made in the call is not written
+        before = self._buffers.get(id(table), table)  # buffers of a module made in the call are not written
         for name in {**before, **table}:
             value, buffer = table.get(name), before.get(name)
             if value is not None and value.requires_grad and id(value) not in self._requiring:
@@ -142,7 +142,7 @@ class AssignedState:
             self._written[id(table), name] = value
 
     def refuse_history(self) -> None:
-        """Raise NoGraphError where a call leaves a buffer through which gradients flow: eager keeps them."""
+        """Raise NoGraphError if a call leaves a buffer with a gradient history, which eager keeps."""
         if self._with_history:
             raise NoGraphError(
                 f"a call leaves {self._with_history[0]} with a gradient, which eager keeps and a graph does "
@@ -150,7 +150,7 @@ class AssignedState:
             )
 
     def assigned(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What buffers were assigned, by each of their names in the module."""
+        """Return the tensors that buffers were assigned, under each name of a buffer in the module."""
         return {
             f"{path}.{name}" if path else name: self._written[id(part._buffers), name]
             for path, part in module.named_modules(remove_duplicate=False)
@@ -167,17 +167,17 @@ class AssignedState:
                 was, now = self._opened(before), self._opened(snapshot(after))
                 is_plain = was.plain() != now.plain()
                 self._changes.append(_Change(own, label, name, before.value, _tensors(was), after, is_plain))
-                # as weight_norm sets the weight that is then read
+                # a pre-hook such as weight_norm's sets the weight that the module then reads
                 by_hook = own.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
                 if not by_hook and any(one.grad_fn for one in _tensors(now)):
                     self.losses.append(f"{label}.{name}")
 
     def _opened(self, kept: Snapshot) -> Snapshot:
-        """With what is in the objects there, also in those that the call has made."""
+        """Return the snapshot with the attributes of the objects in it, also of those that the call made."""
         return kept.opened(self._objects | self._made_in(kept.value))
 
     def _made_in(self, value: Any) -> dict[int, Any]:
-        """The objects in what the call has left that were not there before, by their ids."""
+        """Return the objects in ``value`` that were not there before the call, by id."""
         found = data_in("", value, set(self._objects), self._modules).objects
         return {id(one): one for one in found if id(vars(one)) not in self._attributes}
 
@@ -185,26 +185,29 @@ class AssignedState:
         return _tensors(self._opened(snapshot(value)))
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
-        """Attributes that have other tensors after the traced call than those that it read."""
-        return [one for one in self._changes if _any_of(one.tensors, read)]
+        """Return the changes of attributes whose former tensors the call ``read``."""
+        return [one for one in self._changes if _share_any(one.tensors, read)]
 
     @contextmanager
     def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
-        """A block in which modules have what the traced call has left; whether the next call may go by it."""
-        carried = self._carried(_read(program))
-        grown = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
-        self.makes_tensors = bool(carried or grown or self._made)
+        """Context manager in which modules have the attributes after the traced call.
+
+        It yields whether the next call may depend on them.
+        """
+        carried = self._carried(_constants_read(program))
+        resized = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
+        self.makes_tensors = bool(carried or resized or self._made)
         plain = any(one.is_plain for one in self._changes)
-        new = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
-        with restored(one.owner for one in new):
-            for one in new:
+        changes = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
+        with restored(one.owner for one in changes):
+            for one in changes:
                 for made in self._made_in(one.after).values():
                     vars(made).update({name: _without_trace(value) for name, value in vars(made).items()})
                 if one.after is _ABSENT:
                     one.owner.pop(one.name, None)
                 else:
                     one.owner[one.name] = _without_trace(one.after)
-            yield bool(new)
+            yield bool(changes)
 
     def refuse_other(
         self,
@@ -212,34 +215,34 @@ class AssignedState:
         again: AssignedState,
         program: torch.export.ExportedProgram,
     ) -> None:
-        """Raise KeptStateError where the next call is another by what this one, ``traced``, has left.
+        """Raise KeptStateError if the next call depends on attributes that this one, ``traced``, assigned.
 
-        ``again`` and ``program`` are of the next.
+        ``again`` and ``program`` are the state and the trace of the next call.
         """
         for key, one in self._made.items():
-            once = one.before is not None and one.after is None
-            if once or key in again._made or key in again._written:
+            is_removed = one.before is not None and one.after is None
+            if is_removed or key in again._made or key in again._written:
                 raise KeptStateError(
-                    f"{one.label}.{one.name} is {_said(one.before)} and is assigned {_said(one.after)}: in a "
-                    "graph, a buffer keeps its shape and type"
+                    f"{one.label}.{one.name} is {_shape_text(one.before)} and is assigned "
+                    f"{_shape_text(one.after)}: in a graph, a buffer keeps its shape and type"
                 )
-        read, changed = _read(program), {(id(one.owner), one.name) for one in again._changes}
-        for one in again._carried(read) + self._carried(_read(traced)):
-            kept = (id(one.owner), one.name) not in changed and _any_of(
+        read, changed = _constants_read(program), {(id(one.owner), one.name) for one in again._changes}
+        for one in again._carried(read) + self._carried(_constants_read(traced)):
+            is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
             )
-            if not kept:  # as it is where a tensor is converted once
+            if not is_kept:  # the first call alone may convert a tensor that later ones read
                 label = f"{one.label}.{one.name}"
                 raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
         written = [program.constants[name] for name in written_constants(program)]
         for one in self._changes:
-            if _any_of(self._tensors_in(one.owner.get(one.name)), written):
+            if _share_any(self._tensors_in(one.owner.get(one.name)), written):
                 raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
-        # what the next call reads of new tensors, the first has made
-        described = _writes_to_state if self.makes_tensors else _operations
-        # an answer that is kept in an attribute is not asked again
-        if plain and (described(traced) != described(program) or self.told != again.told):
+        # the next call reads tensors that the first one makes, so that only their writes can be compared
+        describe = _writes_to_state if self.makes_tensors else _operations
+        # a call that finds an answer in an attribute does not ask again
+        if plain and (describe(traced) != describe(program) or self.told != again.told):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
                 "graph does not. If only the first differs, call the model before you place it"
@@ -247,15 +250,15 @@ class AssignedState:
 
 
 def nothing_from_before(label: str, name: str, what: str) -> str:
-    """Why no graph has an attribute with a name that a call changes in some way."""
+    """Return the error text for an attribute that a call changes; ``what`` says how, ``label`` names it."""
     return (
-        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it one of a "
-        f"module, by register_buffer({name!r}, ...)"
+        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it a buffer, by "
+        f"register_buffer({name!r}, ...)"
     )
 
 
 def written_constants(program: torch.export.ExportedProgram) -> set[str]:
-    """The names of the tensors, other than weights and buffers, that operations in place write to."""
+    """Return the names of the tensors, other than weights and buffers, that in-place operations write to."""
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes] if constants else []
@@ -267,7 +270,7 @@ def written_constants(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def keep_what_is_read(capture: Capture) -> None:
-    """Let a backward pass read what assigned buffers held before: a copy, which nothing writes to."""
+    """Make the readers of a buffer before its assignment read a copy, which a backward pass may read, too."""
     place = {node: index for index, node in enumerate(capture.graph.nodes)}
     for node in filter(_is_assignment, list(place)):
         buffer = node.all_input_nodes[0]
@@ -282,12 +285,12 @@ def keep_what_is_read(capture: Capture) -> None:
 
 
 def _is_assignment(node: fx.Node) -> bool:
-    """As :class:`AssignedState` has it traced."""
+    """Whether a node is the write of an assigned buffer, as :class:`AssignedState` traces it."""
     return node.target is aten.copy_.default and node.all_input_nodes[-1].target is aten.detach.default
 
 
 def _written_node(node: fx.Node) -> fx.Node:
-    """What an operation in place, and those before it, have written to."""
+    """Return the node whose tensor a chain of in-place operations writes to."""
     while _writes(node):
         node = node.all_input_nodes[0]
     return node
@@ -297,16 +300,16 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """The tensors, other than weights and buffers, that results depend on."""
+def _constants_read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """Return the tensors, other than weights and buffers, that results depend on."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     constant = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is constant]
-    return [program.constants[str(spec.target)] for spec in specs if _matters(nodes[spec.arg.name])]
+    return [program.constants[str(spec.target)] for spec in specs if _is_used(nodes[spec.arg.name])]
 
 
 def _writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
-    """The operations that write to weights and buffers, and to which."""
+    """Return the operations that write to weights and buffers, each with the name of what it writes to."""
     signature, nodes = program.graph_signature, program.graph.nodes
     state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
     storages = {storage_of(node.meta["val"]): node.name for node in nodes if node.name in state}
@@ -317,7 +320,7 @@ def _writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, s
 
 
 def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[Any]]:
-    """What is computed, whatever its results are called; and the tensors that the code has as they are."""
+    """Return the operations, whatever the names of nodes, and the dtypes, shapes and bytes of constants."""
     texts = []
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -325,26 +328,26 @@ def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[
             for node in place:
                 arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
-    read = [one.detach() for one in _read(program)]
+    read = [one.detach() for one in _constants_read(program)]
     return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]
 
 
-def _any_of(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return not {id(one) for one in tensors}.isdisjoint(map(id, others))
 
 
-def _matters(node: fx.Node) -> bool:
-    """Whether a result, or what is written to, depends on a value."""
+def _is_used(node: fx.Node) -> bool:
+    """Whether a result, or a write, depends on a node."""
     users = reached(node.users, lambda user: user.users)
     return any(user.op == "output" or _writes(user) for user in users)
 
 
-def _said(value: torch.Tensor | None) -> str:
+def _shape_text(value: torch.Tensor | None) -> str:
     return "None" if value is None else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Each module of a tree, once; a tracer puts others, with the same attributes, in their places."""
+    """Yield each module of a tree once; a tracer replaces modules by others with the same attributes."""
 
     def children(part: nn.Module) -> list[nn.Module]:
         return [child for child in vars(part)["_modules"].values() if child is not None]
@@ -353,12 +356,12 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _tensors(kept: Snapshot) -> list[torch.Tensor]:
-    """The tensors that an attribute holds, by itself or in containers."""
+    """Return the tensors of an attribute, by itself or in containers."""
     return [leaf for leaf in kept.leaves() if isinstance(leaf, torch.Tensor)]
 
 
 def _without_trace(tree: Any) -> Any:
-    """What a trace has left, of tensors with data, and with numbers in the place of symbols."""
+    """Return a tree with zeros in the place of traced tensors, and numbers in the place of symbols."""
     leaves, spec = flatten(tree, Seen())
     return unflatten([_zeros(one) if isinstance(one, torch.Tensor) else _number(one) for one in leaves], spec)
 
@@ -368,7 +371,7 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _number(leaf: Any) -> Any:
-    """Of a size that the data decides, 1."""
+    """Return the number of a symbol: its hint, or 1 for a size that data decides."""
     if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         return leaf
     return leaf.node.hint if leaf.node.has_hint() else leaf.node.pytype(1)

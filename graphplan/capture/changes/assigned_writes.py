@@ -1,8 +1,8 @@
-"""Where a graph writes buffers that a model assigns.
+"""Placement in a graph of the writes of buffers that a model assigns.
 
-A trace has these writes at its end, where the model's code has run and nothing can read a buffer that is not
-what the code was given. There what is written would be kept until then, and on the device of the first module
-something would run last. So each is moved to where nothing reads any more what the buffer held::
+A trace has these writes at its end, where no code of the model can read the buffer any more. There the new
+values would stay in memory until the end, and the device of the first module would run an operation last. So
+each write is moved up to the last operation that reads the buffer's former values::
 
     linear = linear(x, w)              linear = linear(x, w)
     add = add(linear, hidden)          add = add(linear, hidden)
@@ -10,7 +10,7 @@ something would run last. So each is moved to where nothing reads any more what 
     detach = detach(add)               copy_ = copy_(hidden, detach)
     copy_ = copy_(hidden, detach)      linear_1 = linear(add, w_1)
 
-What is returned, or assigned to another buffer, has a copy of what a buffer held.
+Former values of a buffer that are returned, or assigned to another buffer, are copied first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from graphplan.capture.structure import memories, named_arguments, written_argum
 aten = torch.ops.aten
 
 ASSIGNS = "graphplan_assigns"
-"""In the ``meta`` of nodes that write an assigned buffer, at the end of a trace."""
+"""Key in the ``meta`` of nodes that write an assigned buffer, at the end of a trace."""
 
 
 def place_writes(graph: fx.Graph) -> None:
-    """Move writes of assigned buffers from the end of a graph to where they belong: see the module's text."""
+    """Move writes of assigned buffers up from the end of a graph; see the module docstring."""
     writes = {node: node.all_input_nodes[-1] for node in graph.nodes if node.meta.pop(ASSIGNS, False)}
     written = set(_memories(*writes))
     copies: dict[fx.Node, fx.Node] = {}
     for reader in (*writes.values(), graph.output_node()):
         for given in reader.all_input_nodes if writes else ():
             held = given
-            while held in writes:  # a trace takes a buffer for what was written to it last
+            while held in writes:  # the trace's node for a buffer is the last write to it
                 held = held.all_input_nodes[0]
             if written.isdisjoint(_memories(held)):
                 continue
@@ -53,7 +53,7 @@ def place_writes(graph: fx.Graph) -> None:
 
 
 def _move(nodes: list[fx.Node], own: set[int]) -> None:
-    """Move nodes up to the last that makes what they read, or that has to do with their ``own`` memory."""
+    """Move nodes up to the last node that makes what they read, or that touches their ``own`` memory."""
     inputs = {source for node in nodes for source in node.all_input_nodes}
     read = set(_memories(*inputs))
     last = nodes[0].prev
@@ -78,7 +78,7 @@ def _memories(*nodes: fx.Node) -> list[int]:
 
 
 def unconverted(node: fx.Node) -> fx.Node:
-    """What ``to`` has returned as it is, of which a trace says another memory."""
+    """Return the node whose tensor ``to`` returned unchanged: a trace gives the result another memory."""
     while getattr(node.target, "overloadpacket", None) is aten.to:
         source = node.all_input_nodes[0]
         named = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""What lies in an attribute that a trace may have read: the items of a list, the attributes of an object.
+"""Contents of attributes that a trace may have read: the items of a list, the attributes of an object.
 
-An attribute is looked into if it is *data* through and through: numbers, text, tensors, functions, and
-containers and objects of these. Any other object, such as a tokenizer or a trainer that holds the model, is
-one thing.
+An attribute is searched if it is *data* throughout: numbers, text, tensors, functions, and containers and
+objects of these. Any other object, such as a tokenizer or a trainer that holds the model, is not searched.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from torch import nn
 from graphplan.capture.changes.attribute_snapshots import Attributes, own_attributes, snapshot
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
+_NOT_SEARCHED = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)
 _OF_BYTES = (bytearray, array)
-_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # or not at all: what has such a hash may change
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash may change
 
 
 @dataclass(slots=True)
 class Data:
-    """What was found, each with its name for people.
+    """The contents of attributes, each with a readable name.
 
     Attributes:
-        entries: dictionaries and sequences, and a key there.
-        containers: plain ones, which are compared whole.
-        tensors: of which writes are counted.
-        objects: what else has attributes.
-        seen: ids of all that was looked into.
+        entries: items: the name, the dict or sequence that holds the item, its key.
+        containers: containers of plain values, which are compared whole.
+        tensors: tensors with a version counter.
+        objects: objects with attributes.
+        seen: ids of all values that were searched.
     """
 
     entries: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -54,49 +53,49 @@ class Data:
 
 
 def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
-    """What is in an attribute; nothing where it is not data.
+    """Return the contents of an attribute; nothing if it is not data.
 
     Args:
-        name: of the attribute, for people.
+        name: readable name of the attribute.
         value: the attribute.
-        known: ids of what was found before.
-        model: ids of the modules of the model, which are read otherwise.
+        known: ids of the values that were searched before.
+        model: ids of the model's modules, which are searched separately.
     """
-    found = Data()
-    return found if _add(name, value, found, known, model, owned=False) else Data()
+    data = Data()
+    return data if _add(name, value, data, known, model, owned=False) else Data()
 
 
 def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
-    """What is in attributes that are not torch's: the owner, the attribute, what was not found before."""
+    """Yield owner, attribute name and contents of attributes that are not torch's; each value once."""
     parts = list(model.modules())
-    ids, known = set(map(id, parts)), set[int]()
+    module_ids, known = set(map(id, parts)), set[int]()
     owners: list[nn.Module | torch.Tensor] = [*parts, *model.parameters()]
     for owner in owners:
         for name, value in own_attributes(owner).items():
-            found = data_in(name, value, known, ids)
-            known |= found.seen
-            yield owner, name, found
+            data = data_in(name, value, known, module_ids)
+            known |= data.seen
+            yield owner, name, data
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
-    """The tensors in attributes that are neither parameters nor buffers: owner, attribute, name, tensor."""
-    for part, name, found in plain_data(model):
-        yield from ((part, name, inner, tensor) for inner, tensor in found.tensors)
+    """Yield tensors that are neither parameters nor buffers: owner, attribute name, full name, tensor."""
+    for owner, name, data in plain_data(model):
+        yield from ((owner, name, inner, tensor) for inner, tensor in data.tensors)
 
 
 def objects_in(model: nn.Module) -> list[Any]:
-    """The objects in attributes, and in what lies there, that are data and have attributes themselves."""
-    return [one for _, _, found in plain_data(model) for one in found.objects]
+    """Return the objects with attributes in the data of a model's attributes."""
+    return [one for _, _, data in plain_data(model) for one in data.objects]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """For each module, parameter and object of a tree, the attributes that are not torch's."""
+    """Return snapshots of the attributes that are not torch's, for each module, parameter and object."""
     owners = [*model.modules(), *model.parameters(), *objects_in(model)]
     return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
 
 
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
+    """Whether a value is of numbers, text and containers of these; ``around``: ids of its own containers."""
     if not isinstance(value, _CONTAINERS):
         return isinstance(value, _PLAIN)
     items = value.values() if isinstance(value, dict) else value
@@ -105,70 +104,70 @@ def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """Whether it can be compared whole, and something in it may be changed in place."""
+    """Whether a value is a container that is compared whole, since it may be changed in place."""
     return isinstance(value, _OF_BYTES) or (isinstance(value, _CONTAINERS) and is_plain(value))
 
 
-def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *, owned: bool) -> bool:
-    """Add what is in a value; whether it is data. ``owned``: by an object, as a trainer owns its model."""
+def _add(name: str, value: Any, data: Data, known: set[int], model: set[int], *, owned: bool) -> bool:
+    """Add the contents of a value; return whether it is data. ``owned``: by an object, such as a trainer."""
     if id(value) in model:
         return not owned
-    if id(value) in known or id(value) in found.seen or isinstance(value, _ONE_THING):
+    if id(value) in known or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
         return True
-    found.seen.add(id(value))
+    data.seen.add(id(value))
     if _has_attributes(value):
-        found.objects.append(value)
+        data.objects.append(value)
     if is_container(value):
-        found.containers.append((name, value))
+        data.containers.append((name, value))
     elif isinstance(value, torch.Tensor):
-        if not value.is_inference():  # which do not count
-            found.tensors.append((name, value))
+        if not value.is_inference():  # such tensors have no version counter
+            data.tensors.append((name, value))
     elif not is_plain(value) and not _is_configuration(value):
         if ismethod(value):
-            return _add(name, value.__self__, found, known, model, owned=False)
-        partial = isinstance(value, functools.partial)  # for Python 3.14 a routine too
-        if (isroutine(value) and not partial) or type(value).__module__.partition(".")[0] == "numpy":
+            return _add(name, value.__self__, data, known, model, owned=False)
+        is_partial = isinstance(value, functools.partial)  # from Python 3.14 on a routine, too
+        if (isroutine(value) and not is_partial) or type(value).__module__.partition(".")[0] == "numpy":
             return True
-        if not isinstance(value, _CONTAINERS) and not partial and not _is_object(value):
+        if not isinstance(value, _CONTAINERS) and not is_partial and not _is_object(value):
             return _is_immutable(value)
         is_object = owned or not isinstance(value, _CONTAINERS)
-        if isinstance(value, set | frozenset):  # whose items have no keys
-            return all(_add(f"an item of {name}", one, found, known, model, owned=owned) for one in value)
-        of_partial = (value.func,) if partial else ()
-        if not all(_add(f"{name}.func", one, found, known, model, owned=owned) for one in of_partial):
+        if isinstance(value, set | frozenset):  # their items have no keys
+            return all(_add(f"an item of {name}", one, data, known, model, owned=owned) for one in value)
+        functions = (value.func,) if is_partial else ()
+        if not all(_add(f"{name}.func", one, data, known, model, owned=owned) for one in functions):
             return False
-        for inner, table, key in _inside(name, value):
-            found.entries.append((inner, table, key))
-            if not _add(inner, table[key], found, known, model, owned=is_object):
+        for inner, table, key in _items_in(name, value):
+            data.entries.append((inner, table, key))
+            if not _add(inner, table[key], data, known, model, owned=is_object):
                 return False
     return True
 
 
 def _is_configuration(value: Any) -> bool:
-    """Whether it has what are modes of the model, or of other code."""
+    """Whether a value is a configuration, whose values are modes."""
     return hasattr(type(value), "to_dict")
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether a call may assign to it."""
+    """Whether a call may assign attributes of a value."""
     if isinstance(value, _CONTAINERS):
         return bool(getattr(value, "__dict__", None))
     return _is_object(value) and not isinstance(value, torch.Tensor) and not _is_configuration(value)
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is of a class of the user's, or only has attributes."""
+    """Whether a value is a namespace, or of a class that no library here defines, and has attributes."""
     library = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and (isinstance(value, _NAMESPACES) or library not in _LIBRARIES)
 
 
 def _is_immutable(value: Any) -> bool:
-    """Whether a library says that its value stays: a path, a range, a date."""
+    """Whether the class hashes by value, so that the value cannot change: a path, a range, a date."""
     return isinstance(value, slice) or type(value).__hash__ not in _BY_IDENTITY
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each item or attribute: its name, what holds it, and the key there."""
+def _items_in(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each item or attribute: its readable name, its container, the key there."""
     if isinstance(value, functools.partial):
         yield from ((f"{name}({key}=)", value.keywords, key) for key in value.keywords)
         value = value.args

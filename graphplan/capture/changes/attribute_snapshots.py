@@ -1,10 +1,11 @@
-"""What modules have as attributes, down to what containers hold: kept, compared, put back.
+"""Snapshots of the attributes of modules, and of the contents of containers there, to compare and restore.
 
-A trace and a trial run ``forward``, which may count its calls or set flags, and are no call of the model::
+A trace or a trial runs ``forward``, which may count its calls or set flags, and must leave the model as it
+was::
 
     before = attributes_of(model)
     model(x)                           self.calls["train"] += 1
-    put_back(before)                   its names: ["calls"]
+    put_back(before)                   returns ["calls"]
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import reached
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
-"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks are the model's: it
-may add them once, with a flag that says so. So are modes: ``forward`` may call ``self.norm.eval()``."""
+"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks count as the model's
+own, which may add them at its first call. So does ``training``: ``forward`` may call ``self.norm.eval()``."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A value as it was.
+    """A value, and its contents when the snapshot was made.
 
     Attributes:
         value: the object itself.
-        keys: of a dict, or the names of attributes.
-        parts: of a list, tuple, set, dict or opened object; of an array the elements, None of anything else.
+        keys: the keys of a dict, or the names of attributes.
+        parts: snapshots of the items of a container, or of the attributes of an opened object; a copy of an
+            array; None for any other value.
     """
 
     value: Any
@@ -43,7 +45,7 @@ class Snapshot:
     parts: tuple[Snapshot, ...] | np.ndarray | None = None
 
     def is_of(self, value: Any) -> bool:
-        """Whether this object, and what is in it, is the same as then."""
+        """Whether ``value`` is the same object, with the same contents as then."""
         if value is not self.value:
             return False
         if self.parts is None:
@@ -58,7 +60,7 @@ class Snapshot:
         return all(part.is_of(item) for part, item in zip(self.parts, items, strict=True))
 
     def put_back(self) -> Any:
-        """The object, with what was in it."""
+        """Restore the contents of the object, and return it."""
         if isinstance(self.parts, np.ndarray):
             self.value[...] = self.parts
         elif self.parts is not None and not self.is_of(self.value):
@@ -72,7 +74,7 @@ class Snapshot:
         return self.value
 
     def opened(self, objects: dict[int, Any]) -> Snapshot:
-        """With the attributes that objects have now; each is opened once and taken out of ``objects``."""
+        """Return it with the attributes that objects have now; each is opened once, and popped."""
         if self.parts is None and id(self.value) in objects:
             own = own_attributes(objects.pop(id(self.value)))
             return Snapshot(self.value, tuple(own), tuple(map(snapshot, own.values()))).opened(objects)
@@ -81,7 +83,7 @@ class Snapshot:
         return replace(self, parts=tuple(part.opened(objects) for part in self.parts))
 
     def leaves(self) -> Iterator[Any]:
-        """What is in it that holds nothing else."""
+        """Yield the values in it that have no parts."""
         if isinstance(self.parts, tuple):
             for part in self.parts:
                 yield from part.leaves()
@@ -89,18 +91,18 @@ class Snapshot:
             yield self.value
 
     def plain(self) -> Any:
-        """Its numbers, texts and flags, to be compared by ``==``."""
+        """Return its numbers, texts and flags, in a form to compare by ``==``."""
         if isinstance(self.parts, np.ndarray):
             return str(self.parts.dtype), self.parts.shape, self.parts.tobytes()
         if self.parts is not None:
-            found = [part.plain() for part in self.parts]
+            values = [part.plain() for part in self.parts]
             is_set = isinstance(self.value, set | frozenset)
-            return list(map(repr, self.keys)), sorted(found, key=repr) if is_set else found
+            return list(map(repr, self.keys)), sorted(values, key=repr) if is_set else values
         return (type(self.value), repr(self.value)) if isinstance(self.value, _PLAIN) else None
 
 
 def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:
-    """A value as it is now; ``around`` are ids of the containers that it is in, which it may be again."""
+    """Return a snapshot of a value; ``around`` has the ids of its containers, which it may hold in turn."""
     if type(value) is np.ndarray and value.dtype != object:
         return Snapshot(value, (), value.copy())
     if not isinstance(value, list | tuple | dict | set | frozenset | deque) or id(value) in around:
@@ -113,7 +115,7 @@ def _keys_and_items(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     if isinstance(value, dict):
         return tuple(value), tuple(value.values())
     items = sorted(value, key=id) if isinstance(value, set | frozenset) else value
-    return (), tuple(iter(items))  # a class may have no length
+    return (), tuple(iter(items))  # ``iter``: a derived class may define no valid length
 
 
 def _is_key(one: Any, other: Any) -> bool:
@@ -121,34 +123,34 @@ def _is_key(one: Any, other: Any) -> bool:
 
 
 def attributes_behind(value: Any) -> dict[str, Any] | None:
-    """Those of an object itself, which may stand for another that is not there to be asked."""
+    """Return the attributes of an object itself, not of one that it is a proxy of; None if it has none."""
     try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found
+    return attributes
 
 
 def contents_of(value: Any) -> list[Any]:
-    """What is in a container; not in one of a class derived from it, which may make that when it is asked."""
+    """Return the contents of a container; none of a derived class, which may compute them on access."""
     if type(value) in (dict, OrderedDict, defaultdict):
         return [*value, *value.values()]
     return list(value) if type(value) in (list, tuple, set) else []
 
 
 def items_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[tuple[Any, Any]]:
-    """What is in a container under its keys or numbers; not what a class derived from dict makes of it.
+    """Return the stored keys, or indices, and items of a container, without methods of a derived class.
 
-    Those of transformers import what they name when they are asked for it.
+    Those of transformers' lazy mappings import the modules that they name.
     """
     if isinstance(container, dict):
         return list(dict.items(container))
-    inside = list.__iter__(container) if isinstance(container, list) else deque.__iter__(container)
-    return list(enumerate(inside))
+    items = list.__iter__(container) if isinstance(container, list) else deque.__iter__(container)
+    return list(enumerate(items))
 
 
 def held_by(model: nn.Module) -> set[int]:
-    """Ids of a model's modules, of what is in their attributes but hooks, and in containers there."""
+    """Return the ids of a model's modules, of their attributes except hooks, and of containers' contents."""
 
     def inside(value: Any) -> list[Any]:
         attributes = own_attributes(value) if isinstance(value, nn.Module) else {}
@@ -161,7 +163,7 @@ Attributes = list[tuple[Any, dict[str, Snapshot]]]
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:
-    """Those of a module, a parameter or another object that are not torch's."""
+    """Return the attributes of a module, a parameter or another object that are not torch's."""
     if isinstance(owner, torch.Tensor):
         return notes_of(owner)
     torchs = TORCHS if isinstance(owner, nn.Module) else ()
@@ -169,16 +171,16 @@ def own_attributes(owner: Any) -> dict[str, Any]:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is one of Python's, such as ``itertools.cycle(...)``, of which a call may take the next."""
+    """Whether a value is a built-in iterator, such as ``itertools.cycle(...)``: a call may advance it."""
     return isinstance(value, Iterator) and not hasattr(value, "__dict__")
 
 
 def put_back(before: Attributes) -> list[str]:
-    """Undo changes of attributes; their names."""
+    """Undo changes of attributes, and return their names."""
     changed = []
-    for part, known in before:
-        table: dict[str, Any] = part.__dict__
-        for name in own_attributes(part).keys() - known.keys():
+    for owner, known in before:
+        table: dict[str, Any] = owner.__dict__
+        for name in own_attributes(owner).keys() - known.keys():
             changed.append(name)
             del table[name]
         for name, kept in known.items():

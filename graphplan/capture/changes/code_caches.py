@@ -1,12 +1,12 @@
-"""What the code of a model keeps outside of it: global names and tables, and the caches of functions.
+"""Storage of a model's code outside of the model: global variables and tables, and caches of functions.
 
-Tensors that are made once are often kept so::
+It often holds tensors that are made once::
 
     @lru_cache
     def positions(length):
         return torch.arange(length)
 
-A trace would leave tensors without values there, for the next trace, and for the caller's own model.
+A trace would leave tensors without values there, which the next trace and the caller's model would find.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _ABSENT = object()
 
 
 class CodeCaches:
-    """What the functions, classes and hooks of a model reach, those of their own packages."""
+    """The tables and caches that functions, classes and hooks in the packages of a model's code reach."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tables: dict[int, Any] = {}  # by id: dicts, lists, classes, and cells
+        self._tables: dict[int, Any] = {}  # id -> dict, list, class or cell
         self._cached: list[Any] = []
         parts = list(model.modules())
         hooks = [hook for part in parts for hook in hooks_of(part)]
@@ -57,31 +57,31 @@ class CodeCaches:
         code = [*map(function_of, hooks), *functions, *classes]
         self._packages = set(map(_package, code)) - _LIBRARIES
         self._todo: list[Any] = [*code, *hooks, *(type(one) for part in parts for one in vars(part).values())]
-        own, seen = held_by(model), set[int]()
+        held, seen = held_by(model), set[int]()
         while self._todo:
             value = self._todo.pop()
-            # attributes of the model are left to others
+            # attributes of the model are restored elsewhere
             if type(value) not in _PLAIN and id(value) not in seen:
                 seen.add(id(value))
-                if id(value) not in own or not issubclass(type(value), nn.Module | dict | list | deque):
-                    self._read(value)
+                if id(value) not in held or not issubclass(type(value), nn.Module | dict | list | deque):
+                    self._visit(value)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """A block after which they hold nothing of a trace."""
+        """Context manager that removes what a trace has stored there at its exit."""
         before = [(table, dict(_items(table))) for table in self._tables.values()]
         misses = [cached.cache_info().misses for cached in self._cached]
         try:
             yield
         finally:
-            for table, known in before:
-                _put_back(table, known)
+            for table, entries in before:
+                _put_back(table, entries)
             for cached, count in zip(self._cached, misses, strict=True):
                 if cached.cache_info().misses != count and any(map(_is_traced, _results(cached))):
                     cached.cache_clear()
 
-    def _read(self, value: Any) -> None:
-        kind = type(value)  # what stands for an object elsewhere, as of a request, may not be asked
+    def _visit(self, value: Any) -> None:
+        kind = type(value)  # ``isinstance`` would ask a proxy, such as one of a request, for its object
         if kind is _CACHED:
             self._cached.append(value)
             self._todo += _results(value)
@@ -95,7 +95,7 @@ class CodeCaches:
             self._todo.append(getattr(value, _AROUND[kind]))
         elif kind is FunctionType:
             if _package(value) in self._packages:
-                self._todo += [vars(value), *self._named(value), *(value.__closure__ or ())]
+                self._todo += [vars(value), *self._named_values(value), *(value.__closure__ or ())]
                 self._todo += [*(value.__defaults__ or ()), value.__kwdefaults__]
         elif issubclass(kind, type):
             if _package(value) in self._packages:
@@ -110,22 +110,23 @@ class CodeCaches:
             self._tables[id(vars(value))] = vars(value)
             self._todo += own_attributes(value).values()
         elif issubclass(kind, threading.local):
-            self._todo.append(vars(value))  # those of this thread
+            self._todo.append(vars(value))  # this thread's attributes
         elif issubclass(kind, MutableMapping) or _package(kind) in self._packages:
             self._todo += [kind, attributes_behind(value)]
 
-    def _named(self, function: FunctionType) -> list[Any]:
-        """What a function finds under the names in it, in its own module and in others of the packages."""
-        names, spaces, found = names_in(function), [function.__globals__], list[Any]()
+    def _named_values(self, function: FunctionType) -> list[Any]:
+        """Return the globals that a function may read, of its own module and of others of the packages."""
+        names, spaces, values = names_in(function), [function.__globals__], list[Any]()
         for space in spaces:
             self._tables[id(space)] = space
-            read = space.copy() if "globals" in names else names & space.keys()  # by names that it makes
-            for value in map(space.get, read):
+            # ``globals()[...]`` may read any name
+            used = space.copy() if "globals" in names else names & space.keys()
+            for value in map(space.get, used):
                 if not issubclass(type(value), ModuleType):
-                    found.append(value)
+                    values.append(value)
                 elif _top(vars(value).get("__name__")) in self._packages:
                     spaces += [vars(value)] if id(vars(value)) not in map(id, spaces) else []
-        return found
+        return values
 
 
 def _package(code: Any) -> str:
@@ -143,36 +144,36 @@ def _items(table: Any) -> list[tuple[Any, Any]]:
     return list(vars(table).items()) if isinstance(table, type) else items_of(table)
 
 
-def _put_back(table: Any, known: dict[Any, Any]) -> None:
-    """Take what is of a trace from a table, and give it back what was there."""
-    new = [(name, value) for name, value in _items(table) if known.get(name, _ABSENT) is not value]
+def _put_back(table: Any, before: dict[Any, Any]) -> None:
+    """Replace values of a trace in a table by those that were there before."""
+    new = [(name, value) for name, value in _items(table) if before.get(name, _ABSENT) is not value]
     for name in [name for name, value in new if _is_traced(value)]:
         if isinstance(table, list | deque):
             table.clear()
-            table.extend(known.values())
+            table.extend(before.values())
             return
         if not isinstance(table, dict):
-            setattr(table, name, known[name]) if name in known else delattr(table, name)
-        elif name in known:
-            table[name] = known[name]
+            setattr(table, name, before[name]) if name in before else delattr(table, name)
+        elif name in before:
+            table[name] = before[name]
         else:
             del table[name]
 
 
 def _results(cached: Any) -> list[Any]:
-    """What a function keeps: in its table, or, with a limit, behind the entries of that."""
-    own = gc.get_referents(cached)
-    entries = [entry for table in own if isinstance(table, dict) for entry in table.values()]
-    return own + gc.get_referents(*entries)
+    """Return the results in a function's cache: in its table, or, with ``maxsize``, behind its entries."""
+    referents = gc.get_referents(cached)
+    entries = [entry for table in referents if isinstance(table, dict) for entry in table.values()]
+    return referents + gc.get_referents(*entries)
 
 
 def _is_traced(value: Any) -> bool:
-    """Whether something is of a trace, or holds that."""
+    """Whether a value is, or holds, a tensor or a number of a trace."""
 
     def inside(one: Any) -> Iterable[Any]:
         if issubclass(type(one), type | ModuleType | FunctionType):
             return ()
-        found = one if issubclass(type(one), _CONTAINERS) else attributes_behind(one)
-        return dict.values(found) if isinstance(found, dict) else found or ()
+        contents = one if issubclass(type(one), _CONTAINERS) else attributes_behind(one)
+        return dict.values(contents) if isinstance(contents, dict) else contents or ()
 
     return any(issubclass(type(one), _TRACED) for one in reached([value], inside, id))

@@ -1,14 +1,14 @@
-"""What a call changes of the lists and dicts that it is given, which a graph returns beside its result.
+"""Lists and dicts among the arguments that a call changes: the graph returns their new contents, too.
 
-A cache of a user's own is often such a list or dict, with more in it after each call::
+A user's own cache is often such a list or dict, which grows in each call::
 
     def forward(self, x, past):                   def forward(x, past_0):
         past.append(self.k(x))                        k = linear(x, ...)
         return self.o(torch.cat(past, 1))             ...
                                                       return out, k
 
-The placed model then gives the caller's ``past`` the contents ``[past[0], k]``. Other objects (dataclasses,
-nested caches, what pytree cannot lead to) do not change so: a model that changes them runs without a graph.
+The placed model then sets the contents of the caller's ``past`` to ``[past[0], k]``. A model that changes
+other objects (dataclasses, nested caches, objects that no pytree path leads to) runs without a graph.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Held:
     """A container of the caller's.
 
     Attributes:
-        place: where it is.
-        is_found: whether an argument by name, and keys, lead to it.
-        value: itself, in the trace.
-        parts: what was in it before the call.
-        context: what else makes it, as pytree has it.
+        place: its path in the arguments.
+        is_found: whether a named argument, and keys, lead to it.
+        value: the container in the trace.
+        parts: its contents before the call.
+        context: its pytree context before the call.
     """
 
     place: Given
@@ -45,23 +45,23 @@ class _Held:
 
     @property
     def is_changed(self) -> bool:
-        """Whether other objects are in it now."""
+        """Whether it holds other objects now."""
         parts, context = node_of_class(type(self.value)).flatten_fn(self.value)
         same = len(parts) == len(self.parts) and all(a is b for a, b in zip(parts, self.parts, strict=True))
         return not same or context != self.context
 
 
 class GivenContents:
-    """The containers of a call's arguments, and what is in them before the call.
+    """The containers in the arguments of a call, and their contents before the call.
 
     Args:
-        args: arguments without a name.
-        kwargs: those by name.
+        args: positional arguments.
+        kwargs: named arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._held: dict[int, _Held] = {}
-        self._places: dict[int, Given] = {}  # by identity, also of tensors and objects
+        self._places: dict[int, Given] = {}  # by id, also of tensors and other objects
         for index, value in enumerate(args):
             self._hold(value, Given(f"args[{index}]"), is_found=False)
         for name, value in kwargs.items():
@@ -82,26 +82,30 @@ class GivenContents:
             self._hold(part, inside, is_found=is_found and _leads_to(key, value, part))
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
-        """By changed argument, what became of the lists and dicts in it; and what stands for all in it."""
+        """Return, by changed argument, the contents of its lists and dicts; and id -> place of all in it.
+
+        Raises:
+            NoGraphError: a container that is no list or dict, or that no names lead to, has changed.
+        """
         changed = {key: held for key, held in self._held.items() if held.is_changed}
-        found: dict[str, list[tuple[Given, Any]]] = {}
+        contents_of: dict[str, list[tuple[Given, Any]]] = {}
         for held in changed.values():
             if not (held.is_found and _can_be_changed(held.value)):
                 raise NoGraphError(
                     f"it changes {held.place}, a {type(held.value).__name__}, which it is given: a graph "
                     "changes only lists and dicts, in arguments that forward has names for"
                 )
-            found[held.place.name] = []
-        # those that keep what they have too: a changed one must not be another of them in a later call
+            contents_of[held.place.name] = []
+        # also the unchanged ones: in a later call, a changed one must not be the same object as one of these
         for key, held in self._held.items():
-            if held.is_found and held.place.name in found and _can_be_changed(held.value):
+            if held.is_found and held.place.name in contents_of and _can_be_changed(held.value):
                 contents = _contents(held.value) if key in changed else held.value
-                found[held.place.name].append((held.place, contents))
-        return found, {key: place for key, place in self._places.items() if place.name in found}
+                contents_of[held.place.name].append((held.place, contents))
+        return contents_of, {key: place for key, place in self._places.items() if place.name in contents_of}
 
 
 def _leads_to(key: Any, value: Any, part: Any) -> bool:
-    """Whether a key gets a part of a value: of a cache, and of other classes, parts have numbers alone."""
+    """Whether a key leads to a part of a value: parts of caches, and of some classes, are only numbered."""
     try:
         return key.get(value) is part
     except Exception:  # the class of the caller's object may raise anything

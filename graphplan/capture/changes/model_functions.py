@@ -1,4 +1,4 @@
-"""The functions that run around the calls of modules, and the names in their code."""
+"""The hooks of modules, and the names in the code of functions."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 from torch import nn
 
 EMPTY = object()
-"""What is in a cell that is not yet filled."""
+"""The content of a cell that is not filled yet."""
 
-_CALLED = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def hooks_of(part: nn.Module) -> list[Any]:
-    """Those that run around the calls of a module."""
-    return [hook for table in _CALLED for hook in vars(part)[table].values()]
+    """Return the forward pre-hooks and forward hooks of a module."""
+    return [hook for table in _HOOK_TABLES for hook in vars(part)[table].values()]
 
 
 def function_of(hook: Any) -> Any:
-    """The function that a hook runs, or what is like one."""
+    """Return the function that a hook runs, or the ``__call__`` of its class."""
     while isinstance(hook, functools.partial | MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     return hook if isinstance(hook, FunctionType) else inspect.getattr_static(type(hook), "__call__")
 
 
 def names_in(function: FunctionType) -> set[str]:
-    """Names of globals and attributes in the code of a function, and in what is defined in it."""
+    """Return the names of globals and attributes in the code of a function, and of functions inside it."""
     return {name for code in codes_in(function.__code__) for name in code.co_names}
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of what is defined in it."""
+    """Yield a code object, and those of the functions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -42,7 +42,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def content_of(cell: CellType) -> Any:
-    """What a variable around a function holds; ``EMPTY`` before it is set."""
+    """Return the content of a closure's cell; ``EMPTY`` before it is set."""
     try:
         return cell.cell_contents
     except ValueError:
