@@ -1,15 +1,15 @@
-"""Attention of a training step as one operation each way, whatever device it runs on.
+"""Attention of a training step as one forward and one backward operation, whatever device it runs on.
 
-Autograd would write down the kernel of the device that a trace is made on, or attention written out, which
-saves the square of the length. Here forward and backward are operations that run torch's own attention, with
-the kernel that it chooses where they run; the backward pass runs it again, and differentiates that::
+A trace of autograd would have the kernel of the device that it is made on, or the decomposed attention, which
+saves tensors of the length squared. Here both operations run torch's own attention, with the kernel that it
+chooses for the device they run on; the backward operation runs the forward pass again and differentiates it::
 
     eager      out, logsumexp = flash_attention(q, k, v)         saved: q, k, v, out, logsumexp
     here       out = graphplan.scaled_dot_product_attention(q, k, v, mask, ...)        saved: q, k, v, mask
                dq, dk, dv = graphplan.scaled_dot_product_attention_backward(grad, q, k, v, mask, ...)
 
-Attention with dropout, whose random numbers a second run would not draw again, and with a mask that has a
-gradient are written out.
+Attention is decomposed if it has dropout, since a second run would draw other random numbers, or a mask that
+requires a gradient.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LIBRARY.define(f"{_NAME}({_ARGUMENTS}) -> Tensor")
 _LIBRARY.define(f"{_NAME}_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 attention = torch.ops.graphplan.scaled_dot_product_attention.default
-"""Weighted values (batch, ..., queries, value size), as those of ``scaled_dot_product_attention``.
+"""The result (batch, ..., queries, value size) of ``scaled_dot_product_attention``.
 
 Batches and heads are broadcast.
 """
 
 attention_backward = torch.ops.graphplan.scaled_dot_product_attention_backward.default
-"""The gradients of query, key and value."""
+"""The gradients by query, key and value."""
 
 
 def _attention(
@@ -66,26 +66,26 @@ def attend_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, 
     """Run :data:`attention_backward`."""
     inputs = tuple(tensor.detach().requires_grad_() for tensor in arguments[:3])
     with torch.enable_grad():
-        made = _attention(*inputs, *arguments[3:])
-    return tuple(map(_by_position, torch.autograd.grad(made, inputs, grad)))
+        output = _attention(*inputs, *arguments[3:])
+    return tuple(map(_by_position, torch.autograd.grad(output, inputs, grad)))
 
 
 def _by_position(tensor: torch.Tensor) -> torch.Tensor:
-    """With the heads of a position beside each other, as fused kernels lay their results out."""
+    """Return the tensor with the heads of each position adjacent in memory, as fused kernels return it."""
     if tensor.dim() < 4:
         return tensor.contiguous()
     return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 RUNS: dict[Any, Callable[..., Any]] = {attention: attend, attention_backward: attend_backward}
-"""The operations of this file, and what runs each: below an operation, autograd records nothing."""
+"""Operation -> the function that runs it; autograd does not record what it calls."""
 
 
-def _like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return _by_position(tensor.new_empty(shape or tensor.shape))
 
 
-def _shape(
+def _fake_output(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -94,49 +94,47 @@ def _shape(
     _scale: float | None,
     grouped: bool,
 ) -> torch.Tensor:
-    heads = query.shape[-3:-2] if grouped else ()  # which the others have once they are repeated
+    heads = query.shape[-3:-2] if grouped else ()  # key and value have as many once they are repeated
     batches = [(*tensor.shape[: -2 - len(heads)], *heads) for tensor in (query, key, value)]
-    return _like(query, *torch.broadcast_shapes(*batches), query.shape[-2], value.shape[-1])
+    return _empty_like(query, *torch.broadcast_shapes(*batches), query.shape[-2], value.shape[-1])
 
 
-def _shapes_of_gradients(_grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(map(_like, arguments[:3]))
+def _fake_gradients(_grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(map(_empty_like, arguments[:3]))
 
 
 for _operation, _run in RUNS.items():
     _LIBRARY.impl(_operation, _run, "CompositeExplicitAutograd")
-torch.library.register_fake(attention, _shape, lib=_LIBRARY)
-torch.library.register_fake(attention_backward, _shapes_of_gradients, lib=_LIBRARY)
+torch.library.register_fake(attention, _fake_output, lib=_LIBRARY)
+torch.library.register_fake(attention_backward, _fake_gradients, lib=_LIBRARY)
 
 
 class _Attention(torch.autograd.Function):
-    """Both operations, for autograd."""
+    """Both operations as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        """Weighted values."""
-        tensors, ctx.how = arguments[:4], arguments[4:]
+        tensors, ctx.options = arguments[:4], arguments[4:]
         ctx.save_for_backward(*tensors)
-        made: torch.Tensor = attention(*arguments)
-        return made
+        output: torch.Tensor = attention(*arguments)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Of query, key and value."""
-        return *attention_backward(*grads, *ctx.saved_tensors, *ctx.how), None, None, None, None
+        return *attention_backward(*grads, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 @contextmanager
 def on_any_device() -> Iterator[None]:
-    """A block in which autograd's operations are those that all devices have."""
-    # oneDNN's LSTM leaves a result undefined, which no graph can hand to the backward pass
+    """Context manager in which autograd records only operations that all devices have."""
+    # oneDNN's LSTM leaves a result undefined, which a graph cannot pass to the backward pass
     flags = torch.backends.mkldnn.flags(enabled=False)
-    with unwarned("TF32 acceleration"), flags, sdpa_kernel(SDPBackend.MATH):  # its flags tell of Intel's GPUs
+    with unwarned("TF32 acceleration"), flags, sdpa_kernel(SDPBackend.MATH):  # the flags warn of Intel's GPUs
         yield
 
 
 class AttentionWhole(fx.Interpreter):
-    """Runs a captured graph with autograd: its attention is one operation each way."""
+    """Runs a captured graph with autograd; its attention is one operation in each direction."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation."""
@@ -159,7 +157,7 @@ def _differentiable(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    made: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]  # of torch
+    output: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]  # of torch
         query, key, value, attn_mask, is_causal, scale, enable_gqa
     )
-    return made
+    return output

@@ -1,4 +1,4 @@
-"""What autocast does becomes part of the graph: casts, and operations that need no autocast.
+"""Explicit casts in the graph in the place of autocast.
 
 Before and after, for an operation that was traced in a block of ``torch.autocast("cpu", torch.bfloat16)``::
 
@@ -6,9 +6,9 @@ Before and after, for an operation that was traced in a block of ``torch.autocas
                                 to_1 = to.dtype(w, bfloat16)
                                 linear = linear(to, to_1)
 
-So the plan knows the bytes of what autocast makes, and the graph computes the same on devices that have no
-autocast. Which operations cast, and to what, torch alone knows, for each type of device: each operation runs
-on fake tensors with autocast and without, and the casts that only the first run makes are written down.
+So the plan counts the bytes of cast tensors, and the graph computes the same on devices without autocast.
+Torch alone knows which operations it casts, and to which dtype, for each type of device. So each operation
+runs on fake tensors with autocast and without, and the casts that only the first run makes are inserted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphplan.errors import NoGraphError
 aten = torch.ops.aten
 
 AUTOCAST = "autocast"
-"""In ``meta`` of a node: the blocks of autocast around it, each (type of device, dtype, enabled, ...)."""
+"""Key in the ``meta`` of a node: the autocast blocks around it, each (device type, dtype, enabled, ...)."""
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -41,21 +41,21 @@ _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 def write_casts(
     module: fx.GraphModule, weights: Set[str], ambient: torch.dtype | None, device_types: Sequence[str]
 ) -> None:
-    """Write down the casts of autocast, in place.
+    """Insert the casts of autocast, in place.
 
     Args:
         module: a trace on the CPU, made under the ``ambient`` autocast.
-        weights: names of the nodes that are weights: each is cast once, as autocast does.
-        ambient: the type that autocast was on for around the call; None where it was off.
-        device_types: of the devices that will compute: a block for another type does nothing.
+        weights: names of the weights' nodes: each weight is cast once, as by autocast.
+        ambient: the dtype of autocast around the call; None where it was off.
+        device_types: types of the devices that will compute: a block for another type has no effect.
 
     Raises:
-        NoGraphError: an operation under autocast whose casts no graph can say.
+        NoGraphError: no casts of its arguments make an operation compute as under autocast.
     """
     accelerator = next((kind for kind in device_types if kind not in (CPU, SIMULATED)), CPU)
-    there = accelerator != CPU and getattr(torch, accelerator).is_available()
-    names = {node for node in module.graph.nodes if node.name in weights}
-    caster = _Caster(names, ambient, {CPU, accelerator}, accelerator if there else CPU)
+    is_available = accelerator != CPU and getattr(torch, accelerator).is_available()
+    weight_nodes = {node for node in module.graph.nodes if node.name in weights}
+    caster = _Caster(weight_nodes, ambient, {CPU, accelerator}, accelerator if is_available else CPU)
     if ambient is not None or _has_blocks(module):
         caster.visit_all(module)
 
@@ -67,12 +67,12 @@ def _has_blocks(module: fx.GraphModule) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Casts:
-    """What autocast does to an operation.
+    """The effect of autocast on an operation.
 
     Attributes:
-        casts: position among ``all_input_nodes`` -> the type that autocast casts to.
-        makes: the types of the results.
-        enough: whether the operation makes these of cast arguments.
+        casts: position among ``all_input_nodes`` -> the dtype that autocast casts to.
+        makes: the dtypes of the results.
+        enough: whether the casts alone lead to these dtypes.
     """
 
     casts: Mapping[int, torch.dtype]
@@ -81,13 +81,13 @@ class _Casts:
 
 
 class _Caster:
-    """Inserts casts, and gives the values behind them the types that they have then.
+    """Inserts casts, and updates the dtypes of the values that depend on them.
 
     Args:
-        weights: the nodes that are weights.
-        ambient: the type that autocast was on for around the call.
-        kinds: the types of device whose blocks count.
-        kind: the type of device by whose rules autocast casts.
+        weights: the nodes of weights.
+        ambient: the dtype of autocast around the call.
+        kinds: the device types whose blocks have an effect.
+        kind: the device type by whose rules autocast casts.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class _Caster:
         """Insert the casts of all operations, in order."""
         for node in [node for node in module.graph.nodes if node.op == "call_function"]:
             blocks = node.meta.pop(AUTOCAST, ())
-            found = [dtype if enabled else None for kind, dtype, enabled, *_ in blocks if kind in self.kinds]
+            dtypes = [dtype if enabled else None for kind, dtype, enabled, *_ in blocks if kind in self.kinds]
             if node.target is _GRAD_MODE:
                 self._enter(module, node)
             else:
-                self._visit(node, found[-1] if found else self.ambient)
+                self._visit(node, dtypes[-1] if dtypes else self.ambient)
 
     def _enter(self, module: fx.GraphModule, block: fx.Node) -> None:
-        """Insert the casts in a block of another gradient mode, which reads and makes other types then."""
+        """Insert the casts in a block of another gradient mode, and update its inputs and results."""
         _, body, *operands = block.args
         inner = getattr(module, body.target)  # type: ignore[union-attr,arg-type]  # a get_attr node
         for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
@@ -121,17 +121,17 @@ class _Caster:
         self.changed.add(block)
 
     def _visit(self, node: fx.Node, dtype: torch.dtype | None) -> None:
-        """Insert the casts of one operation; those before it have been visited."""
+        """Insert the casts of one operation, after all those before it."""
         value = node.meta.get("val")
         if not (_has_tensors(value) and any(_has_tensors(s.meta.get("val")) for s in node.all_input_nodes)):
             return
-        found = None if dtype is None else self._autocast(node, dtype)
-        if found is not None:
+        effect = None if dtype is None else self._autocast(node, dtype)
+        if effect is not None:
             sources = node.all_input_nodes
-            for position, to in found.casts.items():
+            for position, to in effect.casts.items():
                 node.replace_input_with(sources[position], self._cast(sources[position], to, node))
-        if found is not None and not found.enough:
-            value = _run_for(node, found.makes)
+        if effect is not None and not effect.enough:
+            value = _run_for(node, effect.makes)
         elif not self.changed.isdisjoint(node.all_input_nodes):
             value = _run(node)
         if _dtypes(value) != _dtypes(node.meta.get("val")):
@@ -141,53 +141,53 @@ class _Caster:
     def _autocast(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
         if any(source.op == "get_attr" for source in node.all_input_nodes):
             raise NoGraphError(f"{node.name!r} is a control-flow operation under autocast")
-        alike = fx.map_arg((node.args, node.kwargs), lambda source: _dtypes(source.meta.get("val")))
-        key = (node.target, dtype, str(alike))
+        arguments = fx.map_arg((node.args, node.kwargs), lambda source: _dtypes(source.meta.get("val")))
+        key = (node.target, dtype, str(arguments))
         if key not in self.seen:
             self.seen[key] = self._find_casts(node, dtype)
         return self.seen[key]
 
     def _find_casts(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
-        """The casts after which the operation makes without autocast what it makes under it."""
-        under, plain = _Recorder(node, self.kind), _Recorder(node, self.kind)
-        makes = _dtypes(under.run(dtype))
-        _made(plain)
-        casts: Mapping[int, torch.dtype] = {} if under.casts == plain.casts else under.casts
+        """Return the casts after which the operation computes without autocast as it does with it."""
+        with_autocast, plain = _Recorder(node, self.kind), _Recorder(node, self.kind)
+        makes = _dtypes(with_autocast.run(dtype))
+        _plain_dtypes(plain)
+        casts: Mapping[int, torch.dtype] = {} if with_autocast.casts == plain.casts else with_autocast.casts
         if isinstance(node.target, OpOverload) and not is_autocast(node.target, self.kind):
-            # a composite operation, such as einsum, of which parts are cast: then all that it reads is
-            casts = {} if under.count == plain.count else dict.fromkeys(_floating(node), dtype)
-        return _Casts(casts, makes, enough=_made(_Recorder(node, self.kind, casts)) == makes)
+            # autocast casts inside a composite operation, such as einsum: cast all its floating-point inputs
+            casts = {} if with_autocast.count == plain.count else dict.fromkeys(_floating(node), dtype)
+        return _Casts(casts, makes, enough=_plain_dtypes(_Recorder(node, self.kind, casts)) == makes)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
-        """A cast of a value ahead of a reader; of a weight, the same for all."""
+        """Return a cast of a value before a reader; one of a weight serves all readers."""
         if (source, dtype) in self.casts:
             return self.casts[source, dtype]
         with reader.graph.inserting_before(reader):
-            made = reader.graph.call_function(aten.to.dtype, (source, dtype))
-        belong_with(made, reader)
-        made.meta["val"] = _run(made)
-        self.changed.add(made)
+            cast = reader.graph.call_function(aten.to.dtype, (source, dtype))
+        belong_with(cast, reader)
+        cast.meta["val"] = _run(cast)
+        self.changed.add(cast)
         if source in self.weights:
-            self.casts[source, dtype] = made
-        return made
+            self.casts[source, dtype] = cast
+        return cast
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs an operation on fakes of its arguments, on one type of device, and sees which of them are cast."""
+    """Runs an operation on fakes of its arguments, on one device type, and records which of them are cast."""
 
     def __init__(self, node: fx.Node, kind: str, cast: Mapping[int, torch.dtype] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.node, self.kind, cast = node, kind, cast or {}
         self.fakes = {
-            source: _fake(source.meta.get("val"), kind, cast.get(at))
-            for at, source in enumerate(node.all_input_nodes)
+            source: _fake(source.meta.get("val"), kind, cast.get(position))
+            for position, source in enumerate(node.all_input_nodes)
         }
-        self.position = {id(self.fakes[source]): at for at, source in enumerate(node.all_input_nodes)}
+        self.position = {id(self.fakes[source]): i for i, source in enumerate(node.all_input_nodes)}
         self.casts: dict[int, torch.dtype] = {}
-        self.count = 0  # of casts, of arguments or of what is made of them
+        self.count = 0  # casts of arguments and of intermediate results
 
     def run(self, dtype: torch.dtype | None) -> Any:
-        """The results, under an autocast for ``dtype``."""
+        """Return the results under autocast to ``dtype``; without autocast if it is None."""
         autocast = torch.autocast(self.kind, dtype, enabled=dtype is not None, cache_enabled=False)
         with autocast, _mode(self.fakes.values()), symbolic_kernels(), torch.no_grad(), self:
             return _apply(self.node, self.fakes)
@@ -200,34 +200,34 @@ class _Recorder(TorchDispatchMode):
             kwargs.get("dtype") if func is aten._to_copy.default and id(args[0]) in self.position else None
         )
         self.count += func is aten._to_copy.default and "dtype" in kwargs
-        # autocast casts to one type, ahead of the operation, which may cast its arguments to another
+        # autocast casts to one dtype before the operation, which may itself cast its arguments to another
         if dtype is not None and set(self.casts.values()) <= {dtype}:
             self.casts.setdefault(self.position[id(args[0])], dtype)
         return func(*args, **kwargs)
 
 
 def _floating(node: fx.Node) -> list[int]:
-    """Positions of the tensors of floating-point numbers among ``all_input_nodes``."""
+    """Return the positions of floating-point tensors among ``all_input_nodes``."""
     types = [_dtypes(source.meta.get("val")) for source in node.all_input_nodes]
-    return [at for at, each in enumerate(types) if any(t is not None and t.is_floating_point for t in each)]
+    return [i for i, each in enumerate(types) if any(t is not None and t.is_floating_point for t in each)]
 
 
-def _made(recorder: _Recorder) -> list[Any] | None:
-    """The types of an operation's results without autocast; None where it refuses its arguments' types."""
+def _plain_dtypes(recorder: _Recorder) -> list[Any] | None:
+    """Return the dtypes of the results without autocast; None if the operation rejects its arguments."""
     with suppress(RuntimeError):
         return _dtypes(recorder.run(None))
     return None
 
 
 def _run(node: fx.Node) -> Any:
-    """What an operation makes of the values of its arguments."""
+    """Run an operation, without autocast, on the fake values of its arguments."""
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
     with torch.autocast(CPU, enabled=False), _mode(values.values()), symbolic_kernels(), torch.no_grad():
         return _apply(node, values)
 
 
 def _run_for(node: fx.Node, wanted: Sequence[Any]) -> Any:
-    """The same, of the types that autocast has it make, as where it sums half-precision values in float32."""
+    """Run it with the result dtypes of autocast, as where it sums half-precision values in float32."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any(argument.name == "dtype" for argument in schema.arguments):
         node.update_kwarg("dtype", wanted[0])
@@ -248,14 +248,14 @@ def _mode(values: Any) -> Any:
 
 
 def _fake(value: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
-    """A fake tensor of its own, of the size of a value, on another type of device, cast where it is asked."""
+    """Return new fake tensors of the sizes of a value, on a type of device, cast to ``dtype`` if given."""
 
-    def of(tensor: FakeTensor) -> torch.Tensor:
+    def empty(tensor: FakeTensor) -> torch.Tensor:
         with tensor.fake_mode:
             new = dtype or tensor.dtype
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=new, device=kind)
 
-    return pytree.tree_map_only(FakeTensor, of, value)
+    return pytree.tree_map_only(FakeTensor, empty, value)
 
 
 def _has_tensors(value: Any) -> bool:

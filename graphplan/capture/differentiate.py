@@ -1,7 +1,7 @@
-"""A captured forward pass becomes a training step: forward and backward in one graph.
+"""Construction of a training step, forward and backward in one graph, from a captured forward pass.
 
-The captured graph is run on fake tensors with autograd on, and ``make_fx`` writes down what autograd runs.
-So what it saves are ordinary values, made before and read after::
+The captured graph is run on fake tensors with autograd on, and ``make_fx`` traces what autograd runs. So the
+tensors that autograd saves are ordinary values of the graph::
 
     linear = linear(x, w)          t = t(w)
     loss = sum(linear)             mm = mm(x, t)
@@ -10,8 +10,8 @@ So what it saves are ordinary values, made before and read after::
                                    t_1 = t(expand)                        backward
                                    mm_1 = mm(t_1, x)                      backward, the gradient of w
 
-Nodes of the backward pass have ``backward`` in their ``meta``, and the name (``forward``), the module and the
-line of the operation whose gradient they compute: autograd gives both the same sequence number.
+Nodes of the backward pass have ``backward`` in their ``meta``, and the name (``forward``), module and line of
+the operation whose gradient they compute: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from graphplan.message_text import first_line
 
 aten = torch.ops.aten
 
-_SUM = "Gradient addition node"  # how autograd's sums are marked in a trace
+_SUM = "Gradient addition node"  # torch marks autograd's sums of gradients by this text in the stack trace
 
 
 def differentiate(
@@ -58,21 +58,21 @@ def differentiate(
     *,
     fixed: bool,
 ) -> Capture:
-    """The training step of a captured call.
+    """Return the training step of a captured call.
 
     Args:
-        capture: of the call, with gradients enabled; it is not needed afterwards.
-        weights: of the model.
-        call: the example.
+        capture: the captured call, with gradients enabled; it must not be used afterwards.
+        weights: the weights of the model.
+        call: the example inputs.
         how: which parameters are trained, and from which results.
-        fixed: whether it is for the sizes of this call alone, not for all that the capture is for.
+        fixed: whether the step is for the sizes of this call alone, not for all that the capture serves.
 
     Raises:
-        InputError: no result has a gradient, or ``train_outputs`` names none.
-        NoGraphError: autograd cannot differentiate what was traced.
+        InputError: no result has a gradient, or a name in ``train_outputs`` is of no result with one.
+        NoGraphError: autograd cannot differentiate the captured graph.
     """
     if capture.signature.prepared is not None and not fixed:
-        raise NoGraphError("sizes are what the exporter computes of the arguments")
+        raise NoGraphError("the exporter computes sizes from the arguments")
     nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
     tracing = _Tracing(capture, weights, call, how, None if fixed else open_sizes(capture))
     try:
@@ -88,10 +88,10 @@ def differentiate(
 
 
 class _Tracing:
-    """Runs a captured graph with autograd on, and knows afterwards what is what in the trace of that.
+    """Runs a captured graph with autograd on, and identifies inputs and results in the trace of this run.
 
-    ``trained`` and ``fed`` are the positions of the placeholders that get a gradient, with the parameter, or
-    the leaf of the call, that each is.
+    ``trained`` and ``fed`` have the positions of the placeholders that get a gradient, each with the name of
+    its parameter or the index of its input leaf.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class _Tracing:
         self.others: dict[int, str] = {}
         self.data_sizes: dict[Any, int] = {}
         self.known_sizes: dict[Any, int] = {}
-        self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # of each leaf
+        self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # fake tensor of each leaf
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
-        """A fake tensor for a placeholder, or the number that it stands for."""
+        """Return a fake tensor for a placeholder, or the number that it stands for."""
         name = self.capture.weights.get(node.name)
         if name is None:
             index = self._leaf(node.name)
@@ -126,8 +126,8 @@ class _Tracing:
                 return traced
             if leaf.requires_grad:
                 self.fed.append((position, index))
-            made = self.given[index] = self._fake(traced, requires_grad=leaf.requires_grad)
-            return made
+            fake = self.given[index] = self._fake(traced, requires_grad=leaf.requires_grad)
+            return fake
         tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
         assert tensor is not None
         if is_wrapper(tensor):
@@ -144,17 +144,17 @@ class _Tracing:
         shape, stride = list(tensor.shape), list(tensor.stride())
         if self.sizes:
             shape, stride = list(map(self.sizes.settled, shape)), list(map(self.sizes.settled, stride))
-        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
-        return made.requires_grad_() if requires_grad else made
+        fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
+        return fake.requires_grad_() if requires_grad else fake
 
     def _leaf(self, name: str) -> int:
-        found = self.capture.order[self.capture.inputs.index(name)]
-        if found is None:
+        index = self.capture.order[self.capture.inputs.index(name)]
+        if index is None:
             raise NoGraphError(f"the trace takes {name!r}, which is not among the arguments")
-        return found
+        return index
 
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Fakes of the gradients that backward starts from; finds out of which results."""
+        """Choose the results that backward starts from, and return fakes of their gradients."""
         with on_any_device(), self.env.ignore_fresh_unbacked_symbols():
             results = _Forward(self.capture.module, self.env).run(*_detached(values))
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
@@ -164,7 +164,7 @@ class _Tracing:
         return [torch.empty_like(results[position]).detach() for position in self.differentiated]
 
     def _chosen(self, able: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
-        """Positions of the results that backward starts from, of those that are able to have a gradient."""
+        """Return the positions that backward starts from, among ``able``: results that require a gradient."""
         if not able:
             raise InputError(
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
@@ -178,53 +178,53 @@ class _Tracing:
             if name not in names:
                 known = ", ".join(repr(one) for one in names if one) or "without names"
                 raise InputError(f"train_outputs={name!r}: the results are {known}")
-        found = tuple(position for position in able if names[position] in wanted)
-        lost = [name for name in wanted if name not in {names[position] for position in found}]
-        if lost:
-            raise InputError(f"train_outputs={lost[0]!r}: this result has no gradient")
-        return found
+        chosen = tuple(position for position in able if names[position] in wanted)
+        missing = [name for name in wanted if name not in {names[position] for position in chosen}]
+        if missing:
+            raise InputError(f"train_outputs={missing[0]!r}: this result has no gradient")
+        return chosen
 
     def step(self, *values: Any) -> list[Any]:
-        """What is traced: results, then gradients; None for a parameter that has none."""
-        given = len(values) - len(self.differentiated)
-        inputs, tangents = values[:given], values[given:]
+        """Run the step that is traced; return results, then gradients, None for a parameter without one."""
+        count = len(values) - len(self.differentiated)
+        inputs, tangents = values[:count], values[count:]
         with on_any_device():
             forward = _Forward(self.capture.module, self.env)
             results = list(forward.run(*inputs))
-        known, self.known_sizes = self.capture.sizes, forward.known
-        self.data_sizes = {new: known[old] for new, old in forward.symbols.items() if old in known}
+        sizes, self.known_sizes = self.capture.sizes, forward.known
+        self.data_sizes = {new: sizes[old] for new, old in forward.symbols.items() if old in sizes}
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
         sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
-        of_starts = list(map(_of_size, tangents, starts))
-        gradients = torch.autograd.grad(starts, sources, of_starts, allow_unused=True)
+        grad_outputs = list(map(_resized_tangent, tangents, starts))
+        gradients = torch.autograd.grad(starts, sources, grad_outputs, allow_unused=True)
         return [*results, *gradients]
 
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
-        """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
+        """Return the trace as a capture, with the forward pass's weights and inputs."""
         graph = traced.graph
         refuse_chance(graph, self.known_sizes)
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        for place, node in zip(placeholders, nodes, strict=False):
-            place.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        for placeholder, node in zip(placeholders, nodes, strict=False):
+            placeholder.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         for node in graph.nodes:
             if node.op == "get_attr":
                 raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
         tangents = tuple(names[len(nodes) :])
-        _mark_backward(graph, [place for place in placeholders if place.name in tangents])
+        _mark_backward(graph, [placeholder for placeholder in placeholders if placeholder.name in tangents])
         flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
         count = len(flat) - len(self.trained) - len(self.fed)
         results, gradients = flat[:count], flat[count:]
         for node, (_, name) in zip(gradients, self.trained, strict=False):
             if node is not None and node.meta["val"].layout is not torch.strided:
                 raise NoGraphError(f"the gradient of {name!r} is sparse, which no plan counts")
-        of_weights = _apart(graph, gradients[: len(self.trained)])
-        of_inputs = _apart(graph, gradients[len(self.trained) :])
-        found = [node for node in (*of_weights, *of_inputs) if node is not None]
-        graph.output_node().args = ((*results, *found),)
+        of_weights = _distinct(graph, gradients[: len(self.trained)])
+        of_inputs = _distinct(graph, gradients[len(self.trained) :])
+        outputs = [node for node in (*of_weights, *of_inputs) if node is not None]
+        graph.output_node().args = ((*results, *outputs),)
         step = TrainingStep(
             self.differentiated,
             tangents,
@@ -233,7 +233,7 @@ class _Tracing:
             self.others,
         )
         inputs, signature = tuple(renamed[name] for name in self.capture.inputs), self._signature()
-        given, asked = (
+        given, specs = (
             [each[index] for index in self.capture.order if index is not None]
             for each in (self.call.leaves, signature.leaves)
         )
@@ -244,42 +244,43 @@ class _Tracing:
             inputs=inputs,
             states={renamed[name]: leaf for name, leaf in self.capture.states.items()},
             signature=signature,
-            sizes=self.data_sizes | sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, asked),
+            sizes=self.data_sizes | sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, specs),
             roles=self._roles() if self.sizes else (),
             step=step,
         )
 
     def _signature(self) -> InputSignature:
-        """Which calls the step serves: of the sizes that are no symbols, and of these gradients."""
-        own = self.capture.signature
+        """Return the capture's signature, restricted to sizes and gradients that the step was traced for."""
+        signature = self.capture.signature
         leaves = tuple(
-            self._asked(*each) for each in zip(own.leaves, self.call.leaves, self.given, strict=True)
+            self._leaf_signature(*each)
+            for each in zip(signature.leaves, self.call.leaves, self.given, strict=True)
         )
-        of_sizes = self.sizes.guards() if self.sizes else ()
-        return replace(own, leaves=leaves, guards=(*own.guards, *of_sizes))
+        size_guards = self.sizes.guards() if self.sizes else ()
+        return replace(signature, leaves=leaves, guards=(*signature.guards, *size_guards))
 
-    def _asked(self, leaf: Any, given: Any, traced: torch.Tensor | None) -> Any:
+    def _leaf_signature(self, leaf: Any, given: Any, traced: torch.Tensor | None) -> Any:
         if not isinstance(given, torch.Tensor):
             return leaf if self.sizes else given
         if not isinstance(leaf, TensorLeaf) or traced is None:
             return leaf
-        open_ = [isinstance(size, torch.SymInt) for size in traced.shape]
+        is_open = [isinstance(size, torch.SymInt) for size in traced.shape]
         return replace(
             leaf,
-            shape=tuple(None if one else size for one, size in zip(open_, given.shape, strict=True)),
-            ranges=tuple(leaf.ranges[axis] if one else None for axis, one in enumerate(open_)),
+            shape=tuple(None if one else size for one, size in zip(is_open, given.shape, strict=True)),
+            ranges=tuple(leaf.ranges[axis] if one else None for axis, one in enumerate(is_open)),
             gradient=leaf.gradient if given.requires_grad else False,
         )
 
     def _roles(self) -> tuple[Roles, ...]:
-        found = zip(self.capture.roles, self.given, strict=True) if self.capture.roles else ()
+        pairs = zip(self.capture.roles, self.given, strict=True) if self.capture.roles else ()
         return tuple(
             {
                 axis: role
                 for axis, role in roles.items()
-                if one is None or isinstance(one.shape[axis], torch.SymInt)
+                if fake is None or isinstance(fake.shape[axis], torch.SymInt)
             }
-            for roles, one in found
+            for roles, fake in pairs
         )
 
 
@@ -287,32 +288,31 @@ class _Forward(DecidedSizes, AttentionWhole):
     """Runs the captured graph with autograd."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation."""
-        if target is aten.masked_scatter.default:  # its fake does not broadcast sizes that are symbols
+        if target is aten.masked_scatter.default:  # its fake does not broadcast symbolic sizes
             args = (*torch.broadcast_tensors(*args[:2]), *args[2:])
         if target is aten.dropout.default and has_free_unbacked_symbols(args[0]):
-            return _dropped(*args, **kwargs)  # its own way asks whether there is any element
+            return _dropped(*args, **kwargs)  # torch's formula branches on whether the input is empty
         return super().call_function(target, args, kwargs)
 
 
-def _of_size(tangent: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The gradient of a result, of the size that the result has in this trace, where values decide it."""
+def _resized_tangent(tangent: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return the tangent of a result, with the result's size in this trace if values decide that size."""
     if not has_free_unbacked_symbols(tangent):
         return tangent
     with untraced():
-        made = torch.empty_like(result)
-    return taken_for(made, tangent)
+        resized = torch.empty_like(result)
+    return taken_for(resized, tangent)
 
 
-def _dropped(given: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """What dropout returns, for any number of elements."""
+def _dropped(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Return the result of dropout on a tensor with any number of elements."""
     if p == 0 or not train:
-        return given
-    return given * (torch.empty_like(given).bernoulli_(1 - p).div_(1 - p) if p < 1 else given.new_zeros(()))
+        return x
+    return x * (torch.empty_like(x).bernoulli_(1 - p).div_(1 - p) if p < 1 else x.new_zeros(()))
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:
-    """Copies, so that the trace begins with what no forward pass has written to."""
+    """Return copies of the tensors: the trace must begin with tensors that no forward pass has written to."""
     return [
         value.detach().clone().requires_grad_(value.requires_grad)
         if isinstance(value, torch.Tensor)
@@ -322,7 +322,7 @@ def _detached(values: Sequence[Any]) -> list[Any]:
 
 
 def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
-    """A name for each result: ``"loss"``, ``"[0]"``, ``"past_key_values[3]"``."""
+    """Return a name for each result: ``"loss"``, ``"[0]"``, ``"past_key_values[3]"``."""
     if spec.is_leaf():
         return [prefix]
     children, keys = spec.children(), spec.context
@@ -336,8 +336,8 @@ def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
 
 
 def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
-    """Mark what autograd ran: all from the first reader of a tangent on; and say which module it is of."""
-    first: dict[Any, fx.Node] = {}  # of a number, the operation that autograd has given it
+    """Mark the backward pass, from the first reader of a tangent on, and set the modules of its nodes."""
+    first: dict[Any, fx.Node] = {}  # autograd's sequence number -> the forward operation
     started, last = False, None
     for node in graph.nodes:
         if node.op != "call_function":
@@ -347,24 +347,24 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
             first.setdefault(node.meta.get("seq_nr"), node)
             continue
         node.meta["backward"] = True
-        # the sum of the gradients of a value that is read twice belongs to no operation: it follows the last
-        added = node.target in (aten.add.Tensor, aten.add_.Tensor)  # torch 2.11 marks what follows a sum too
-        summed = added and _SUM in (node.meta.get("stack_trace") or "")
-        owner = last if summed else first.get(node.meta.get("seq_nr"), last)
+        # the sum of the gradients of a value that is read twice has no operation: it goes with the last node
+        is_add = node.target in (aten.add.Tensor, aten.add_.Tensor)  # torch 2.11 marks the next nodes, too
+        is_sum = is_add and _SUM in (node.meta.get("stack_trace") or "")
+        owner = last if is_sum else first.get(node.meta.get("seq_nr"), last)
         if owner is not None:
             belong_with(node, owner)
             node.meta["forward"] = owner.name
             last = owner
 
 
-def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
-    """The gradients, each a node of its own, and complete: what is not is copied."""
+def _distinct(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
+    """Return a node of its own for each gradient: clone inputs, duplicates, and those written to later."""
     seen: set[fx.Node] = set()
-    found: list[fx.Node | None] = []
-    # through a view, say; the last operation counts
+    distinct: list[fx.Node | None] = []
+    # memory -> the last node that writes to it, for example through a view
     written = {memory: node for node in graph.nodes for memory in written_memories(node)}
     for node in gradients:
-        made = node
+        gradient = node
         if node is not None and (
             node.op == "placeholder"
             or node in seen
@@ -372,10 +372,10 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
             or written.get(storage_of(node.meta["val"]), node) > node
         ):
             with graph.inserting_before(graph.output_node()):
-                made = graph.call_function(aten.clone.default, (node,))
-            made.meta.update(node.meta)
-            made.meta["backward"] = True
-        if made is not None:
-            seen.add(made)
-        found.append(made)
-    return found
+                gradient = graph.call_function(aten.clone.default, (node,))
+            gradient.meta.update(node.meta)
+            gradient.meta["backward"] = True
+        if gradient is not None:
+            seen.add(gradient)
+        distinct.append(gradient)
+    return distinct

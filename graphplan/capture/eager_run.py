@@ -1,8 +1,8 @@
-"""One run of a model in eager, to learn of it: what it raises, and what autograd saves.
+"""Trial runs of a model in eager mode, to learn what it raises and what autograd saves.
 
-What eager raises too is the user's error, and comes through a capture unchanged. The copy of the model is
-run, whose weights are zero: on fake tensors, which cost nothing; and where these refuse, with real kernels
-if the model is small, since fake tensors have limits of their own.
+An error that eager mode raises, too, is the user's, and a capture raises it unchanged. A trial runs the copy
+of the model, whose weights are zero, on fake tensors, which cost nothing. If these fail and the model is
+small, it runs real kernels: fake tensors have limits of their own.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ from graphplan.capture.tracers.quiet import quiet
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError
 
-_SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
+_SMALL = 1 << 28  # most elements of weights with which real kernels are run
 
 
 def eager_error(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Exception | None:
-    """What the model itself raises for a call, ready to be raised; None where it runs, or nobody can tell."""
+    """Return the error that the model itself raises for a call; None if it runs, or this is unknown."""
     with torch.set_grad_enabled(keep_grad):
-        found = _raised(model_copy, *_on_fakes(call), call)
-        if found is None or type(found).__module__.startswith("torch.") or isinstance(found, GraphplanError):
-            return None  # a limit of fake tensors, which says nothing about the inputs
-        return _raised(model_copy, call.leaves, nullcontext(), call) if _is_small(model_copy) else found
+        error = _raised(model_copy, *_on_fakes(call), call)
+        if error is None or type(error).__module__.startswith("torch.") or isinstance(error, GraphplanError):
+            return None  # an error of torch's own is a limit of fake tensors
+        return _raised(model_copy, call.leaves, nullcontext(), call) if _is_small(model_copy) else error
 
 
 def is_same(error: Exception, other: Exception | None) -> bool:
-    """Whether two runs of a model raised the same."""
+    """Whether two runs of a model raised the same error."""
     return type(error) is type(other) and str(error) == str(other)
 
 
 @contextmanager
 def undrawn(*models: nn.Module) -> Iterator[None]:
-    """A block after which torch's generators of random numbers, and the models' own, are as before."""
+    """Context manager that restores torch's random number generators, and the models' own, at its exit."""
     accelerators = {t.device.index for m in models for t in m.parameters() if t.device.type == "cuda"}
-    parts = [vars(part) for model in models for part in model.modules()]
-    own = [one for part in parts for one in part.values() if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in own]
+    tables = [vars(part) for model in models for part in model.modules()]
+    generators = [one for table in tables for one in table.values() if isinstance(one, torch.Generator)]
+    states = [one.get_state() for one in generators]
     with torch.random.fork_rng(devices=sorted(accelerators)):
         try:
             yield
         finally:
-            for one, state in zip(own, states, strict=True):
+            for one, state in zip(generators, states, strict=True):
                 one.set_state(state)
 
 
 @contextmanager
 def untouched(*models: nn.Module) -> Iterator[None]:
-    """A block after which tensors, and random numbers, are as before: a trial is no call of the model."""
+    """Context manager for a trial, which restores tensors and random number generators at its exit."""
     with undrawn(*models), unwritten(*models):
         yield
 
 
 @contextmanager
 def unwritten(*models: nn.Module) -> Iterator[None]:
-    """A block after which parameters, and tensors of other attributes, have their values and gradients again.
+    """Context manager that restores parameters, their gradients, and tensors of other attributes at its exit.
 
-    Those that are written to are copied.
+    It copies only the tensors that are written to.
     """
     tensors: list[torch.Tensor] = [tensor for model in models for tensor in model.parameters()]
     tensors += [table[key] for one in tensors for _, table, key in noted_tensors(one)]
@@ -83,9 +83,9 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     tensors += [gradient for _, gradient in gradients if gradient is not None]
     memories = [tensor.data for tensor in tensors]
-    written = _BeforeWrites(tensors)
+    before_writes = _BeforeWrites(tensors)
     try:
-        with compiling("force_eager"), written:
+        with compiling("force_eager"), before_writes:
             yield
     finally:
         for tensor, data in zip(tensors, memories, strict=True):
@@ -94,21 +94,21 @@ def unwritten(*models: nn.Module) -> Iterator[None]:
         for tensor, gradient in gradients:
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, before in written.kept:
+            for tensor, before in before_writes.kept:
                 tensor.copy_(before)
 
 
 class _BeforeWrites(TorchDispatchMode):
-    """Keeps what tensors held before an operation writes to their memory."""
+    """Copies the values of tensors before an operation writes to their memory."""
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._tensors: dict[Any, list[torch.Tensor]] = {}  # by the memory, which several may share
+        self._tensors: dict[Any, list[torch.Tensor]] = {}  # memory -> the tensors that share it
         for tensor in tensors:
             self._tensors.setdefault(memory_of(tensor), []).append(tensor)
-        self._tensors.pop(None, None)  # wrappers of others, and what has no elements
+        self._tensors.pop(None, None)  # wrappers, and tensors without elements
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
@@ -121,12 +121,12 @@ class _BeforeWrites(TorchDispatchMode):
 
     def _keep(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor):
-            found = self._tensors.pop(memory_of(tensor), [])  # once is enough
-            self.kept += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in found]
+            tensors = self._tensors.pop(memory_of(tensor), [])  # one copy is enough
+            self.kept += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in tensors]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the repetitions of one that is expanded, which torch refuses to write to."""
+    """Return the tensor with expanded dimensions narrowed to 1: torch refuses to write to these."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -134,11 +134,11 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:
-    """Bytes of the storages that autograd saves beside weights and inputs; None where nobody can tell."""
-    found = _counted(model_copy, *_on_fakes(call), call)
-    if found is None and _is_small(model_copy):  # the data decides what it computes, say
-        return _counted(model_copy, call.leaves, nullcontext(), call)
-    return found
+    """Return the bytes of the storages that autograd saves besides weights and inputs; None if unknown."""
+    count = _saved_bytes(model_copy, *_on_fakes(call), call)
+    if count is None and _is_small(model_copy):  # for example, it may branch on values
+        return _saved_bytes(model_copy, call.leaves, nullcontext(), call)
+    return count
 
 
 def _on_fakes(call: BoundCall) -> tuple[list[Any], FakeTensorMode]:
@@ -147,9 +147,9 @@ def _on_fakes(call: BoundCall) -> tuple[list[Any], FakeTensorMode]:
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        # torch reads .grad, and warns of that where there is a gradient function
-        own = leaf if leaf.is_leaf else leaf.detach().requires_grad_()
-        return mode.from_tensor(own)
+        # torch reads .grad, and warns if there is a gradient function
+        source = leaf if leaf.is_leaf else leaf.detach().requires_grad_()
+        return mode.from_tensor(source)
 
     return list(map(fake, call.leaves)), mode
 
@@ -164,7 +164,7 @@ def _raised(
     module, method = model_copy.module, model_copy.method
     run = module if method == "forward" else getattr(module, method)
     try:
-        args, kwargs = unflatten(list(map(_own, leaves)), call.spec)
+        args, kwargs = unflatten(list(map(_copied_leaf, leaves)), call.spec)
         outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
         buffers = restored(part._buffers for part in module.modules())
         with quiet(), undrawn(module), outside[0], outside[1], mode, buffers:
@@ -174,30 +174,30 @@ def _raised(
     return None
 
 
-def _own(leaf: Any) -> Any:
-    """A leaf of a call for a trial, which may change the caller's objects."""
+def _copied_leaf(leaf: Any) -> Any:
+    """Return a copy of a leaf that is no tensor: a trial may change it."""
     if isinstance(leaf, torch.Tensor):
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except Exception as error:  # an object of the caller, which may raise anything
+    except Exception as error:  # the caller's object may raise anything
         raise CaptureError(f"a {type(leaf).__name__} cannot be copied") from error
 
 
-def _counted(
+def _saved_bytes(
     model_copy: ModelCopy, leaves: Sequence[Any], mode: AbstractContextManager[Any], call: BoundCall
 ) -> int | None:
     tensors = [*model_copy.module.parameters(), *(x for x in leaves if isinstance(x, torch.Tensor))]
-    known, sizes = {storage_of(tensor) for tensor in tensors}, dict[int, int]()
+    inputs, sizes = {storage_of(tensor) for tensor in tensors}, dict[int, int]()
     held: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if (key := storage_of(tensor)) not in known:
+        if (key := storage_of(tensor)) not in inputs:
             sizes[key] = tensor.untyped_storage().nbytes()
             held.append(tensor)  # so that no other storage gets its address
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with suspended(), torch.enable_grad(), hooks:
-        failed = _raised(model_copy, leaves, mode, call)
-    return sum(sizes.values()) if failed is None else None
+        error = _raised(model_copy, leaves, mode, call)
+    return sum(sizes.values()) if error is None else None

@@ -1,8 +1,8 @@
-"""``torch.export`` in one thread, of which others see nothing.
+"""``torch.export`` with effects that only the tracing thread sees.
 
-While it is at work, torch has flags up, and its tracer stands between every module of the process and its
-call. Both are for the thread that traces alone: eager code elsewhere, which asks whether it is traced, would
-make other masks.
+While it runs, torch sets flags, and its tracer intercepts the calls of all modules of the process. Both are
+limited to the tracing thread: eager code of other threads that asks whether it is traced would compute other
+masks.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from graphplan.message_text import first_line
 logger = logging.getLogger("graphplan")
 
 STATE = "graphplan_state"
-"""Of a traced module's ``meta``: the :class:`AssignedState` of its trace."""
+"""Key in the ``meta`` of a traced module: the :class:`AssignedState` of its trace."""
 
 _MOST_SECONDS = 30.0
-"""Processor time of a trace in which all sizes vary: where windows are padded and shifted, as in SAM 2, torch
-proves conditions for minutes."""
+"""Limit of the CPU time of a trace in which all sizes vary. For padded and shifted windows, as in SAM 2,
+torch would prove conditions for minutes."""
 
 
 def export(
@@ -70,41 +70,41 @@ def export(
     branches: Branches,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
-    """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``.
+    """Call ``torch.export.export`` with graphplan's pytrees and patches; ``keep_grad`` as in ``capture``.
 
-    ``branches``: of its code. ``sizes``: whether ``dynamic_shapes`` has all sizes, so that the trace may take
-    too long.
+    ``branches`` are those of the module's code. ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so
+    that the time of the trace is limited.
 
     Raises:
-        CaptureError: it does.
-        KeptStateError: the model reads what its last call has left.
-        NoGraphError: gradients flow through that.
-        Exception: whatever the model's own code or the tracer raises.
+        CaptureError: the trace takes too long.
+        KeptStateError: the model depends on attributes that its previous call assigns.
+        NoGraphError: a call leaves a buffer with a gradient history.
+        Exception: any error of the model's own code or of the tracer.
     """
     numbers = WholeNumbers()
     trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     repeated = None if branches.by_weights else RepeatedModules(branches)
-    name, below = type(module).__name__, False
+    name, below_autograd = type(module).__name__, False
     try:
         while True:
             try:
-                state, program = trace(dynamic_shapes, repeated, ends, below=below)
-                repeated = None  # what fails from here on does so without copies of blocks, too
+                state, program = trace(dynamic_shapes, repeated, ends, below=below_autograd)
+                repeated = None  # later errors would be the same without copies of blocks
                 if keep_grad:
                     state.refuse_history()
-                following = functools.partial(trace, below=below)
-                _require_same_next(name, state, program, following, dynamic_shapes)
+                trace_next = functools.partial(trace, below=below_autograd)
+                _require_same_next(name, state, program, trace_next, dynamic_shapes)
                 place_writes(program.graph)
                 program.graph_module.meta[STATE] = state
                 return program
             except _OwnGradientsError:
-                repeated, below = None, True
+                repeated, below_autograd = None, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
                 if branches.learn(error):
-                    again = repeated is not None and not branches.by_weights
-                    repeated = RepeatedModules(branches) if again else None
-                elif not numbers.learn():  # of these blocks are not copied
+                    copies = repeated is not None and not branches.by_weights
+                    repeated = RepeatedModules(branches) if copies else None
+                elif not numbers.learn():
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
@@ -123,12 +123,12 @@ def _require_same_next(
     trace: Callable[..., tuple[AssignedState, torch.export.ExportedProgram]],
     dynamic_shapes: Any,
 ) -> None:
-    """Raise KeptStateError where the call that comes next, of what the first has left, is another."""
-    with state.left(program) as differs:
-        if not differs:
+    """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
+    with state.left(program) as may_differ:
+        if not may_differ:
             return
         try:
-            again = trace(None if state.makes_tensors else dynamic_shapes)  # what it makes has one size
+            again = trace(None if state.makes_tensors else dynamic_shapes)  # tensors it made have one size
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
             raise KeptStateError(
                 f"after its first call {name} has attributes with which it cannot be traced: "
@@ -151,14 +151,14 @@ def _export(
     *,
     below: bool,
 ) -> tuple[AssignedState, torch.export.ExportedProgram]:
-    """One trace: above autograd, or below it."""
+    """Trace once, above or ``below`` autograd."""
     state = AssignedState(module)
     branches.begin()
     around = exporting(
         keep_grad=keep_grad, state=state, branches=branches, repeated=repeated, ends=ends, below=below
     )
     outside = caches.untouched(), untouched_by_hooks(module)
-    # torch gives modules copies of containers in the end, so that two no longer share one
+    # in the end torch gives each module its own copy of a container that several share
     tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
     patches = patched(*symbolic_lengths(module), *numbers.replacements())
     with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, patches:
@@ -172,9 +172,9 @@ def _export(
 
 @contextmanager
 def _keeping_notes(module: nn.Module) -> Iterator[None]:
-    """A block in which a call of the module finds on its parameters what is noted on them.
+    """Context manager in which traced parameters have the attributes of the module's parameters.
 
-    What torch puts in their place for a trace is without: the scales of quantised weights, say.
+    Without it, the tensors by which torch replaces parameters lack, say, the scales of quantised weights.
     """
     noted = [
         (part._parameters, name, notes)
@@ -190,8 +190,8 @@ def _keeping_notes(module: nn.Module) -> Iterator[None]:
             vars(table[name]).update(notes | {NOTES: notes})
         before = [{key: snapshot(one) for key, one in notes.items()} for _, _, notes in noted]
         result = forward(*args, **kwargs)
-        for (table, name, _), known in zip(noted, before, strict=True):
-            for key, kept in known.items():
+        for (table, name, _), snapshots in zip(noted, before, strict=True):
+            for key, kept in snapshots.items():
                 if not kept.is_of(vars(table[name]).get(key)):
                     raise NoGraphError(
                         f"forward changes the attribute {key!r} of a parameter: a graph does not"
@@ -212,19 +212,20 @@ def exporting(
     ends: float = math.inf,
     below: bool = False,
 ) -> Iterator[None]:
-    """A block in which an export is made until the thread's time ``ends``; ``repeated`` copies blocks.
+    """Context manager that patches torch for an export, which fails after the thread's CPU time ``ends``.
 
-    ``below``: what autograd runs is traced, so that gradients that ``forward`` computes are in the graph.
+    ``repeated`` copies the graphs of repeated blocks. With ``below``, the operations that autograd runs are
+    traced, so that the graph has gradients that ``forward`` computes.
     """
     tracer: Any = export_tracer()
     flags = torch.compiler
     blocks: list[Any] = [] if repeated is None else repeated.blocks
-    less = less_work(
+    less_patches = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
-    values = value_reads(state.note_value, branches.read, branches.make, branches.read_all)
-    numbers = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
-    replaced = [*numbers, *passed_assertions(), *less, *values]
+    value_patches = value_reads(state.note_value, branches.read, branches.make, branches.read_all)
+    number_patches = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
+    replaced = [*number_patches, *passed_assertions(), *less_patches, *value_patches]
     with (
         torch_knows(),
         patched(
@@ -236,13 +237,13 @@ def exporting(
             Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
             (tracer, "path_of_module", _path_in_model),
             (tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
-            (*mask_reader(), lambda _: _said_to_be_causal),
-            *((module, name, _refusing) for module in (torch, torch.random) for name in _OF_RANDOM),
-            *((nn.functional, name, _if_it_drops) for name in _DROPOUTS),
-            *((owner, "where", _by_flags) for owner in (torch, torch.Tensor)),
-            (nn.Module, "to", _if_it_moves),
+            (*mask_reader(), lambda _: _is_declared_causal),
+            *((module, name, _refusing) for module in (torch, torch.random) for name in _SEED_FUNCTIONS),
+            *((nn.functional, name, _lazy_dropout) for name in _DROPOUTS),
+            *((owner, "where", _accepting_bytes) for owner in (torch, torch.Tensor)),
+            (nn.Module, "to", _lazy_to),
             (*inference_switch(), _without_gradients),
-            (*backward_engine(), functools.partial(_if_it_goes_on, keep_grad, below)),
+            (*backward_engine(), functools.partial(_checked_backward, keep_grad, below)),
             *([(*graph_maker(), _tracing_below)] if below else ()),
             *replaced,
         ),
@@ -252,7 +253,7 @@ def exporting(
 
 
 def _tracing_below(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``make_fx`` that writes down what autograd runs."""
+    """Return a ``make_fx`` that traces below autograd."""
 
     def make_fx(function: Callable[..., Any], *, pre_dispatch: bool, **options: Any) -> Any:
         assert pre_dispatch
@@ -262,45 +263,45 @@ def _tracing_below(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
-    """``path_of_module``, with a path of the model: torch's own may be ``layers.slice(1, None, None).0``."""
+    """Return a ``path_of_module`` with model paths: torch's may be ``layers.slice(1, None, None).0``."""
 
     def path_of_module(tracer: Any, module: Any) -> str:
-        path, known = own(tracer, module), paths_of(tracer, module)
-        inside = [name.partition(".")[2] for name in known]  # the tracer's root is around the model
-        return path if not known or path in (*known, *inside) else known[0]
+        path, paths = own(tracer, module), paths_of(tracer, module)
+        inside = [name.partition(".")[2] for name in paths]  # the tracer's root wraps the model
+        return path if not paths or path in (*paths, *inside) else paths[0]
 
     return path_of_module
 
 
-_READING = ("initial_seed", "get_rng_state")
-_OF_RANDOM = ("manual_seed", "seed", "set_rng_state", *_READING)
+_READERS = ("initial_seed", "get_rng_state")
+_SEED_FUNCTIONS = ("manual_seed", "seed", "set_rng_state", *_READERS)
 
 
 def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that seeds, or reads the state, for torch alone, which puts back the state that it finds."""
-    does = "reads" if own.__name__ in _READING else "sets"
+    """Return a seed function that only torch's own code may call, since it restores the state."""
+    verb = "reads" if own.__name__ in _READERS else "sets"
 
     @functools.wraps(own)
-    def of_random(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(2)  # of the patch, which calls this
+    def seed_function(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # the caller of the patch, which calls this
         if caller.f_globals["__name__"].partition(".")[0] == "torch":
             return own(*args, **kwargs)
         raise NoGraphError(
-            f"forward {does} the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
+            f"forward {verb} the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
         )
 
-    return of_random
+    return seed_function
 
 
 def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
-    """What enters inference mode: in the model's code without gradients alone.
+    """Return a switch to inference mode that only disables gradients in the model's code.
 
-    A trace has weights, which are no tensors of that mode. Torch makes stand-ins for inputs in it that are.
+    The traced weights are no inference tensors. Torch uses the mode itself for stand-ins of such inputs.
     """
 
     def enter(mode: bool) -> Any:
-        asks = sys._getframe(3).f_globals.get("__name__")  # beyond the block and the patch, which calls this
-        if asks == "torch._subclasses.meta_utils":
+        caller = sys._getframe(3).f_globals.get("__name__")  # beyond the context manager and the patch
+        if caller == "torch._subclasses.meta_utils":
             return own(mode)
         return torch.no_grad() if mode else nullcontext()
 
@@ -310,8 +311,8 @@ def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
-def _if_it_drops(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A dropout that returns its input where it drops nothing, as kernels do: a trace has a copy."""
+def _lazy_dropout(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a dropout that returns its input if it drops nothing, as kernels do: a trace would copy it."""
 
     @functools.wraps(own)
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -320,29 +321,29 @@ def _if_it_drops(own: Callable[..., Any]) -> Callable[..., Any]:
     return dropout
 
 
-def _by_flags(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``where`` that takes bytes for flags, as kernels do: a trace takes flags alone."""
-    at = 0 if own is torch.where else 1  # that of a tensor has it before the condition
+def _accepting_bytes(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``where`` whose condition may be uint8, as of kernels: a trace accepts bool alone."""
+    index = 0 if own is torch.where else 1  # the method of a tensor has ``self`` before the condition
 
     @functools.wraps(own)
     def where(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(kwargs.pop("condition") for _ in range("condition" in kwargs))]
-        if given[at].dtype == torch.uint8:
-            given[at] = given[at].bool()
-        return own(*given, **kwargs)
+        positional = [*args, *(kwargs.pop("condition") for _ in range("condition" in kwargs))]
+        if positional[index].dtype == torch.uint8:
+            positional[index] = positional[index].bool()
+        return own(*positional, **kwargs)
 
     return where
 
 
-def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``nn.Module.to``, which leaves tensors alone that are so already: a trace cannot replace them."""
+def _lazy_to(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ``nn.Module.to`` that does nothing if nothing changes: a trace cannot replace parameters."""
 
     @functools.wraps(own)
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         device, dtype = parsed_move(*args, **kwargs)
         for tensor in chain(module.parameters(), module.buffers()):
-            numbers = tensor.is_floating_point() or tensor.is_complex()
-            if device not in (None, tensor.device) or (numbers and dtype not in (None, tensor.dtype)):
+            can_cast = tensor.is_floating_point() or tensor.is_complex()
+            if device not in (None, tensor.device) or (can_cast and dtype not in (None, tensor.dtype)):
                 return own(module, *args, **kwargs)
         return module
 
@@ -350,17 +351,17 @@ def _if_it_moves(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OwnGradientsError(BaseException):
-    """``forward`` computes gradients: a trace above autograd does not see what these are computed from.
+    """``forward`` computes gradients, whose operations a trace above autograd does not see.
 
-    No ``Exception``: a model that goes on without gradients after an error is not to see it.
+    It derives from ``BaseException`` so that a model that handles errors does not catch it.
     """
 
 
-def _if_it_goes_on(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes gradients: through those of a graph gradients flow, and none is left in ``grad``."""
+def _checked_backward(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward engine that refuses calls that a graph cannot make, or requires a trace ``below``."""
 
     def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        # an edge of autograd's graph, which may stand for a tensor, always has a gradient
+        # an output may be an edge of autograd's graph, which always has a gradient
         if kwargs["accumulate_grad"] and any(getattr(one, "requires_grad", True) for one in outputs):
             raise NoGraphError(
                 "forward calls backward(), which adds to the grad of tensors: a graph does not"
@@ -377,8 +378,8 @@ def _if_it_goes_on(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Cal
     return run
 
 
-def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
-    """Whether the model says that a mask is causal: a graph does not see its values."""
+def _is_declared_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    """Whether the model declares that a mask is causal: a trace does not see its values."""
     return is_causal is True
 
 
@@ -392,19 +393,19 @@ def _calling(
     branches: Branches,
     repeated: RepeatedModules | None,
 ) -> Callable[..., Any]:
-    """``call_module`` that writes assigned buffers, and leaves to ``repeated`` what a call traces."""
+    """Return a ``call_module`` that writes assigned buffers, and lets ``repeated`` copy repeated blocks."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         branches.enter(tracer, (args, kwargs))
         run = functools.partial(state.call, tracer, module, forward)
-        known = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
-        return own(tracer, module, known, args, kwargs)
+        copied = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
+        return own(tracer, module, copied, args, kwargs)
 
     return call_module
 
 
 def _with_notes(ends: float, blocks: list[Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_node`` that notes the blocks of autocast, and one line of code instead of the whole stack."""
+    """Return a ``create_node`` that notes autocast blocks, and one line of code instead of the stack."""
 
     def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > ends:

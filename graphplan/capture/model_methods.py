@@ -1,4 +1,4 @@
-"""What a call of a model runs: ``forward``, or a method of one of its submodules."""
+"""Entries of a model: ``forward``, or a method of the model or of one of its submodules."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import put_back
 from graphplan.errors import InputError, NoGraphError
 
-_FEW = 3  # rounds with what has most parameters: over towers that share weights, say; more are a loop
+_FEW = 3  # calls of a large submodule from one place, as for towers that share weights; more are a loop
 
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
-    """A method that no graph stands for: it calls the model itself, changes it, or computes nothing."""
+    """No graph can replace a method: it calls the model itself, changes it, or computes nothing."""
 
 
 class UntracedMethodError(NoGraphError):
-    """A method that could not be traced, of a module without tensors of its own: its submodules compute."""
+    """A method cannot be traced; its module has no tensors of its own, so its submodules may be traced."""
 
 
 def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
-    """What an entry calls: ``path``, ``:method`` or ``path:method`` of a model; the model itself if empty."""
+    """Return the callable of an entry ``path``, ``:method`` or ``path:method``; the model if it is empty."""
     path, _, method = entry.partition(":")
     module = model.get_submodule(path)
-    found: Callable[..., Any] = getattr(module, method) if method else module
-    return found
+    target: Callable[..., Any] = getattr(module, method) if method else module
+    return target
 
 
 def entry_named(model: nn.Module, name: str) -> str:
-    """The entry of what a caller writes as ``"decode"``, ``"vae.decode"`` or ``"text_model"``."""
+    """Return the entry of a user's name: ``"decode"``, ``"vae.decode"`` or ``"text_model"``."""
     parts = dict(model.named_modules())
     path, _, method = name.rpartition(".")
     if name in parts:
@@ -51,7 +51,7 @@ def entry_named(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A block in which this module alone, not its class, has another ``forward``."""
+    """Context manager in which this module, but not its class, has another ``forward``."""
     own = vars(module).get("forward")
     module.forward = forward
     try:
@@ -62,7 +62,7 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
             module.forward = own
 
 
-def _count(module: nn.Module) -> int:
+def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -71,36 +71,36 @@ def _run_method(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _place_of_call() -> tuple[tuple[CodeType, int], ...]:
-    """Where in the code a method is, through all that it has called: twice the same in a loop alone."""
-    found, frame = list[tuple[CodeType, int]](), sys._getframe(2)
+    """Return the positions of the frames from the method to here: they repeat only in a loop."""
+    positions, frame = list[tuple[CodeType, int]](), sys._getframe(2)
     while frame.f_back is not None and frame.f_code is not _run_method.__code__:
-        found.append((frame.f_code, frame.f_lasti))
+        positions.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(positions)
 
 
-def _beside_recorders(changed: Sequence[str]) -> Sequence[str]:
-    """Without the hooks by which transformers records hidden states: any call adds them that finds none."""
+def _without_recorders(changed: Sequence[str]) -> Sequence[str]:
+    """Drop transformers' hooks that record hidden states: any call adds them if there are none."""
     return [one for one in changed if one not in RECORDERS] if RECORDERS[0] in changed else changed
 
 
 def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callable[..., Any]:
-    """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
+    """Return a method to trace as the ``forward`` of its module, without side effects on attributes.
 
-    That holds for all but ``forward``. When called it raises :class:`RunAsItIs` where the method calls the
-    module, or sets attributes, or, unless ``loops`` are to be traced, in a loop a submodule that has most of
-    its parameters, as ``generate`` does.
+    ``forward`` itself is returned unchanged. Any other raises :class:`RunAsItIs` when it calls the module or
+    sets attributes. Unless ``loops`` are to be traced, it also does so when it calls a submodule with most of
+    the parameters in a loop, as ``generate`` does.
     """
     method: Callable[..., Any] = getattr(module, name)
     if name == "forward":
         return method
     running = list[str]()
-    whole = _count(module)
-    inner = [part for part in list(module.modules())[1:] if 2 * _count(part) > whole and not loops]
+    total = _parameter_count(module)
+    inner = [part for part in list(module.modules())[1:] if 2 * _parameter_count(part) > total and not loops]
 
-    def in_few_rounds(part: nn.Module) -> Callable[..., Any]:
-        """Its forward, which no place in the method may call again, or few times if it is not all of it."""
-        forward, most, calls = part.forward, 1 if _count(part) == whole else _FEW, Counter[Any]()
+    def limited_forward(part: nn.Module) -> Callable[..., Any]:
+        """Return its forward, which a place may call once, or a few times if it is not all of the module."""
+        forward, most, calls = part.forward, 1 if _parameter_count(part) == total else _FEW, Counter[Any]()
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,11 +121,11 @@ def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callabl
         try:
             with ExitStack() as stack:
                 for part in inner:
-                    stack.enter_context(with_forward(part, in_few_rounds(part)))
+                    stack.enter_context(with_forward(part, limited_forward(part)))
                 result = _run_method(method, args, kwargs)
         finally:
             running.clear()
-            changed = _beside_recorders(put_back(before))
+            changed = _without_recorders(put_back(before))
         if changed:
             raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
         return result

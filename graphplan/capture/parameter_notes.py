@@ -1,9 +1,9 @@
-"""What is noted on parameters: attributes that a library or a user has given them, and tensors in these.
+"""Notes: attributes that a library or a user has set on parameters, and the tensors in them.
 
-As bitsandbytes keeps the scales of 4-bit weights::
+So bitsandbytes stores the scales of 4-bit weights::
 
-    weight.quant_state.absmax       a weight of the plan, which goes where its parameter goes
-    weight.no_decay = True          what code may read
+    weight.quant_state.absmax       a weight of the plan, on the device of its parameter
+    weight.no_decay = True          a value that code may read
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 NOTES = "_graphplan_notes"
-"""The attribute, of what torch puts in the place of a parameter for a trace, with what is noted on that."""
+"""The attribute in which the tensor that replaces a parameter in a trace has the notes of the parameter."""
 
 
 def notes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a parameter that are not of its class: ``weight.no_decay = True``.
+    """Return the attributes of a parameter that are not of its class: ``weight.no_decay = True``.
 
-    Those of a wrapper are what it wraps.
+    A wrapper has none, unless a trace has stored them under ``NOTES``: its attributes are what it wraps.
     """
     own = getattr(type(parameter), "own", ())
-    noted = vars(parameter) if is_own(parameter) else vars(parameter).get(NOTES, {})
-    return {name: value for name, value in noted.items() if name not in own}
+    notes = vars(parameter) if is_own(parameter) else vars(parameter).get(NOTES, {})
+    return {name: value for name, value in notes.items() if name not in own}
 
 
 def noted_tensors(
     value: Any, name: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The tensors that attributes of a parameter lead to: the name, the table of attributes, the key there.
+    """Yield the tensors in the notes of a parameter: the name, the table of attributes, the key there.
 
-    ``seen`` has the ids of the objects that were looked into, each once.
+    ``seen`` has the ids of the objects that were searched.
     """
     table, seen = vars(value), set() if seen is None else seen
     for key, one in (notes_of(value) if isinstance(value, torch.Tensor) else table).items():
@@ -48,13 +48,13 @@ def noted_tensors(
 
 
 def is_looked_into(note: Any) -> bool:
-    """Whether tensors in the attributes of an object, which is noted on a parameter, are weights."""
+    """Whether tensors in the attributes of a note count as weights."""
     is_code = isinstance(note, nn.Module | type | ModuleType) or isroutine(note)
     return hasattr(note, "__dict__") and not is_code
 
 
 def is_own(tensor: torch.Tensor) -> bool:
-    """Whether its elements, and what is noted on it, are all that it is, as of bitsandbytes' parameters."""
+    """Whether a tensor consists of its elements and notes alone, as bitsandbytes' parameters do."""
     kind = getattr(type(tensor), "stands_for", type(tensor))
-    noted = issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return kind in (torch.Tensor, nn.Parameter) or (noted and not is_lazy(tensor))
+    is_plain = issubclass(kind, nn.Parameter) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return kind in (torch.Tensor, nn.Parameter) or (is_plain and not is_lazy(tensor))

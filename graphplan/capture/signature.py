@@ -1,8 +1,8 @@
-"""How a call's arguments become a flat list of leaves, and which calls one captured graph serves.
+"""Binding of a call's arguments to a flat list of leaves, and the signature of calls that a graph serves.
 
-Arguments are bound to the names of ``forward`` first, so ``model(x)`` and ``model(x=x)`` are the same
-call; an argument that equals its default is left out. The rest is flattened by pytree: tensors are
-inputs of the graph, every other leaf is a constant of it.
+Arguments are first bound to the names of ``forward``, so that ``model(x)`` and ``model(x=x)`` are the same
+call. An argument that equals its default is left out. The rest is flattened by pytree: tensors are inputs of
+the graph, every other leaf is a constant of it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from graphplan.capture.structure import flatten, flatten_with_path, know_contain
 from graphplan.errors import InputError
 
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-"""Layouts that are not taken: such tensors have neither strides nor one storage."""
+"""Layouts that are not supported: such tensors have neither strides nor a single storage."""
 
 _LARGEST = torch.finfo(torch.float32).max
-_BY_NAME = {"accelerate", "diffusers", "peft", "torch", "transformers"}  # whose wrappers take names alike
-_FEW = 3  # tensors that a message names
+_BY_NAME = {"accelerate", "diffusers", "peft", "torch", "transformers"}  # their wrappers accept names, too
+_FEW = 3  # most tensors that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class BoundCall:
-    """Arguments in their one canonical form.
+    """Arguments in canonical form.
 
     Attributes:
         args: positional-only arguments and ``*args``.
@@ -58,59 +58,59 @@ class BoundCall:
         return tensors[0].device if tensors else None
 
     def mapped(self, function: Callable[[Any], Any]) -> BoundCall:
-        """The same with another value for each leaf."""
+        """Return the call with ``function`` applied to each leaf."""
         leaves = tuple(map(function, self.leaves))
         args, kwargs = unflatten(leaves, self.spec)
         return BoundCall(args, kwargs, leaves, self.spec)
 
     def on_cpu(self) -> BoundCall:
-        """The same with tensors on the CPU, no two of them one object; those of the meta device as zeros.
+        """Return the call with distinct tensors on the CPU; those of the meta device become zeros.
 
-        None was made in inference mode: autograd saves no such tensor.
+        No tensor is an inference tensor, which autograd cannot save.
         """
-        known = dict[int, torch.Tensor]()
+        tensors = dict[int, torch.Tensor]()
 
-        def own(leaf: Any) -> Any:
-            found = leaf_on_cpu(leaf)
-            if isinstance(found, torch.Tensor):
-                if id(found) in known or found.is_inference():  # the next call may have two for one
-                    found = found.detach().clone().requires_grad_(found.requires_grad)
-                known[id(found)] = found
-            return found
+        def distinct(leaf: Any) -> Any:
+            host = leaf_on_cpu(leaf)
+            if isinstance(host, torch.Tensor):
+                if id(host) in tensors or host.is_inference():  # the next call may have two tensors here
+                    host = host.detach().clone().requires_grad_(host.requires_grad)
+                tensors[id(host)] = host
+            return host
 
-        return self.mapped(own)
+        return self.mapped(distinct)
 
 
 def leaf_on_cpu(leaf: Any) -> Any:
-    """A tensor on the CPU, with its strides, one of the meta device as zeros; anything else as it is."""
+    """Return a tensor on the CPU with its strides, zeros for one on meta; any other leaf as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.device.type == "meta":
-        found = torch.zeros_like(leaf, device="cpu", requires_grad=leaf.requires_grad)
+        host = torch.zeros_like(leaf, device="cpu", requires_grad=leaf.requires_grad)
     else:
-        found = leaf.cpu()
-    if leaf.layout is not torch.strided or found.stride() == leaf.stride() or not leaf.numel():
-        return found
-    # torch has moved what is expanded, or a slice, as a tensor without gaps
+        host = leaf.cpu()
+    if leaf.layout is not torch.strided or host.stride() == leaf.stride() or not leaf.numel():
+        return host
+    # torch makes a tensor dense when it moves an expanded one, or a slice
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     return leaf_on_cpu(leaf.as_strided((extent,), (1,))).as_strided(leaf.shape, leaf.stride())
 
 
 class _ByPosition(inspect.Signature):
-    """Of a function in a wrapper that takes ``*args``: what is given by position stays so."""
+    """Signature of a function whose wrapper takes ``*args``: positional arguments stay positional."""
 
     __slots__ = ()
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """That of a method of a model; wrappers of its own may read their arguments by position."""
-    found, one = inspect.signature(function), function
-    while (inside := getattr(one, "__wrapped__", None)) is not None:
-        code, module = getattr(one, "__code__", None), getattr(one, "__globals__", {}).get("__name__", "")
+    """Return the signature of a model's method; the user's wrappers may read arguments by position."""
+    signature, outer = inspect.signature(function), function
+    while (inside := getattr(outer, "__wrapped__", None)) is not None:
+        code, module = getattr(outer, "__code__", None), getattr(outer, "__globals__", {}).get("__name__", "")
         if code and code.co_flags & inspect.CO_VARARGS and module.partition(".")[0] not in _BY_NAME:
-            return _ByPosition(list(found.parameters.values()))
-        one = inside
-    return found
+            return _ByPosition(list(signature.parameters.values()))
+        outer = inside
+    return signature
 
 
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -123,10 +123,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         close = [
             f"{hit[0]!r}" for n in unknown if (hit := difflib.get_close_matches(n, signature.parameters, 1))
         ]
-        unsaid = [repr(name) for name in unknown if repr(name) not in str(error)]
-        also = f"; it takes no {', '.join(unsaid)}" if unsaid else ""
-        also += f"; did you mean {', '.join(close)}?" if close else ""
-        raise InputError(f"the inputs do not fit forward{signature}: {error}{also}") from error
+        unnamed = [repr(name) for name in unknown if repr(name) not in str(error)]
+        hints = f"; it takes no {', '.join(unnamed)}" if unnamed else ""
+        hints += f"; did you mean {', '.join(close)}?" if close else ""
+        raise InputError(f"the inputs do not fit forward{signature}: {error}{hints}") from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
     by_position = isinstance(signature, _ByPosition)
@@ -135,7 +135,7 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         if parameter.kind is parameter.VAR_POSITIONAL:
             positional.extend(value)
         elif parameter.kind is parameter.VAR_KEYWORD:
-            named.update(value)  # in the caller's order, which a model may depend on
+            named.update(value)  # in the caller's order, on which a model may depend
         elif parameter.kind is parameter.POSITIONAL_ONLY or (
             parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             and (_feeds_varargs(signature, bound) or (by_position and name not in kwargs))
@@ -151,7 +151,7 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
 
 
 def _feeds_varargs(signature: inspect.Signature, bound: inspect.BoundArguments) -> bool:
-    """Whether ``*args`` is used, so that what stands before it must stay positional."""
+    """Whether ``*args`` is used, so that the parameters before it must stay positional."""
     return any(
         parameter.kind is parameter.VAR_POSITIONAL and bound.arguments.get(name)
         for name, parameter in signature.parameters.items()
@@ -164,15 +164,14 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """What a graph asks of one tensor.
+    """The requirements of a graph on one tensor.
 
     Attributes:
-        dtype: the one dtype that it takes.
-        shape: each size, None where it is dynamic.
-        ranges: smallest and largest of each dynamic size.
-        stride: as in the example, or None where it was contiguous and must be; empty where any do.
-        gradient: whether it must require a gradient, or must not, since the graph was made so; None where
-            either is served.
+        dtype: the required dtype.
+        shape: each size; None where it is dynamic.
+        ranges: the smallest and the largest value of each dynamic size.
+        stride: the required strides; None if the tensor must be contiguous, empty if any strides are served.
+        gradient: whether it must, or must not, require a gradient; None if either is served.
     """
 
     dtype: torch.dtype
@@ -182,15 +181,15 @@ class TensorLeaf:
     gradient: bool | None = None
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
+        """Whether a tensor meets them: the answer of :meth:`mismatch`, with a fast path."""
         usual = leaf.dtype is self.dtype and leaf.shape == self.shape and leaf.layout is torch.strided
         usual = usual and (self.gradient is None or self.gradient is leaf.requires_grad)
         if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
-            return True  # a size that is None equals no size
+            return True  # no size is dynamic: None equals no size
         return self.mismatch("", leaf) is None
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
-        """Why ``leaf`` does not fit, or None."""
+        """Return the reason why ``leaf`` does not fit, or None."""
         if not isinstance(leaf, torch.Tensor):
             return f"{name} is {type(leaf).__name__}, not a tensor"
         if leaf.layout in COMPRESSED:
@@ -216,58 +215,58 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class CounterLeaf:
-    """What a graph asks of an integer that it takes as an input: its range, ends included."""
+    """The range, ends included, of an integer that a graph takes as an input."""
 
     low: int
     high: int
 
     def fits(self, leaf: Any) -> bool:
-        """Whether this is such an integer; the same answer as that of :meth:`mismatch`."""
+        """Whether ``leaf`` is such an integer."""
         return type(leaf) is int and self.low <= leaf <= self.high
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
-        """Why ``leaf`` does not fit, or None."""
+        """Return the reason why ``leaf`` does not fit, or None."""
         return None if self.fits(leaf) else f"{name} is {_short(leaf)}, outside {(self.low, self.high)}"
 
 
 @dataclass(frozen=True, slots=True)
 class FloatLeaf:
-    """What a graph asks of a float that it takes as an input: that a tensor of the usual type can hold it."""
+    """A float that a graph takes as an input: float32 must be able to hold it."""
 
     def fits(self, leaf: Any) -> bool:
-        """Whether this is such a float; the same answer as that of :meth:`mismatch`."""
+        """Whether ``leaf`` is such a float."""
         return type(leaf) is float and abs(leaf) <= _LARGEST
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
-        """Why ``leaf`` does not fit, or None."""
+        """Return the reason why ``leaf`` does not fit, or None."""
         return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not a float of 32 bits"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """An object of a class, whatever it holds: for calls that have no graph."""
+    """Any object of a class: for calls without a graph."""
 
     kind: type
 
     def fits(self, leaf: Any) -> bool:
-        """Whether this is such an object."""
+        """Whether ``leaf`` is of this class."""
         return type(leaf) is self.kind
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
-        """Why ``leaf`` does not fit, or None."""
+        """Return the reason why ``leaf`` does not fit, or None."""
         return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not of {self.kind.__name__}"
 
 
 @dataclass(frozen=True, slots=True)
 class InputSignature:
-    """Which calls a captured graph serves.
+    """The calls that a captured graph serves.
 
     Attributes:
         spec: the structure of the bound arguments.
-        leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
+        leaves: for each leaf, the requirements on it, or the constant that was traced.
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
-        guards: what the trace has taken for granted of sizes beside their ranges, and of values.
-        prepared: of what the exporter computes from the arguments before they are traced, if it does.
+        guards: conditions of the trace on values, and on sizes besides their ranges.
+        prepared: the arguments that the exporter computes from the caller's before the trace, if it does.
     """
 
     spec: pytree.TreeSpec
@@ -277,7 +276,7 @@ class InputSignature:
     prepared: Prepared | None = None
 
     def mismatch(self, call: BoundCall) -> str | None:
-        """Why this graph cannot serve ``call``, or None when it can."""
+        """Return the reason why this graph cannot serve ``call``, or None if it can."""
         if call.spec != self.spec:
             return self._other_arguments(call)
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
@@ -292,7 +291,7 @@ class InputSignature:
         return self.prepared.signature.mismatch(self.traced(call))
 
     def traced(self, call: BoundCall) -> BoundCall:
-        """The call whose arguments were traced."""
+        """Return the call that the graph takes: with prepared arguments, if there are any."""
         return call if self.prepared is None else self.prepared.prepare(call)
 
     def _other_arguments(self, call: BoundCall) -> str:
@@ -307,7 +306,7 @@ class InputSignature:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a trace asks of what ``prepare`` computes from the arguments: values may decide its sizes."""
+    """Arguments that ``prepare`` computes from the caller's, and their signature; values may decide sizes."""
 
     prepare: Callable[[BoundCall], BoundCall]
     signature: InputSignature
@@ -315,12 +314,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on a call that a trace has taken for granted, mostly on its sizes.
+    """A condition on a call that a trace has assumed, mostly on its sizes.
 
     Attributes:
-        text: for people.
-        holds: whether it holds for the leaves of a call.
-        code: the tracer's Python over ``v``, the leaves, of which ``holds`` is made; empty where it is not.
+        text: the condition, for error messages.
+        holds: function from the leaves of a call to whether the condition holds.
+        code: the tracer's Python expression over ``v``, the leaves, that ``holds`` evaluates, if any.
     """
 
     text: str
@@ -329,12 +328,12 @@ class Guard:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether a graph that has taken in ``a`` computes the same with ``b``; ``0.0`` and ``-0.0`` are two."""
+    """Whether a graph traced with the constant ``a`` serves ``b``, too; ``0.0`` and ``-0.0`` differ."""
     if isinstance(a, torch.Generator):
-        return isinstance(b, torch.Generator)  # a graph never reads one: export takes none that is used
+        return isinstance(b, torch.Generator)  # no graph reads one: export refuses generators that are used
     if a is b or type(a) is not type(b):
         return a is b
-    if isinstance(a, np.ndarray):  # their == is no bool
+    if isinstance(a, np.ndarray):  # ``==`` returns an array
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
 
@@ -344,7 +343,7 @@ def _short(leaf: Any) -> str:
 
 
 def leaf_names(call: BoundCall) -> tuple[str, ...]:
-    """A readable name per leaf."""
+    """Return a readable name per leaf."""
     names = []
     for path, _leaf in flatten_with_path((call.args, call.kwargs)):
         name = pytree.keystr(path[1:])
@@ -353,7 +352,7 @@ def leaf_names(call: BoundCall) -> tuple[str, ...]:
 
 
 def shapes_text(call: BoundCall) -> str:
-    """The first tensors of a call, with their shapes."""
+    """Return the names and shapes of a call's first tensors."""
     named = zip(leaf_names(call), call.leaves, strict=True)
     shapes = [f"{name} {tuple(leaf.shape)}" for name, leaf in named if isinstance(leaf, torch.Tensor)]
     return ", ".join(shapes[:_FEW] + (["..."] if len(shapes) > _FEW else []))

@@ -1,12 +1,11 @@
-"""Arguments and results as trees: torch's pytrees, and classes that graphplan alone looks inside.
+"""Arguments and results as trees: torch's pytrees, with more classes that only graphplan flattens.
 
-Caches of transformers and users' dataclasses belong to others, who may have told torch something else of
-them, or nothing. So what graphplan knows of them is in a registry of its own, which torch has only while it
-traces::
+Other libraries own the caches of transformers and users' dataclasses, and may have registered them with torch
+in another way, or not at all. So graphplan has a registry of its own, which torch uses only while it traces::
 
     know(Cache, flatten, unflatten)
-    leaves, spec = flatten(call)         through caches
-    with torch_knows():                  for torch too
+    leaves, spec = flatten(call)         flattens caches
+    with torch_knows():                  torch does, too
         torch.export.export(...)
 """
 
@@ -37,22 +36,22 @@ CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType),
     *(torch.dtype, torch.layout, torch.memory_format, torch.Size),
 )
-"""What nobody changes in place."""
+"""Classes of immutable values."""
 
-_own: dict[type, pytree.NodeDef] = {}
-_tracing: list[ExitStack] = []  # of the blocks in which the thread is that holds the capture lock
+_registry: dict[type, pytree.NodeDef] = {}
+_tracing: list[ExitStack] = []  # of the nested ``torch_knows`` of the thread that holds the capture lock
 
 
 def know(
     cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any], Iterable[Any]] | None = None
 ) -> None:
-    """Look inside the objects of a class from now on.
+    """Register a class, whose objects are flattened from now on.
 
     Args:
         cls: the class.
-        flatten: from an object to its parts, and what else makes it.
-        unflatten: the way back.
-        key: from an object to the name of each part, as pytree has them; by default they are numbered.
+        flatten: function from an object to its parts and its context.
+        unflatten: the inverse function.
+        key: function from an object to the pytree key of each part; by default the parts are numbered.
     """
 
     def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -60,18 +59,18 @@ def know(
         names = map(pytree.SequenceKey, range(len(parts))) if key is None else key(value)
         return list(zip(names, parts, strict=True)), context
 
-    _own[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
+    _registry[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
 
 
 def know_containers(tree: Any) -> None:
-    """Look inside every plain dataclass instance and every ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
+    """Register the class of every dataclass instance and ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
     for leaf in leaves_of(tree):
         if know_class(type(leaf)):
             know_containers(node_of_class(type(leaf)).flatten_fn(leaf)[0])
 
 
 def know_class(cls: type) -> bool:
-    """Whether the objects of a class are looked into; plain dataclasses and ``UserDict`` are from now on."""
+    """Register a class if it is a dataclass or a ``UserDict``; return whether its objects are flattened."""
     if node_of_class(cls) is None:
         if issubclass(cls, UserDict):
             _know_mapping(cls)
@@ -81,8 +80,6 @@ def know_class(cls: type) -> bool:
 
 
 def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
-    """As a dict."""
-
     def flat(value: Any) -> tuple[list[Any], Any]:
         return list(value.values()), tuple(value)
 
@@ -93,10 +90,11 @@ def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
 
 
 def _know_dataclass(cls: type) -> None:
-    """By its fields; those that are None are structure.
+    """Register a dataclass by its fields; fields that are None are part of the structure.
 
-    Of plain ones tensors and constants count too that the constructor does not take, such as what
-    ``__post_init__`` computes. A list, a dict or a module that is a dataclass is made by its constructor.
+    Of plain dataclasses, tensors and constants that the constructor does not take, such as those computed by
+    ``__post_init__``, are parts, too. A list, a dict or a module that is a dataclass is rebuilt by its
+    constructor.
     """
     plain = "__new__" not in {name for one in cls.__mro__[:-1] for name in vars(one)} and not issubclass(
         cls, torch.nn.Module
@@ -104,53 +102,55 @@ def _know_dataclass(cls: type) -> None:
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
     kinds = (torch.Tensor, *CONSTANTS, type(None), *TRACED_NUMBERS)
 
-    def given(value: Any) -> dict[str, Any]:
-        found = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        beside = getattr(value, "__dict__", {}).items() if plain else ()
-        others = {name: part for name, part in beside if name not in found and isinstance(part, kinds)}
-        return {**found, **others}
+    def fields(value: Any) -> dict[str, Any]:
+        declared = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        attributes = getattr(value, "__dict__", {}).items() if plain else ()
+        others = {name: part for name, part in attributes if name not in declared and isinstance(part, kinds)}
+        return {**declared, **others}
 
-    def there(value: Any) -> dict[str, Any]:
-        return {name: part for name, part in given(value).items() if part is not None}
+    def filled(value: Any) -> dict[str, Any]:
+        return {name: part for name, part in fields(value).items() if part is not None}
 
     def flat(value: Any) -> tuple[list[Any], Any]:
-        return list(there(value).values()), tuple((name, part is None) for name, part in given(value).items())
+        return list(filled(value).values()), tuple(
+            (name, part is None) for name, part in fields(value).items()
+        )
 
     def made(parts: Iterable[Any], names: Sequence[tuple[str, bool]]) -> Any:
-        left = iter(parts)
-        values = {name: None if is_none else next(left) for name, is_none in names}
+        remaining = iter(parts)
+        values = {name: None if is_none else next(remaining) for name, is_none in names}
         if not plain:
             return cls(**values)
-        found: Any = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         for name, part in values.items():
-            object.__setattr__(found, name, part)
-        return found
+            object.__setattr__(instance, name, part)
+        return instance
 
-    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in there(value)])
+    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in filled(value)])
 
 
 def _know_in_order(cls: type, node: pytree.NodeDef) -> None:
-    """A dict that is a dataclass, a ``ModelOutput``, with its keys in the order in which they were set.
+    """Register a dict that is a dataclass, a ``ModelOutput``, with keys in the order in which they were set.
 
-    Its own way back makes it by its constructor, in the order of its fields: what was flattened again, or
-    read by position, was another where a model sets ``pooler_output`` last.
+    The ``unflatten`` that is registered with torch orders keys as fields. So values would change their
+    positions if a model sets ``pooler_output`` last.
     """
 
     def made(parts: Iterable[Any], names: Sequence[str]) -> Any:
-        found: Any = node.unflatten_fn(parts, names)
+        instance: Any = node.unflatten_fn(parts, names)
         for name in names:
-            if name in found:  # what is None is no key
-                found.move_to_end(name)
-        return found
+            if name in instance:  # a field that is None is no key
+                instance.move_to_end(name)
+        return instance
 
     know(cls, node.flatten_fn, made, lambda value: [pytree.MappingKey(name) for name in value])
 
 
 def node_of(cls: Any) -> pytree.NodeDef | None:
-    """How the objects of a class are looked into; None where they are leaves."""
-    if cls not in _own and cls in pytree.SUPPORTED_NODES and _is_ordered_dataclass(cls):
+    """Return the node definition of a class; None if its objects are leaves."""
+    if cls not in _registry and cls in pytree.SUPPORTED_NODES and _is_ordered_dataclass(cls):
         _know_in_order(cls, pytree.SUPPORTED_NODES[cls])
-    return _own.get(cls) or pytree.SUPPORTED_NODES.get(cls)
+    return _registry.get(cls) or pytree.SUPPORTED_NODES.get(cls)
 
 
 def _is_ordered_dataclass(cls: Any) -> bool:
@@ -158,24 +158,24 @@ def _is_ordered_dataclass(cls: Any) -> bool:
 
 
 def node_of_class(cls: type) -> Any:
-    """As :func:`node_of`; of all named tuples as of one class."""
+    """Return the node definition of a class; that of ``namedtuple`` for all named tuples."""
     return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls)
 
 
 def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a tree, and its structure."""
+    """Return the leaves of a tree, and its structure."""
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves, is_leaf)
 
 
 class Seen(set[int]):
-    """For :func:`flatten`: what is met again is a leaf, since a container may be in itself."""
+    """An ``is_leaf`` for :func:`flatten` that stops at values seen before: a container may hold itself."""
 
     def __call__(self, value: Any) -> bool:
-        """Whether it was asked of this value before."""
-        known = id(value) in self
+        """Whether it was called with this value before."""
+        seen = id(value) in self
         self.add(id(value))
-        return known
+        return seen
 
 
 def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.TreeSpec:
@@ -188,7 +188,7 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.Tre
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """A tree of this structure; the inverse of :func:`flatten`."""
+    """Return the tree of leaves and a structure; the inverse of :func:`flatten`."""
     assert len(leaves) == spec.num_leaves
     return _unflatten(iter(leaves), spec)
 
@@ -202,18 +202,18 @@ def _unflatten(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree."""
+    """Return the leaves of a tree."""
     return flatten(tree)[0]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
-    """The tree with another value for each leaf."""
+    """Return the tree with ``function`` applied to each leaf."""
     leaves, spec = flatten(tree, is_leaf)
     return unflatten([function(leaf) for leaf in leaves], spec)
 
 
 def flatten_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each leaf with its path, in the order of :func:`flatten`."""
+    """Return each leaf with its path, in the order of :func:`flatten`."""
     return list(_with_path(tree, ()))
 
 
@@ -227,7 +227,7 @@ def _with_path(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
 
 
 def keyed_parts(node: pytree.NodeDef, value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a value, with pytree's keys; with numbers where its class was registered without."""
+    """Return the parts of a value with pytree's keys, or numbers if its class was registered without keys."""
     if node.flatten_with_keys_fn is None:
         return [(pytree.SequenceKey(index), part) for index, part in enumerate(node.flatten_fn(value)[0])]
     return node.flatten_with_keys_fn(value)[0]
@@ -238,19 +238,19 @@ def reached(
     following: Callable[[Any], Iterable[Any]],
     key: Callable[[Any], Any] = lambda one: one,
 ) -> Iterator[Any]:
-    """Of a graph of any things, the starts and all that follows of them; those of one ``key`` once."""
+    """Yield the starts, and everything reached from them by ``following``; once for each ``key``."""
     todo, seen = list(starts), set[Any]()
     while todo:
         one = todo.pop()
-        if (known := key(one)) not in seen:
-            seen.add(known)
+        if (identifier := key(one)) not in seen:
+            seen.add(identifier)
             yield one
             todo += following(one)
 
 
 @contextmanager
 def torch_knows() -> Iterator[None]:
-    """A block, under the capture lock, in which torch looks into the same classes."""
+    """Context manager, under the capture lock, in which torch flattens the same classes."""
     with ExitStack() as stack:
         _tracing.append(stack)
         stack.callback(_tracing.remove, stack)
@@ -259,17 +259,17 @@ def torch_knows() -> Iterator[None]:
 
 
 def tell_torch() -> None:
-    """Inside a block of :func:`torch_knows`, what has become known since it began."""
-    tell_pytree(dict(_own), _tracing[-1])
+    """Inside :func:`torch_knows`, register with torch the classes that were registered since it began."""
+    tell_pytree(dict(_registry), _tracing[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """Stands in a result for an object that the caller has passed in.
+    """Placeholder in a result for an object that the caller has passed in.
 
     Attributes:
-        name: of the argument.
-        path: from the argument to the object, in pytree's keys.
+        name: the name of the argument.
+        path: pytree keys from the argument to the object.
     """
 
     name: str
@@ -281,12 +281,12 @@ class Given:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Returned:
-    """What a trace returns where the call changes objects that it is given.
+    """The result of a trace whose call changes its arguments.
 
     Attributes:
-        result: of the model.
-        changed: by the name of an argument, what became of it: the cache; of any other, pairs of
-            a list or dict in it and the contents, or itself where it has what it had.
+        result: the result of the model.
+        changed: argument name -> the changed cache; for any other argument, pairs of each list or dict in it
+            and its new contents, or the object itself if it is unchanged.
     """
 
     result: Any
@@ -305,42 +305,42 @@ know(Returned, lambda found: ([found.result, *found.changed.values()], tuple(fou
 def named_arguments(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that an operation is given, by the names that its schema has for them."""
+    """Return the arguments of an operation by their names in its schema."""
     return {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of an operation's arguments, or of the items of its lists, that it writes to.
+    """Return the arguments of an operation, and items of list arguments, that it writes to.
 
-    From its schema; BatchNorm and InstanceNorm, whose schemas hide it, by their arguments.
+    They follow from the schema, except for BatchNorm and InstanceNorm, whose schemas do not declare writes.
     """
-    told = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
-    if not told and func not in _UNTOLD_WRITERS:
+    is_declared = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    if not is_declared and func not in _UNDECLARED_WRITERS:
         return []
-    given = named_arguments(func, args, kwargs)
-    if told:
+    arguments = named_arguments(func, args, kwargs)
+    if is_declared:
         aliases = {one.name: one.alias_info for one in func._schema.arguments}
         names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
     else:
-        flag = _UNTOLD_WRITERS[func]
-        names = ["running_mean", "running_var"] if flag is None or given.get(flag) else []
-    return [leaf for name in names for leaf in leaves_of(given.get(name)) if leaf is not None]
+        flag = _UNDECLARED_WRITERS[func]
+        names = ["running_mean", "running_var"] if flag is None or arguments.get(flag) else []
+    return [leaf for name in names for leaf in leaves_of(arguments.get(name)) if leaf is not None]
 
 
 def memories(*nodes: fx.Node) -> list[int]:
-    """The memory of each dense tensor that nodes make."""
+    """Return the memory of each dense tensor that nodes make."""
     leaves = [leaf for node in nodes for leaf in leaves_of(node.meta.get("val"))]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided]
 
 
 def written_memories(node: fx.Node) -> list[int]:
-    """The memory that the operation of a node writes to."""
+    """Return the memory that the operation of a node writes to."""
     written = written_arguments(node.target, node.args, node.kwargs)
     return memories(*(one for one in written if isinstance(one, fx.Node)))
 
 
-_UNTOLD_WRITERS: dict[Any, str | None] = {
+_UNDECLARED_WRITERS: dict[Any, str | None] = {
     aten.batch_norm.default: "training",
     aten.instance_norm.default: "use_input_stats",
     aten.native_batch_norm.default: "training",
@@ -350,4 +350,4 @@ _UNTOLD_WRITERS: dict[Any, str | None] = {
     aten.batch_norm_gather_stats.default: None,
     aten.batch_norm_gather_stats_with_counts.default: None,
 }
-"""What writes to running statistics, of which its schema does not say so; and the flag with which it does."""
+"""Operation that writes to running statistics, undeclared in its schema -> the flag that enables it."""

@@ -1,9 +1,9 @@
-"""One capture at a time in a process, whose patches no other thread sees.
+"""The lock of captures, one at a time in a process, and patches that only one thread sees.
 
-What a thread replaces for a time, all others go on using as it is::
+All other threads continue to use the original::
 
     with patched((functional, "relu", lambda own: traced_relu)):
-        functional.relu(x)         here traced_relu; in any other thread torch's own
+        functional.relu(x)         traced_relu in this thread; torch's own in any other
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 CAPTURE_LOCK = threading.RLock()
-"""Held by the thread that captures, plans or lowers; calls of known structures do without.
+"""Held by the thread that captures, plans or lowers; a call that has a plan does not need it.
 
-Tracers keep what they do in globals of torch. A thread that holds it may take other locks, such as that of a
-module's streamed runs, only of modules that no other thread knows. So nobody who waits for a capture is
-waited for by it.
+Tracers keep their state in globals of torch. To exclude deadlocks, a thread that holds this lock may take
+other locks, such as that of a module's streamed runs, only of modules that no other thread knows.
 """
 
 
 def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """The function, under the capture lock."""
+    """Decorate a function to run under the capture lock."""
 
     @functools.wraps(function)
     def locked(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        with CAPTURE_LOCK:  # without a frame of contextlib, at which warnings would point
+        with CAPTURE_LOCK:  # not a decorator of contextlib, to whose frame warnings would point
             return function(*args, **kwargs)
 
     return locked
 
 
 def outside_inference_mode(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """The function, whose tensors can be traced and can require gradients wherever it is called."""
+    """Decorate a function to run outside inference mode: its tensors can be traced, and require gradients."""
 
     @functools.wraps(function)
     def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -60,13 +59,13 @@ def outside_inference_mode(function: Callable[_Params, _Result]) -> Callable[_Pa
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Something to replace by more than a :data:`~graphplan._compat.Replacement` says.
+    """A patch that, unlike :data:`~graphplan._compat.Replacement`, may be of a mapping, and has any original.
 
     Attributes:
         owner: a module, a class, or a mapping.
-        name: of its attribute or entry: a function or a method.
-        original: what other threads go on using.
-        replacement: what this thread uses.
+        name: the attribute or key of the function or method to replace.
+        original: the function that other threads use.
+        replacement: the function that this thread uses.
     """
 
     owner: Any
@@ -75,13 +74,13 @@ class Patch:
     replacement: Any
 
     def install(self, stack: ExitStack) -> None:
-        """Replace it until the stack is closed."""
-        entry = isinstance(self.owner, MutableMapping)
-        namespace = self.owner if entry else vars(self.owner)
+        """Install the patch until the stack is closed."""
+        is_mapping = isinstance(self.owner, MutableMapping)
+        namespace = self.owner if is_mapping else vars(self.owner)
         before = namespace.get(self.name, _ABSENT)
         by_thread = _ByThread(self.original, self.replacement)
-        write = namespace.__setitem__ if entry else functools.partial(setattr, self.owner)
-        remove = namespace.pop if entry else functools.partial(delattr, self.owner)
+        write = namespace.__setitem__ if is_mapping else functools.partial(setattr, self.owner)
+        remove = namespace.pop if is_mapping else functools.partial(delattr, self.owner)
 
         def restore() -> None:
             by_thread.expire()
@@ -90,7 +89,7 @@ class Patch:
             elif self.name in namespace:
                 remove(self.name)
 
-        stack.callback(restore)  # first, so that an interrupt finds what to do
+        stack.callback(restore)  # first, so that it runs after an interrupt, too
         write(self.name, by_thread)
 
 
@@ -100,31 +99,31 @@ def _thread() -> int:
 
 
 class _ByThread:
-    """A function, or a descriptor of a class, that is another one in the thread that has made this."""
+    """A function, or a descriptor of a class, with a replacement for the thread that created it."""
 
     def __init__(self, original: Any, replacement: Any) -> None:
         functools.update_wrapper(self, original)
         self._original, self._replacement = original, replacement
         self._thread: int | None = _thread()
 
-    def _here(self) -> Any:
+    def _current(self) -> Any:
         return self._replacement if _thread() == self._thread else self._original
 
     def expire(self) -> None:
-        """Be the original for every thread: somebody may have kept this."""
+        """Be the original in all threads: a reference to this object may outlive the patch."""
         self._thread = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._here()(*args, **kwargs)
+        return self._current()(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        here = self._here()
-        return here.__get__(instance, owner) if hasattr(type(here), "__get__") else here
+        current = self._current()
+        return current.__get__(instance, owner) if hasattr(type(current), "__get__") else current
 
 
 @contextmanager
 def patched(*patches: Patch | Replacement) -> Iterator[None]:
-    """A block in which this thread has replacements; what was there is put back in reverse order."""
+    """Context manager that installs patches for this thread, and removes them in reverse order."""
     with ExitStack() as stack:
         for patch in [one if isinstance(one, Patch) else _of_attribute(*one) for one in patches]:
             patch.install(stack)
@@ -132,12 +131,12 @@ def patched(*patches: Patch | Replacement) -> Iterator[None]:
 
 
 def _of_attribute(owner: Any, name: str, factory: Callable[[Any], Any]) -> Patch:
-    """A patch that other threads do not see of an attribute, by what ``factory`` makes of it."""
+    """Return the patch that replaces an attribute by the result of ``factory``, called with the original."""
     return Patch(owner, name, inspect.getattr_static(owner, name), factory(getattr(owner, name)))
 
 
 def unpatched(function: Any) -> Any:
-    """What threads without patches use."""
+    """Return the original of a function that may be patched."""
     while isinstance(function, _ByThread):
         function = function._original
     return function

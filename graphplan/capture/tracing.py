@@ -1,7 +1,7 @@
-"""Capture: a module and example inputs become a flat ``torch.fx`` graph over the module's weights.
+"""Capture of a module's forward pass as a flat ``torch.fx`` graph over the module's weights.
 
-Two ways, tried in this order: ``transformers.exporters`` for transformers models, ``torch.export``
-(non-strict) for everything.
+Two exporters are tried in this order: ``transformers.exporters`` for transformers models, ``torch.export``
+(non-strict) for all models.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def capture(
         call: the example inputs.
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
-        step: trace what a training step is made of.
-        vary: whether batches, lengths and numbers may vary.
-        sizes: whether all other sizes may, too.
+        step: whether the trace is for a training step.
+        vary: whether batch sizes, lengths and numbers may vary.
+        sizes: whether all other sizes may vary, too.
 
     Raises:
-        CaptureError: no way of capturing took it; the message has the reason of each. Or it would have other
-            gradients than eager.
-        Exception: what the model itself raises for this call, unchanged.
+        CaptureError: no exporter can trace the call (the message has the reasons), or the gradients would
+            differ from eager mode.
+        Exception: any error that the model itself raises for this call, unchanged.
     """
     if any(global_hooks()):
         raise CaptureError(_HOOKED)
@@ -112,25 +112,25 @@ def capture(
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
-    as_in_eager = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
-    with suspended(), autocast, as_in_eager as left_out, _untouched_attributes(module):
+    own_backward = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
+    with suspended(), autocast, own_backward as left_out, _untouched_attributes(module):
         shapes = dynamic_shapes if vary else None
-        found = _with_examples(model_copy, host, shapes, keep_grad, vary=vary, sizes=sizes)
-        found = _completed(found, model_copy, keep_grad)
+        captured = _exported(model_copy, host, shapes, keep_grad, vary=vary, sizes=sizes)
+        captured = _completed(captured, model_copy, keep_grad)
         if not any(tensor.device.type == "meta" for tensor in call.tensors):
-            found = _sized_as(found, model_copy, host)  # what those of the meta device decide is not known
+            captured = _sized_as(captured, model_copy, host)  # without values, inputs on meta decide no sizes
     by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)
-    return _with_these_gradients(found, call) if left_out.beyond_inputs or by_inputs else found
+    return _with_these_gradients(captured, call) if left_out.beyond_inputs or by_inputs else captured
 
 
-def _with_these_gradients(found: Capture, call: BoundCall) -> Capture:
-    """The same, not for calls in which other inputs require gradients, or fewer."""
-    signature = found.signature
+def _with_these_gradients(captured: Capture, call: BoundCall) -> Capture:
+    """Restrict a capture to calls whose inputs require gradients exactly as in this one."""
+    signature = captured.signature
     leaves = tuple(
         replace(leaf, gradient=given.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
         for leaf, given in zip(signature.leaves, call.leaves, strict=True)
     )
-    return replace(found, signature=replace(signature, leaves=leaves))
+    return replace(captured, signature=replace(signature, leaves=leaves))
 
 
 def _refuse_layouts(call: BoundCall) -> None:
@@ -147,42 +147,42 @@ def _refuse_layouts(call: BoundCall) -> None:
             raise NoGraphError("an input is a nested tensor, of whose sizes no plan can be made")
 
 
-def _completed(found: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
-    """The capture, with the casts of autocast, and what a backward pass reads."""
-    if model_copy.method != "forward" and all(node.op != "call_function" for node in found.graph.nodes):
+def _completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
+    """Return the capture with branches, attributes, casts of autocast, and copies for a backward pass."""
+    if model_copy.method != "forward" and all(node.op != "call_function" for node in captured.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")
-    left: AssignedState = found.module.meta.pop(STATE)
-    for text in left.kept_by_hooks:
+    state: AssignedState = captured.module.meta.pop(STATE)
+    for text in state.kept_by_hooks:
         model_copy.warn_once(text)
-    _refuse_parted(left.assigned(model_copy.module), model_copy)
-    branches = tuple(one.renamed(model_copy.first_name) for one in left.branches if one.weights)
-    found = replace(found, branches=branches)
+    _refuse_untied(state.assigned(model_copy.module), model_copy)
+    branches = tuple(one.renamed(model_copy.first_name) for one in state.branches if one.weights)
+    captured = replace(captured, branches=branches)
     if keep_grad:
-        for name in left.losses:
+        for name in state.losses:
             model_copy.warn_once(
                 f"forward leaves {name} with a gradient: a placed model does not, so that a loss made of it "
                 "gives none. Return it instead"
             )
-        keep_what_is_read(found)
-        _tell_of_history(found, model_copy)
-    write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
-    if not left.goes_by_values:
-        found = replace(found, attributes=_attributes_of(found, model_copy))
-    return _named_apart(found)
+        keep_what_is_read(captured)
+        _warn_of_history(captured, model_copy)
+    write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
+    if not state.goes_by_values:
+        captured = replace(captured, attributes=_attributes_of(captured, model_copy))
+    return _named_apart(captured)
 
 
-def _attributes_of(found: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
-    """The attributes that constants are, by the names of these; None where one is a view of such."""
+def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
+    """Return the name of the attribute that each constant is; None if one is a view of an attribute."""
     attributes = model_copy.attributes
-    memories = {constant: memory_of(tensor) for constant, tensor in found.constants.items()}
+    memories = {constant: memory_of(tensor) for constant, tensor in captured.constants.items()}
     known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
-    if any(identity(found.constants[constant]) != key for constant, (_, key) in known.items()):
+    if any(identity(captured.constants[constant]) != key for constant, (_, key) in known.items()):
         return None
     return {constant: name for constant, (name, _) in known.items()}
 
 
-def _refuse_parted(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:
-    """Raise NoGraphError where a buffer is assigned, and what is the same weight is not: eager parts them."""
+def _refuse_untied(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:
+    """Raise NoGraphError if a call assigns a shared buffer under one name only: eager mode unties them."""
     values = {model_copy.full_name(name): value for name, value in assigned.items()}
     for name, value in values.items():
         for other in model_copy.weights.names[model_copy.weights.first[name]]:
@@ -193,10 +193,10 @@ def _refuse_parted(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) 
                 )
 
 
-def _tell_of_history(found: Capture, model_copy: ModelCopy) -> None:
-    """Warn of attributes that were computed with gradients: a graph reads their values alone."""
+def _warn_of_history(captured: Capture, model_copy: ModelCopy) -> None:
+    """Warn about attributes with a gradient history: a graph reads only their values."""
     plain = model_copy.weights.plain
-    for name in map(model_copy.full_name, found.constants):
+    for name in map(model_copy.full_name, captured.constants):
         if name in plain and not plain[name].is_leaf:
             model_copy.warn_once(
                 f"{name!r} was computed with gradients, and forward reads it: the placed model has its "
@@ -204,26 +204,26 @@ def _tell_of_history(found: Capture, model_copy: ModelCopy) -> None:
             )
 
 
-def _named_apart(found: Capture) -> Capture:
-    """The capture, in which nothing that is made has the name of a weight."""
-    renamed = name_apart(found.graph, {*found.weights.values(), *found.constants}, found.weights)
-    inputs = tuple(renamed.get(name, name) for name in found.inputs)
-    states = {renamed.get(name, name): leaf for name, leaf in found.states.items()}
-    return replace(found, inputs=inputs, states=states) if renamed else found
+def _named_apart(captured: Capture) -> Capture:
+    """Return the capture with renamed nodes, so that no result has the name of a weight."""
+    renamed = name_apart(captured.graph, {*captured.weights.values(), *captured.constants}, captured.weights)
+    inputs = tuple(renamed.get(name, name) for name in captured.inputs)
+    states = {renamed.get(name, name): leaf for name, leaf in captured.states.items()}
+    return replace(captured, inputs=inputs, states=states) if renamed else captured
 
 
-def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
-    """The capture, with sizes that the data decides as in the example."""
-    values = found.inputs_in(call)
-    for node, name in found.weights.items():
-        tensor = found.constants.get(name, model_copy.weights.tensors.get(name))
+def _sized_as(captured: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
+    """Return the capture with the values, in the example, of sizes that the data decides."""
+    values = captured.inputs_in(call)
+    for node, name in captured.weights.items():
+        tensor = captured.constants.get(name, model_copy.weights.tensors.get(name))
         if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:
             values[node] = tensor.detach().cpu()
-    sizes = sizes_of_example(found.graph, values, found.inputs, model_copy.warn_once)
-    return replace(found, sizes={**found.sizes, **sizes})
+    sizes = sizes_of_example(captured.graph, values, captured.inputs, model_copy.warn_once)
+    return replace(captured, sizes={**captured.sizes, **sizes})
 
 
-def _with_examples(
+def _exported(
     model_copy: ModelCopy,
     host: BoundCall,
     dynamic_shapes: Any,
@@ -232,19 +232,19 @@ def _with_examples(
     vary: bool,
     sizes: bool,
 ) -> Capture:
-    """As :func:`capture`; the exporter of transformers has sizes vary."""
+    """Trace by the exporter of transformers, if sizes may vary, or else by ``torch.export``."""
     failures: dict[str, Exception] = {}
     sizes = sizes and model_copy.entry not in model_copy.unsized
     if vary and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
-            return _told(
+            return _warn_if_fixed(
                 model_copy, sizes, *export_transformers(model_copy, host, keep_grad=keep_grad, sizes=sizes)
             )
         except RunAsItIs:
             raise
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
-    asked = vary
+    may_vary = vary
     vary = vary and not failures and model_copy.entry not in model_copy.fixed
     try:
         traced = export_plain(model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
@@ -253,56 +253,56 @@ def _with_examples(
     except Exception as error:  # torch.export runs the model's own code, which may raise anything
         failures["torch.export"] = error
     else:
-        found = _told(model_copy, sizes, *traced)
+        captured = _warn_if_fixed(model_copy, sizes, *traced)
         for reason in map(first_line, failures.values()):
-            _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
+            _warn_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
-        return found
-    decided = isinstance(failures["torch.export"], GuardOnDataDependentSymNode | DataDependentOutputException)
-    if decided and model_copy.knows_inputs and not model_copy.asks_inputs:
+        return captured
+    by_data = isinstance(failures["torch.export"], GuardOnDataDependentSymNode | DataDependentOutputException)
+    if by_data and model_copy.knows_inputs and not model_copy.asks_inputs:
         model_copy.by_inputs.add(model_copy.entry)
-        return _with_examples(model_copy, host, dynamic_shapes, keep_grad, vary=asked, sizes=sizes)
-    # outside of the handlers: it is to have no context but its own
-    own = eager_error(model_copy, host, keep_grad=keep_grad)
-    if own is not None:
+        return _exported(model_copy, host, dynamic_shapes, keep_grad, vary=may_vary, sizes=sizes)
+    # outside of the handlers, so that it has no other error as its context
+    raised = eager_error(model_copy, host, keep_grad=keep_grad)
+    if raised is not None:
         if not keep_grad and eager_error(model_copy, host, keep_grad=True) is None:
-            own.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
+            raised.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
         if model_copy.prepared:
-            own.add_note(
+            raised.add_note(
                 "Hooks that run before the model's calls are not traced: where one makes the model ready at "
                 "its first call, as compressed-tensors does unless dequantize=True, have that done before"
             )
-        raise own
+        raise raised
     module = model_copy.module
-    alone = model_copy.method == "forward" or module._parameters or module._buffers
-    kind = NoGraphError if alone else UntracedMethodError
+    is_final = model_copy.method == "forward" or module._parameters or module._buffers
+    kind = NoGraphError if is_final else UntracedMethodError
     raise kind(_not_captured(model_copy, failures)) from failures["torch.export"]
 
 
 def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> str:
-    """Which ways were tried, what each said, the line of the model's code, and what to do about it."""
+    """Return the error text: each exporter's error, the line of the model's code, and what to do about it."""
     last = failures["torch.export"]
     lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
-    decides = isinstance(last, GuardOnDataDependentSymNode)
+    by_data = isinstance(last, GuardOnDataDependentSymNode)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
-    said = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
+    summary = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")
-    decided = (_DATA_DECIDES if model_copy.knows_inputs else _WITHOUT_VALUES) if decides else ""
-    return said + failed_line(last) + decided + (_UNKNOWN_CLASS if unknown else "")
+    advice = (_DATA_DECIDES if model_copy.knows_inputs else _WITHOUT_VALUES) if by_data else ""
+    return summary + failed_line(last) + advice + (_UNKNOWN_CLASS if unknown else "")
 
 
-def _told(model_copy: ModelCopy, sizes: bool, found: Capture, fixed: Exception | None) -> Capture:
-    """What was traced; its user is told why no size varies, or fewer than all ``sizes``, as were to."""
+def _warn_if_fixed(model_copy: ModelCopy, sizes: bool, captured: Capture, fixed: Exception | None) -> Capture:
+    """Return the capture; warn if sizes are fixed that were to vary, for the reason ``fixed``."""
     if fixed is not None:
-        if not found.roles:
+        if not captured.roles:
             model_copy.fixed.add(model_copy.entry)
         if sizes:
             model_copy.unsized.add(model_copy.entry)
-        _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
-    return found
+        _warn_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
+    return captured
 
 
-def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
+def _warn_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
     model_copy.warn_once(
         f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is captured anew"
     )
@@ -310,13 +310,13 @@ def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
 
 @contextmanager
 def _untouched_attributes(module: nn.Module) -> Iterator[None]:
-    """Give tensor attributes their values back: tracing an operation that writes to one runs it."""
-    found = (tensor for *_, tensor in plain_tensors(module) if type(tensor) is torch.Tensor)
-    kept = [(tensor, tensor._version, tensor.clone()) for tensor in found]
+    """Context manager that restores tensor attributes: a trace runs operations that write to them."""
+    tensors = (tensor for *_, tensor in plain_tensors(module) if type(tensor) is torch.Tensor)
+    snapshots = [(tensor, tensor._version, tensor.clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, version, values in kept:
+            for tensor, version, values in snapshots:
                 if tensor._version != version:
                     tensor.copy_(values)

@@ -1,14 +1,14 @@
-"""Branches of the model's code that go by weights alone, or by integers that a call is given.
+"""Branches of the model's code on values of weights, or of integer inputs.
 
-What a call traces is the way that the values of that moment choose; the question is kept beside the graph,
-which serves calls for as long as the answer is the same::
+A trace follows the branch that the current values choose. The *question*, a small graph that computes the
+branch's condition, is stored with the trace, which serves calls while the answer stays the same::
 
     if not self.initialized:                 ne = aten.ne(initialized, 0)
         ...                                  item = aten.item(ne)                   False
     for height, width in sizes.tolist():     select = aten.select(sizes, 0, 0)
         ...                                  item = aten.item(select)               32
 
-So are sizes that such values decide, as those of ``repeat_interleave``.
+Sizes that such values decide, as in ``repeat_interleave``, are answers, too.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from graphplan.errors import InputError
 
 aten = torch.ops.aten
 
-_OF_SIZES = (aten.sym_size.int, aten.sym_numel.default)
-_FEW = 16  # numbers that may stay symbols; a trace takes long over more
+_SIZE_READERS = (aten.sym_size.int, aten.sym_numel.default)
+_FEW = 16  # most numbers of a tensor that may become symbols: more make a trace slow
 
 ValueOf = Callable[[str], torch.Tensor | None]
-"""The weight of a name, as it is now; None where it has no values."""
+"""Function from the name of a weight to its current tensor; None if it has no values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a branch asked, and the answer.
+    """The question of a branch, and its answer in the trace.
 
     Attributes:
-        question: computes the answer of the weights, or of the inputs.
-        weights: their names.
-        inputs: indices of their leaves in the call that was traced; of real ones, it asks for sizes alone.
-        answer: by which the trace went, as text: a float that is no number does not equal itself.
+        question: computes the answer from the weights, or from the inputs.
+        weights: names of the weights that it reads.
+        inputs: indices of the input leaves that it reads; of floating-point ones, only their sizes.
+        answer: the answer as text, since NaN does not equal itself.
     """
 
     question: fx.GraphModule
@@ -59,27 +59,27 @@ class Branch:
     answer: str
 
     def renamed(self, name_of: Callable[[str], str]) -> Branch:
-        """With other names of the weights."""
+        """Return the branch with renamed weights."""
         return replace(self, weights=tuple(map(name_of, self.weights)))
 
     def goes_by(self, values: Iterable[torch.Tensor]) -> bool:
-        """Whether the answer is the same of other values.
+        """Whether the answer for ``values`` is that of the trace; False if computing it fails.
 
-        Of some there is none: what the code asks where a flag is set may be an error where it is not.
+        A question that the code asks only if a flag is set may fail without it.
         """
         try:
             return repr(_answer_of(self.question, values)) == self.answer
-        except (RuntimeError, IndexError, ValueError, ArithmeticError):  # of operations, kernels among them
+        except (RuntimeError, IndexError, ValueError, ArithmeticError):  # errors of operations and kernels
             return False
 
 
 @dataclass(frozen=True, slots=True)
 class InputBranches:
-    """Whether branches go by the leaves of a call as they went in the trace: the condition of a guard.
+    """The condition of a guard: branches take the same way for a call as in the trace.
 
     Attributes:
-        branches: those that inputs decide.
-        traced: these inputs in the trace: of the same ones all answers are the same.
+        branches: the branches on inputs.
+        traced: leaf index -> the input in the trace: equal inputs give equal answers.
     """
 
     branches: tuple[Branch, ...]
@@ -87,29 +87,29 @@ class InputBranches:
 
     @property
     def integers(self) -> list[int]:
-        """Those of which values decide, and not sizes alone."""
+        """Indices of the leaves whose values decide, not only their sizes."""
         return [index for index, value in self.traced.items() if not value.is_meta]
 
     def are_others(self, leaves: Sequence[Any]) -> bool:
-        """Whether those that decide are tensors, as in the trace, and have other values."""
-        known = all(isinstance(leaves[index], torch.Tensor) for index in self.traced)
-        same = (_is_same(_known_of(leaves[index]), self.traced[index]) for index in self.integers)
-        return known and not all(same)
+        """Whether the deciding leaves are tensors, as in the trace, but have other values."""
+        are_tensors = all(isinstance(leaves[index], torch.Tensor) for index in self.traced)
+        same = (_is_same(_readable_part(leaves[index]), self.traced[index]) for index in self.integers)
+        return are_tensors and not all(same)
 
     def __call__(self, leaves: Sequence[Any]) -> bool:
-        """Whether these are leaves of such a call; those that do not decide may be anything."""
-        given = {index: _known_of(leaves[index]) for index in self.traced}
+        """Whether the branches take the same way for these leaves of a call."""
+        given = {index: _readable_part(leaves[index]) for index in self.traced}
         if all(_is_same(given[index], value) for index, value in self.traced.items()):
             return True
-        with _plainly():
+        with _without_modes():
             return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
 
 
 def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
-    """Whether all branches go by these weights as they went in the trace."""
+    """Whether all branches take the same way for these weights as in the trace."""
     if not branches:
         return True
-    with _plainly():
+    with _without_modes():
         for branch in branches:
             values = [value for name in branch.weights if (value := value_of(name)) is not None]
             if len(values) < len(branch.weights) or not branch.goes_by(values):
@@ -117,8 +117,8 @@ def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
     return True
 
 
-def _known_of(leaf: torch.Tensor) -> torch.Tensor:
-    """What questions are told of an input: the values of integers; of real numbers the sizes, on meta."""
+def _readable_part(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the part of an input that questions may read: integer values, or a meta tensor for its sizes."""
     return leaf.detach().cpu() if is_of_integers(leaf) else torch.empty_like(leaf, device="meta")
 
 
@@ -129,29 +129,36 @@ def _is_same(leaf: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """A block in which questions are asked, whatever modes the code that asks them is in."""
+def _without_modes() -> Iterator[None]:
+    """Context manager without gradients and autocast, in which questions are computed."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of a tensor."""
-
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 def _answer_of(question: fx.GraphModule, values: Iterable[torch.Tensor]) -> Any:
-    """A number; or for each tensor, its sizes and strides."""
-    made = question.forward(*(value if value.is_meta else value.detach().cpu() for value in values))
-    return tree_map_only(torch.Tensor, lambda tensor: _Form(tuple(tensor.shape), tensor.stride()), made)
+    """Return the answer: a number, or a :class:`_Form` for each tensor."""
+    answer = question.forward(*(value if value.is_meta else value.detach().cpu() for value in values))
+    return tree_map_only(torch.Tensor, lambda tensor: _Form(tuple(tensor.shape), tensor.stride()), answer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Nodes that decide a value that the code asks for; the sources among them, with what these are now."""
+    """A value that the code asks for: the nodes that decide it, and the weights and inputs among these.
+
+    Attributes:
+        line: the line of the model's code.
+        needed: the nodes that decide the value.
+        written: memory that the graph has written to.
+        weights: names of the weights that decide.
+        inputs: indices of the input leaves that decide.
+        values: the current tensors of weights, or inputs.
+    """
 
     line: str
     needed: Sequence[fx.Node]
@@ -162,18 +169,18 @@ class _Asked:
 
 
 class Branches:
-    """The branches of the traces of one call: what one trace fails at, the next one answers.
+    """The branches in the traces of one call: if a trace fails at a branch, the next trace answers it.
 
     Args:
-        module: what is traced.
-        value_of: gives its weights, by their names in it.
-        call: its arguments, of which integers and sizes may decide too; None where none are to.
+        module: the module that is traced.
+        value_of: function from a name in the module to the weight's current tensor.
+        call: the arguments, whose integers and sizes may decide branches; None if they must not.
         answered: lines of the code, and paths of arguments, whose questions are answered; traces add to it.
 
     Attributes:
-        found: those of the last trace.
-        told: the values in it that the code was told: the line, what decided each, and the answer.
-        read_by: for each question that was answered in it, also again, the nodes that it reads.
+        found: the branches of the last trace.
+        told: the answers that its code was given: the line, the weights and inputs that decide, the answer.
+        read_by: for each question that it answered, repeated ones included, the nodes that it reads.
     """
 
     def __init__(
@@ -183,36 +190,36 @@ class Branches:
         self._answered = set() if answered is None else answered
         leaves = [] if call is None else list(enumerate(flatten_with_path(call)))
         self._leaves = {
-            index: _known_of(leaf) for index, (_, leaf) in leaves if isinstance(leaf, torch.Tensor)
+            index: _readable_part(leaf) for index, (_, leaf) in leaves if isinstance(leaf, torch.Tensor)
         }
         self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
         self.begin()
 
     def begin(self) -> None:
-        """Know nothing of a trace yet."""
-        self._names: dict[fx.Node | None, str] = {}  # of the weights' nodes
-        self._inputs: dict[fx.Node | None, int] = {}  # the leaves of the inputs' nodes
-        self._asked: dict[Any, _Asked] = {}  # symbol -> what has made it
+        """Reset the state for a new trace."""
+        self._names: dict[fx.Node | None, str] = {}  # node -> name of the weight
+        self._inputs: dict[fx.Node | None, int] = {}  # node -> index of the input leaf
+        self._asked: dict[Any, _Asked] = {}  # symbol -> the value that it stands for
         self._failed: _Asked | None = None
-        self._known: dict[str, Any] = {}  # the answers to questions, by their texts
+        self._answers: dict[str, Any] = {}  # text of a question -> answer
         self._writers = _Writers()
         self.told: set[tuple[Any, ...]] = set()
         self.read_by: list[Sequence[fx.Node]] = []
         self.found: list[Branch] = []
 
     def enter(self, tracer: Any, call: Any) -> None:
-        """Know the weights and inputs before the first call of the trace, which may write to them."""
+        """Note the nodes of weights and inputs before the first call of the trace, which may write them."""
         if self._names or self._inputs:
             return
         tables = (self._module.named_parameters, self._module.named_buffers)
         named = (entry for table in tables for entry in table(remove_duplicate=False))
         self._names = {node_of(tensor, tracer): name for name, tensor in named}
         traced = dict(flatten_with_path(call)) if self._paths else {}
-        ours = ((index, path) for index, path in self._paths.items() if path in traced)
-        self._inputs = {node_of(traced[path], tracer): index for index, path in ours}
+        deciding = ((index, path) for index, path in self._paths.items() if path in traced)
+        self._inputs = {node_of(traced[path], tracer): index for index, path in deciding}
 
     def read(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``operation`` returns, of which the code will know the value; or the value itself."""
+        """Return the answer if this trace is to know it; else the result of ``operation``."""
         asked = self._what_decides(tracer, args, kwargs)
         if asked is not None and self._is_answered(asked):
             return self._answer(tracer, asked, func, args, kwargs)
@@ -223,7 +230,7 @@ class Branches:
         return result
 
     def read_all(self, tracer: Any, operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """What ``operation``, which is ``tolist``, returns: of many numbers, one question is asked."""
+        """Do the same where ``operation`` is ``tolist``: a single question asks for all numbers."""
         asked = self._what_decides(tracer, tensor, {})
         if asked is not None and self._is_answered(asked):
             return self._answer(tracer, asked, _numbers_of, (tensor,), {})
@@ -234,25 +241,25 @@ class Branches:
         return operation(tensor)
 
     def make(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``operation`` makes, whose sizes values decide: the sizes themselves, where they are known."""
+        """Return the result of ``operation``, whose sizes values decide; with an answer, of known sizes."""
         asked = self._what_decides(tracer, args, kwargs)
         result = operation()
-        made = tree_leaves(result)
-        unknown = [size for tensor in made for size in tensor.shape if has_free_unbacked_symbols(size)]
+        tensors = tree_leaves(result)
+        unknown = [size for tensor in tensors for size in tensor.shape if has_free_unbacked_symbols(size)]
         answered = asked is not None and self._is_answered(asked)
-        if asked is not None and answered and unknown and not any(tensor.requires_grad for tensor in made):
-            known = self._answer(tracer, asked, func, args, kwargs, told=False)
-            return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(known)], tracer)
+        if asked is not None and answered and unknown and not any(one.requires_grad for one in tensors):
+            forms = self._answer(tracer, asked, func, args, kwargs, told=False)
+            return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(forms)], tracer)
         for size in unknown:
             self._remember(asked, size)
         return result
 
     def decide(self, number: Any) -> bool:
-        """Whether weights or inputs alone decide a symbolic number of the trace."""
+        """Whether weights, or inputs, alone decide a symbolic number of the trace."""
         return bool(self._asked.keys() & number.node.expr.free_symbols)
 
     def learn(self, error: Exception) -> bool:
-        """Whether a trace has failed for want of an answer that the next one has."""
+        """Note the answers that a failed trace lacked; return whether any of them is new."""
         symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else ()
         failed = [self._asked[symbol] for symbol in symbols if symbol in self._asked]
         failed += [self._failed] if self._failed is not None else []
@@ -261,32 +268,32 @@ class Branches:
         return bool(new)
 
     def _what_decides(self, tracer: Any, args: Any, kwargs: Any) -> _Asked | None:
-        """What the values that an operation is given come from; None where that is more than values known."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        nodes = [node for one in given if (node := node_of(one, tracer, constants=True))]
-        if len(nodes) < len(given) or not self._are_settled(_computed_from(nodes, {}), tracer):
+        """Return what decides an operation's arguments; None if not weights alone, or inputs alone, do."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        nodes = [node for one in tensors if (node := node_of(one, tracer, constants=True))]
+        if len(nodes) < len(tensors) or not self._are_settled(_computed_from(nodes, {}), tracer):
             return None
         writers = self._writers.of(tracer.graph)
         needed = _computed_from(nodes, writers)
         weights = tuple(self._names[node] for node in needed if node in self._names)
         inputs = tuple(self._inputs[node] for node in needed if node in self._inputs)
-        found = (*map(self._value_of, weights), *map(self._leaves.__getitem__, inputs))
-        values = tuple(value for value in found if value is not None)
-        if (weights and inputs) or len(values) < len(found) or not self._are_settled(needed, tracer):
+        sources = (*map(self._value_of, weights), *map(self._leaves.__getitem__, inputs))
+        values = tuple(value for value in sources if value is not None)
+        if (weights and inputs) or len(values) < len(sources) or not self._are_settled(needed, tracer):
             return None
         return _Asked(calling_line(), needed, writers.keys(), weights, inputs, values)
 
     def are_written(self, nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
-        """Whether anything so far in a graph writes to the memory of what nodes make."""
+        """Whether a node of the graph so far writes to the memory of the results of ``nodes``."""
         return not self._writers.of(graph).keys().isdisjoint(memories(*nodes))
 
     @property
     def by_weights(self) -> bool:
-        """Whether a weight may decide: others do in blocks that are alike."""
+        """Whether a weight may decide a branch: repeated blocks, with other weights, may take other ways."""
         return any(isinstance(source, str) for source in self._answered)
 
     def _told_by(self, asked: _Asked) -> list[Any]:
-        """What the next trace has to answer: of constants and sizes alone, nothing."""
+        """Return what the next trace must answer: nothing if constants and sizes alone decide."""
         integers = [index for index in asked.inputs if not self._leaves[index].is_meta]
         return [self._paths[index] for index in integers] or [asked.line] * bool(asked.weights)
 
@@ -302,18 +309,18 @@ class Branches:
         question = self._question(asked, tracer, func, *arguments)
         self.read_by.append(asked.needed)
         text = _text_of(question)
-        if text not in self._known:  # each layer may ask the same
-            with untraced(), _plainly():
-                self._known[text] = _answer_of(question, asked.values)
+        if text not in self._answers:  # each layer may ask the same
+            with untraced(), _without_modes():
+                self._answers[text] = _answer_of(question, asked.values)
             if asked.values:
-                answer = repr(self._known[text])
+                answer = repr(self._answers[text])
                 self.found.append(Branch(question, asked.weights, asked.inputs, answer))
         if told and asked.values:
-            self.told.add((asked.line, asked.weights, asked.inputs, repr(self._known[text])))
-        return copy.deepcopy(self._known[text])
+            self.told.add((asked.line, asked.weights, asked.inputs, repr(self._answers[text])))
+        return copy.deepcopy(self._answers[text])
 
     def _remember(self, asked: _Asked | None, number: Any) -> None:
-        """Know what has made a symbolic number."""
+        """Note what decides a symbolic number."""
         if asked is not None and isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
             self._asked |= dict.fromkeys(number.node.expr.free_symbols, asked)
 
@@ -324,31 +331,31 @@ class Branches:
         )
 
     def _reads_real(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether any reads more of a real input than its sizes."""
+        """Whether any node reads more of a floating-point input than its sizes."""
         real = {node for node, index in self._inputs.items() if self._leaves[index].is_meta}
         return any(
-            node.target not in _OF_SIZES and not real.isdisjoint(node.all_input_nodes) for node in nodes
+            node.target not in _SIZE_READERS and not real.isdisjoint(node.all_input_nodes) for node in nodes
         )
 
     def _question(self, asked: _Asked, tracer: Any, func: Any, args: Any, kwargs: Any) -> fx.GraphModule:
-        """A function of the sources that are among the nodes; it writes to copies of them."""
-        found, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        """Return a graph module that computes the value from weights or inputs; it writes only to copies."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         sources = self._names.keys() | self._inputs.keys()
-        given = {node: found.placeholder(node.name) for node in asked.needed if node in sources}
+        placeholders = {node: graph.placeholder(node.name) for node in asked.needed if node in sources}
         for node in asked.needed:
-            made[node] = given.get(node) or found.node_copy(node, made.__getitem__)
-            made[node].meta.clear()  # which holds on to tensors
-            is_kept = node in given or node.op == "get_attr"
-            if is_kept and not asked.written.isdisjoint(memories(node)):
-                made[node] = found.call_function(aten.clone.default, (made[node],))
-        arguments = fx.map_arg((args, kwargs), made.__getitem__)
-        found.output(found.call_function(func, *arguments))
+            copies[node] = placeholders.get(node) or graph.node_copy(node, copies.__getitem__)
+            copies[node].meta.clear()  # it would keep tensors alive
+            is_source = node in placeholders or node.op == "get_attr"
+            if is_source and not asked.written.isdisjoint(memories(node)):
+                copies[node] = graph.call_function(aten.clone.default, (copies[node],))
+        arguments = fx.map_arg((args, kwargs), copies.__getitem__)
+        graph.output(graph.call_function(func, *arguments))
         constants = ((str(node.target), constant_of(node, tracer)) for node in asked.needed)
-        return fx.GraphModule({name: tensor for name, tensor in constants if tensor is not None}, found)
+        return fx.GraphModule({name: tensor for name, tensor in constants if tensor is not None}, graph)
 
 
 def _text_of(question: fx.GraphModule) -> str:
-    """The same for questions that ask the same of the same sources, whatever the names of their nodes."""
+    """Return a text that is equal for equal questions, whatever the names of their nodes."""
     with untraced():
         constants = {name: (tensor.dtype, tensor.tolist()) for name, tensor in question.named_buffers()}
     names = {node: f"%{number}" for number, node in enumerate(question.graph.nodes)}
@@ -361,45 +368,45 @@ def _text_of(question: fx.GraphModule) -> str:
 
 
 def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequence[str]) -> tuple[Guard, ...]:
-    """A guard that such of a trace go as they did for these leaves, of these names; none where none do."""
-    ours = tuple(branch for branch in branches if branch.inputs)
-    indices = sorted({index for branch in ours for index in branch.inputs})
-    if not ours:
+    """Return a guard that branches on inputs take the same way as for ``leaves``, if there are any."""
+    on_inputs = tuple(branch for branch in branches if branch.inputs)
+    indices = sorted({index for branch in on_inputs for index in branch.inputs})
+    if not on_inputs:
         return ()
-    found = InputBranches(ours, {index: _known_of(leaves[index]).clone() for index in indices})
-    said = (
-        f"the code branches by values of {', '.join(names[one] for one in found.integers)}, which are others"
+    holds = InputBranches(on_inputs, {index: _readable_part(leaves[index]).clone() for index in indices})
+    text = (
+        f"the code branches by values of {', '.join(names[one] for one in holds.integers)}, which are others"
     )
-    return (Guard(said, found),)
+    return (Guard(text, holds),)
 
 
 def goes_by_others(signature: InputSignature, call: BoundCall) -> bool:
-    """Whether a trace of the same structure went by other values of inputs than those of a call."""
-    branches = _input_branches(signature)
+    """Whether a trace of the same structure branched on other input values than those of the call."""
+    branches = _guards_on_inputs(signature)
     leaves = signature.traced(call).leaves if branches else ()
     return any(one.are_others(leaves) for one in branches)
 
 
 def goes_by_same(signature: InputSignature, call: BoundCall) -> bool:
-    """Whether the inputs of a call, of which all else is known, decide as those of the trace did."""
-    branches = _input_branches(signature)
+    """Whether branches on inputs take the same way for a call, which fits otherwise, as in the trace."""
+    branches = _guards_on_inputs(signature)
     leaves = signature.traced(call).leaves if branches else ()
     return all(one(leaves) for one in branches)
 
 
 def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
-    """Raise InputError where the inputs of a microbatch do not decide as those of the trace did."""
+    """Raise InputError if branches on inputs take another way for a microbatch than in the trace."""
     if not all(goes_by_same(signature, part) for part in parts):
         names = (signature if signature.prepared is None else signature.prepared.signature).names
-        deciding = sorted({index for one in _input_branches(signature) for index in one.integers})
-        said = ", ".join(names[index] for index in deciding)
+        deciding = sorted({index for one in _guards_on_inputs(signature) for index in one.integers})
+        text = ", ".join(names[index] for index in deciding)
         raise InputError(
-            f"the code branches by values of {said}, which are others in one microbatch than in another: pad "
+            f"the code branches by values of {text}, which are others in one microbatch than in another: pad "
             "them alike, or use microbatches=1"
         )
 
 
-def _input_branches(signature: InputSignature) -> list[InputBranches]:
+def _guards_on_inputs(signature: InputSignature) -> list[InputBranches]:
     inner = signature if signature.prepared is None else signature.prepared.signature
     return [guard.holds for guard in inner.guards if isinstance(guard.holds, InputBranches)]
 
@@ -409,32 +416,32 @@ def _numbers_of(tensor: torch.Tensor) -> Any:
 
 
 def is_of_integers(leaf: Any) -> bool:
-    """Whether a leaf is a tensor by whose values code may branch: real numbers are others in each call."""
+    """Whether a leaf is a tensor on whose values code may branch: floating-point ones differ in each call."""
     return isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 class _Writers:
-    """What has been written to so far in a graph that grows."""
+    """The nodes that write to memory in a growing graph."""
 
     def __init__(self) -> None:
         self._graph: fx.Graph | None = None
-        self._found: dict[int, list[fx.Node]] = {}
+        self._writers: dict[int, list[fx.Node]] = {}
         self._last: fx.Node | None = None
 
     def of(self, graph: fx.Graph) -> Mapping[int, list[fx.Node]]:
-        """The memory, and by which nodes."""
+        """Return memory -> the nodes that write to it so far."""
         if graph is not self._graph:
-            self._graph, self._found, self._last = graph, defaultdict(list), None
+            self._graph, self._writers, self._last = graph, defaultdict(list), None
         new = list(takewhile(lambda node: node is not self._last, reversed(graph.nodes)))
         for node in new:
             for memory in written_memories(node):
-                self._found[memory].append(node)
+                self._writers[memory].append(node)
         self._last = new[0] if new else self._last
-        return self._found
+        return self._writers
 
 
 def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]]) -> list[fx.Node]:
-    """Nodes, all that these are computed from, and all that has written to what these read, in order."""
+    """Return the nodes, those they are computed from, and those that wrote to memory they read, in order."""
 
     def sources(node: fx.Node) -> list[fx.Node]:
         written = (writer for memory in memories(node) for writer in writers.get(memory, ()))
@@ -444,13 +451,13 @@ def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]
 
 
 def _is_number(node: fx.Node, tracer: Any) -> bool:
-    """Whether a node is a constant of the code: tensors in attributes may be others in each call."""
+    """Whether a node is a constant of the code; a tensor in an attribute is none, since it may change."""
     return constant_of(node, tracer) is not None and is_made_in_code(node)
 
 
 def _is_settled(node: fx.Node) -> bool:
-    """Whether a node makes tensors, or sizes, that only its arguments decide."""
-    made = tree_leaves(node.meta.get("val"))
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    plain = node.op == "call_function" and not random
-    return plain and all(isinstance(one, torch.Tensor | torch.SymInt | torch.SymBool) for one in made)
+    """Whether the arguments of a node alone decide its results, which are tensors, sizes or flags."""
+    results = tree_leaves(node.meta.get("val"))
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    is_plain = node.op == "call_function" and not is_random
+    return is_plain and all(isinstance(one, torch.Tensor | torch.SymInt | torch.SymBool) for one in results)

@@ -30,7 +30,7 @@ _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collec
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)
 _OF_BYTES = (bytearray, array)
-_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash may change
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash, or none, may change
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether a value is of numbers, text and containers of these; ``around``: ids of its own containers."""
+    """Whether a value is of numbers, text and containers of these; ``around``: ids of its containers."""
     if not isinstance(value, _CONTAINERS):
         return isinstance(value, _PLAIN)
     items = value.values() if isinstance(value, dict) else value

@@ -102,7 +102,7 @@ class Snapshot:
 
 
 def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:
-    """Return a snapshot of a value; ``around`` has the ids of its containers, which it may hold in turn."""
+    """Return a snapshot of a value; ``around``: ids of containers around it, which it may hold in turn."""
     if type(value) is np.ndarray and value.dtype != object:
         return Snapshot(value, (), value.copy())
     if not isinstance(value, list | tuple | dict | set | frozenset | deque) or id(value) in around:
