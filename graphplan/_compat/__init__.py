@@ -1,9 +1,9 @@
-"""Private names of torch and other packages that may go without notice: one function for each.
+"""Access to private names of torch and other packages, which may disappear without notice.
 
-Where a name is gone, :class:`graphplan.GraphplanError` is raised, which says what was tested. Elsewhere
-only those are used that code outside torch builds on: ``torch.utils._pytree``, its modes for dispatch,
-``torch._ops`` with the schemas of operations, ``torch._subclasses``, the types of ``torch._C`` that generated
-code and schemas name, versions of tensors, and the tables of modules (``_parameters``, ``_buffers``).
+Each has one function here. If the name is gone, it raises :class:`graphplan.GraphplanError`, which lists the
+tested versions. Code outside this package uses only private names that other projects also build on:
+``torch.utils._pytree``, dispatch modes, ``torch._ops`` with its schemas, ``torch._subclasses``, types of
+``torch._C`` in schemas and generated code, tensor versions, and ``_parameters`` and ``_buffers`` of modules.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ TESTED = {
     "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
     "transformers": ("5.17.0", "5.23.0", "5.24.0"),
 }
-"""Package -> the versions that the core tests ran with."""
+"""Package -> versions with which the core tests passed."""
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""A module or class, the name of its attribute, and what makes another of the attribute."""
+"""A patch: owner (module or class), attribute name, and function from the old value to the new one."""
 
 
 def private(owner: Any, name: str, package: str) -> Any:
-    """An attribute of a module, class or object that its package may change without notice.
+    """Return a private attribute of a module, class or object.
 
     Raises:
-        GraphplanError: it is gone.
+        GraphplanError: the installed package no longer has it.
     """
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        here = getattr(owner, "__name__", type(owner).__name__)
+        where = getattr(owner, "__name__", type(owner).__name__)
         raise GraphplanError(
-            f"{here}.{name} is not in {package} {version(package)}; graphplan needs it, and was tested with "
+            f"{where}.{name} is not in {package} {version(package)}; graphplan needs it, and was tested with "
             f"{package} {', '.join(TESTED[package])}: install one of these, or a newer graphplan"
         ) from error
 
 
 def place(owner: Any, name: str, package: str) -> tuple[Any, str]:
-    """Where such an attribute is, to be replaced; GraphplanError likewise."""
+    """Return an attribute as a patch target, (owner, name); raise as :func:`private`."""
     private(owner, name, package)
     return owner, name

@@ -1,4 +1,4 @@
-"""Private names of ``torch.export`` and its tracer, which take as long to import as the rest of torch."""
+"""Private names of ``torch.export`` and its tracer; importing them takes as long as the rest of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental import proxy_tensor
 from graphplan._compat import place, private
 
 NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
-"""What ``torch.export`` writes for the module of a node that no module has called."""
+"""The key that ``torch.export`` puts in the ``nn_module_stack`` of nodes outside any module call."""
 
 TRACED_NUMBERS = (
     private(dynamic_shapes, "_IntWrapper", "torch"),
@@ -22,31 +22,31 @@ TRACED_NUMBERS = (
     torch.SymFloat,
     torch.SymBool,
 )
-"""What a trace has in place of numbers."""
+"""Types that replace Python numbers in a trace."""
 
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
-    """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
+    """Return the size guards of a trace, as Python expressions over ``L['argument']``."""
     return private(program, "_guards_code", "torch")
 
 
 def assignment_hook() -> tuple[Any, str]:
-    """What an export calls to be told of the buffers that the traced module itself assigns."""
+    """Return the patch target for what registers an export's hook on buffer assignments."""
     return place(export_trace, "register_buffer_assignment_hook", "torch")
 
 
 def graph_maker() -> tuple[Any, str]:
-    """By what an export traces."""
+    """Return the patch target for ``make_fx`` as ``torch.export`` calls it."""
     return place(export_trace, "make_fx", "torch")
 
 
 def paths_of(tracer: Any, module: Any) -> Sequence[str]:
-    """The paths at which the model of a trace has a module, or what stands for one that is shared."""
-    own = private(tracer, "proxy_modules", "torch").get(module, module)
-    found: Sequence[str] = private(tracer, "module_id_cache", "torch").get(id(own), ())
-    return found
+    """Return the paths of a module in the traced model; ``module`` may be the proxy of a shared one."""
+    original = private(tracer, "proxy_modules", "torch").get(module, module)
+    paths: Sequence[str] = private(tracer, "module_id_cache", "torch").get(id(original), ())
+    return paths
 
 
 def export_tracer() -> type:
-    """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
+    """Return the tracer class of ``torch.export``, which intercepts every module call while it is active."""
     return private(proxy_tensor, "_ModuleStackTracer", "torch")

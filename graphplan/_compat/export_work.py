@@ -1,10 +1,10 @@
-"""What ``torch.export`` does beside tracing that no capture needs.
+"""Patches that remove work of ``torch.export`` that no capture needs.
 
-It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
-``no_grad`` blocks are split off and put back, what the cache of fake results notes is tried each time, and
-each result is described twice, the second time with a memory format that nothing reads.
-Distributions check the values of their parameters, on which no trace can branch; ``torch.compile`` too leaves
-that out.
+This work is half of the time of a Llama export: Python code is compiled for the graph of every pass,
+``no_grad`` blocks are split off and put back, each entry of the fake-tensor cache is validated, and tensor
+metadata is extracted a second time, with a memory format that nothing reads.
+Distributions validate the values of their parameters, which is a data-dependent branch; ``torch.compile``
+disables this check, too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ _TENSOR = torch.tensor
 def less_work(
     *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[..., None], copied: Callable[[], None]
 ) -> list[Replacement]:
-    """What to replace while ``torch.export`` is at work; the graph is the same.
+    """Return the patches to apply during ``torch.export``; the graph stays the same.
 
-    Changes of the gradient mode are left in it only if ``keep_grad``. Blocks of autocast are not: those that
-    the model's code is in are in ``blocks``, each as (type of device, dtype, enabled, ...). Where the code
-    assigns the ``data`` of a tensor, of which no graph knows, ``assigned_data`` is called instead, with the
-    tracer, the tensor and the other; where it calls ``torch.tensor`` of tensors, whose values are in the
-    graph then, ``copied`` is called too.
+    The graph keeps changes of the gradient mode only if ``keep_grad``. It has no autocast blocks: ``blocks``
+    lists the open ones, each as (device type, dtype, enabled, ...). ``assigned_data`` is called with the
+    tracer, the tensor and the new data in place of an assignment to ``tensor.data``, which no graph records.
+    ``copied`` is also called where the code calls ``torch.tensor`` on tensors, whose values become constants.
     """
     private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
@@ -43,22 +42,23 @@ def less_work(
     mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch")
     amp = torch.amp.autocast_mode
     enter, leave = (private(amp, name, "torch") for name in ("_enter_autocast", "_exit_autocast"))
-    read = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of a descriptor in C
+    read = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of a C descriptor
     assign = torch.Tensor.data.__set__  # type: ignore[attr-defined]
     set_grad = torch._C._set_grad_enabled
 
-    def writing(own: Callable[..., Any]) -> Callable[..., Any]:
-        """The mode that writes changes of torch's state into the graph, but for these.
+    def omitting(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the mode that records changes of torch's global state, so that it omits those listed above.
 
-        In branches, blocks of autocast are written. In the forward of a ``torch.autograd.Function`` no graph
-        says that gradients are off, nor that they are on again: the end of a ``no_grad`` block in there would
-        leave them off for the rest of the graph. So what is set already is not set.
+        In the branches of ``torch.cond``, autocast blocks are recorded. In the forward of a
+        ``torch.autograd.Function``, the graph records neither that gradients are off nor that they are on
+        again: the end of a ``no_grad`` block inside would leave them off for the rest of the graph. So
+        setting the gradient mode to its current value is not recorded.
         """
 
         def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func == assign:
                 return assigned_data(self.tracer, *args)
-            if func == read:  # the tracer would not know what that is
+            if func == read:  # the tracer cannot record a read of .data
                 return args[0].detach()
             if func is _TENSOR and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
                 if _are_numbers(args[0]) and (kwargs or {}).keys() <= {"dtype", "device"}:
@@ -74,7 +74,7 @@ def less_work(
                 return func(*args)
             if func is set_grad and args[0] == torch.is_grad_enabled():
                 return None
-            return own(self, func, types, args, kwargs)
+            return original(self, func, types, args, kwargs)
 
         return function
 
@@ -82,32 +82,32 @@ def less_work(
         (fx.GraphModule, "recompile", _when_called),
         (FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once),
         (proxy_tensor, "_extract_tensor_metadata", lambda _own: lambda _result: None),
-        (mode, "__torch_function__", writing),
+        (mode, "__torch_function__", omitting),
         (Distribution, "__init__", _unchecked),
         (Distribution, "_validate_sample", lambda _own: lambda _self, _value: None),
     ]
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether these are tensors without axes, of whose values torch makes a tensor by their memory."""
+    """Whether these are 0-dim tensors, which ``torch.tensor`` would read from memory."""
     return isinstance(values, list | tuple) and all(
         isinstance(one, torch.Tensor) and one.dim() == 0 for one in values
     )
 
 
-def _unchecked(own: Callable[..., None]) -> Callable[..., None]:
+def _unchecked(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, *sizes: Any, validate_args: bool | None = None, **named: Any) -> None:
         del validate_args
-        own(self, *sizes[:2], validate_args=False, **named)  # a third would be it
+        original(self, *sizes[:2], validate_args=False, **named)  # the third is validate_args
 
     return init
 
 
-def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """``GraphModule.recompile`` that leaves the code to the first call of the module."""
+def _when_called(original: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Make ``GraphModule.recompile`` defer code generation to the first call of the module."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own(self)
+        original(self)
         return self(*args, **kwargs)
 
     def recompile(self: Any) -> None:
@@ -120,27 +120,28 @@ def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 _ALIKE: set[str] = set()
-"""The keys of fake results of which such notes have made the like."""
+"""Dispatch keys of the fake results whose cache entries have passed validation."""
 
 
-def _tried_once(own: Callable[..., Any]) -> Callable[..., Any]:
-    """What the cache of fake results notes of one, which makes another tensor of the note and compares keys.
+def _tried_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Validate the fake-tensor cache's entry once per set of dispatch keys.
 
-    That is a fifth of a Llama's trace, and tells the same of all tensors that have these keys.
+    Torch rebuilds each result from its cache entry and compares dispatch keys. That is a fifth of a Llama
+    trace, and the outcome is the same for all tensors with these keys.
     """
 
     def info(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, output: Any) -> Any:
         keys = str(torch._C._dispatch_key_set(output)) if isinstance(output, torch.Tensor) else ""
-        known = keys in _ALIKE and not has_free_unbacked_symbols(output)
-        if known:
-            mode._output_from_cache_entry = lambda *_: output  # in the place of the class's
+        is_validated = keys in _ALIKE and not has_free_unbacked_symbols(output)
+        if is_validated:
+            mode._output_from_cache_entry = lambda *_: output  # hides the method of the class
         try:
-            found = own(mode, state, key, func, args, kwargs, output)
+            entry = original(mode, state, key, func, args, kwargs, output)
         finally:
-            if known:
+            if is_validated:
                 del mode._output_from_cache_entry
-        if found.metadata is not None:  # not what is returned as it was given, which is not tried
+        if entry.metadata is not None:  # an argument that is returned as it is has none, and is not validated
             _ALIKE.add(keys)
-        return found
+        return entry
 
     return info

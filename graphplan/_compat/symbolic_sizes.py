@@ -1,6 +1,6 @@
-"""Symbolic sizes as plain data, and back, with what a tracer knows of them.
+"""Conversion of symbolic sizes, with their ranges and hints, to plain data and back.
 
-``torch.export.load`` rebuilds sizes in the same way, by parsing the text of each; here a size is a list::
+``torch.export.load`` also rebuilds sizes, by parsing text; here an expression is a list::
 
     s0 * 2        ["Mul", 2, ["Symbol", "s0"]]
 """
@@ -25,17 +25,17 @@ _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
 
 
 def made_as(size: Any) -> Any:
-    """A size as it was made, whatever it has turned out to equal since."""
+    """Return the size's original expression, before symbols were replaced by what they equal."""
     if not isinstance(size, torch.SymInt):
         return sympy.sympify(size)
     return sympy.sympify(private(size.node, "_expr", "torch"))
 
 
 def plain_expression(expression: Any) -> Any:
-    """An expression as lists, numbers and text.
+    """Return an expression as lists, numbers and strings.
 
     Raises:
-        KeyError: it has a function that is neither sympy's nor torch's.
+        KeyError: the expression has a function that is neither in sympy nor in torch.
     """
     if expression == _INFINITY or expression == -_INFINITY:
         return ["infinity", 1 if expression == _INFINITY else -1]
@@ -57,14 +57,14 @@ def plain_expression(expression: Any) -> Any:
 
 
 def _class_named(name: str) -> Any:
-    found = getattr(functions, name, None) or getattr(sympy, name, None)
-    if not (isinstance(found, type) and issubclass(found, sympy.Basic)):
+    cls = getattr(functions, name, None) or getattr(sympy, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, sympy.Basic)):
         raise KeyError(f"{name!r} is no function of sizes")
-    return found
+    return cls
 
 
 def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
-    """The expression of lists that :func:`plain_expression` has made."""
+    """Return the expression that :func:`plain_expression` has converted to lists."""
     if not isinstance(plain, list):
         return sympy.sympify(plain)
     kind, *arguments = plain
@@ -78,10 +78,10 @@ def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
 
 
 def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
-    """Name, assumptions, value in the example (None where data decides it) and range of a symbol."""
-    known: Any = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    """Return a symbol's name, assumptions, value in the example (None if unbacked) and range."""
+    hints: Any = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     bounds = env.var_to_range.get(symbol)
-    value = known.get(symbol)
+    value = hints.get(symbol)
     return [
         symbol.name,
         [name for name in _ASSUMPTIONS if getattr(symbol, f"is_{name}")],
@@ -91,24 +91,24 @@ def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
 
 
 def conditions_since(env: ShapeEnv, known: int, places: Mapping[Any, str]) -> list[str]:
-    """What a trace has taken for granted of sizes after the first ``known`` conditions, as Python.
+    """Return the guards of a trace after the first ``known``, as Python code.
 
-    ``places`` are what is written for symbols; ``NoGraphError`` where one has none.
+    ``places`` maps a symbol to its code. Raise ``NoGraphError`` if a symbol in a guard has none.
     """
-    written = {symbol: sympy.Symbol(text, integer=True) for symbol, text in places.items()}
-    found = [guard.expr for guard in env.guards[known:]]
-    for symbol in set[Any]().union(*(one.free_symbols for one in found)):
-        if symbol not in written:
+    code_of = {symbol: sympy.Symbol(text, integer=True) for symbol, text in places.items()}
+    conditions = [guard.expr for guard in env.guards[known:]]
+    for symbol in set[Any]().union(*(one.free_symbols for one in conditions)):
+        if symbol not in code_of:
             raise NoGraphError(f"the backward pass depends on {symbol}, which is no size of an input")
-    return [PythonPrinter().doprint(one.xreplace(written)) for one in dict.fromkeys(found)]
+    return [PythonPrinter().doprint(one.xreplace(code_of)) for one in dict.fromkeys(conditions)]
 
 
 class SizeMaker:
-    """Makes symbols and sizes of one trace anew.
+    """Rebuilds the symbols and sizes of one trace.
 
     Attributes:
-        symbols: by name.
-        mode: of fake tensors of these sizes.
+        symbols: symbols by name.
+        mode: the mode of fake tensors with these sizes.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class SizeMaker:
         self.symbols: dict[str, Any] = {}
 
     def symbol(self, plain: list[Any]) -> None:
-        """Know a symbol that :func:`plain_symbol` describes."""
+        """Add a symbol that :func:`plain_symbol` describes."""
         name, assumptions, value, bounds = plain
         symbol = sympy.Symbol(name, **dict.fromkeys(assumptions, True))
         self.symbols[name] = symbol
@@ -130,7 +130,7 @@ class SizeMaker:
             self.env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
 
     def size(self, kind: str, plain: Any, hint: Any) -> Any:
-        """A symbolic number: ``kind`` is ``"int"``, ``"float"`` or ``"bool"``."""
+        """Return a symbolic number; ``kind`` is ``"int"``, ``"float"`` or ``"bool"``."""
         expression = made_expression(plain, self.symbols)
         if kind == "int":
             return self.env.create_symintnode(expression, hint=hint)

@@ -26,49 +26,49 @@ from graphplan.errors import GraphplanError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SERVED_BY = "_compiled_call_impl"
-"""The attribute of a module that runs in place of its call; a trace runs the module's own code."""
+"""The attribute of a module that holds what runs in place of its call; a trace runs the module's own code."""
 
 
 def stages_go_backward() -> bool:
-    """Whether stages of ``torch.distributed.pipelining`` that take integers too go backward: since 2.12."""
+    """Whether pipelining stages with integer inputs support a backward pass, as they do since torch 2.12."""
     return torch.__version__ >= "2.12"
 
 
 def require_backward_stages() -> None:
-    """Raise GraphplanError where :func:`stages_go_backward` is false."""
+    """Raise GraphplanError if :func:`stages_go_backward` is false."""
     if not stages_go_backward():
         raise GraphplanError(
             f"training over machines needs torch 2.12 or newer, and this is torch {torch.__version__}: its "
-            "pipelining asks for gradients of all that crosses, and integers have none. Install a newer torch"
+            "pipelining needs gradients of all tensors sent, and integers have none. Install a newer torch"
         )
 
 
 def uncompiled(module: Any) -> Any:
-    """The module of which ``torch.compile`` has made this one; itself, if it has not."""
+    """Return the module that ``torch.compile`` has wrapped; the module itself if it is not compiled."""
     compiled = private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch")
     return private(module, "_orig_mod", "torch") if isinstance(module, compiled) else module
 
 
 def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
-    """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
+    """Do as ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Of calls of placed models: ``torch.compiler.disable`` imports all of dynamo, and takes its time."""
+    """Exclude a function from ``torch.compile``; ``torch.compiler.disable`` would import all of dynamo."""
     frames = private(private(torch._C, "_dynamo", "torch"), "eval_frame", "torch")
     skip = private(private(frames, "_FrameAction", "torch"), "SKIP", "torch")
     strategy = private(frames, "_FrameExecStrategy", "torch")(skip, skip)
     private(frames, "set_code_exec_strategy", "torch")(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    why = "a placed model is not compiled from outside: give partition compile=True"
-    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    reason = "a placed model is not compiled from outside: give partition compile=True"
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
 
 
 def mask_reader() -> tuple[Any, str]:
-    """What reads a mask of ``nn.Transformer`` to see whether it is causal: a kernel may be faster then."""
+    """Return the patch target for what reads a mask of ``nn.Transformer`` to see if it is causal."""
     return place(transformer, "_detect_is_causal_mask", "torch")
 
 
@@ -79,7 +79,7 @@ def in_backward() -> bool:
 
 
 def run_after_backward(function: Callable[[], None]) -> bool:
-    """Run a function at the end of the backward pass that this thread is in; whether it is in one."""
+    """Run a function at the end of this thread's backward pass; return whether there is one."""
     if not in_backward():
         return False
     engine = private(torch.autograd.Variable, "_execution_engine", "torch")
@@ -88,47 +88,47 @@ def run_after_backward(function: Callable[[], None]) -> bool:
 
 
 def call_of(module: torch.nn.Module) -> Any:
-    """What runs in place of a module's call; None for its own."""
+    """Return what runs in place of a module's call; None for its own code."""
     return private(module, SERVED_BY, "torch")
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Have a call of a module run this, as its ``compile()`` does; None for its own."""
+    """Replace a module's call, as its ``compile()`` does; None restores its own code."""
     private(module, SERVED_BY, "torch")
     vars(module)[SERVED_BY] = call
 
 
 def inference_switch() -> tuple[Any, str]:
-    """What ``torch.inference_mode`` enters: code of torch and of models alike."""
+    """Return the patch target for what ``torch.inference_mode`` enters, in code of torch and of models."""
     return place(torch._C, "_InferenceMode", "torch")
 
 
 def backward_engine() -> tuple[Any, str]:
-    """What ``torch.autograd.grad`` and ``backward`` call."""
+    """Return the patch target for what ``torch.autograd.grad`` and ``backward`` call."""
     return place(torch.autograd, "_engine_run_backward", "torch")
 
 
 def global_hooks() -> list[dict[int, Any]]:
-    """The tables of hooks that every module runs around its forward or backward pass."""
+    """Return the tables of hooks that every module runs around its forward or backward pass."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return [private(nn_module, f"_global_{kind}_hooks", "torch") for kind in kinds]
 
 
 def list_weights_anew(module: torch.nn.RNNBase) -> None:
-    """Have a recurrent layer compute with the weights that it has now: it keeps a list of them."""
+    """Make a recurrent layer compute with its current weights, of which it keeps a separate list."""
     names: list[str] = private(module, "_flat_weights_names", "torch")
     vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]  # None as torch lists it
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have added to a parameter."""
+    """Return a parameter's hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``."""
     before = private(parameter, "_backward_hooks", "torch")
     after = private(parameter, "_post_accumulate_grad_hooks", "torch")
     return list((before or {}).values()), list((after or {}).values())
 
 
 def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Have the hooks of a parameter on another too, until they are removed."""
+    """Give another parameter the same tables of hooks; removing a hook removes it from both."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = private(parameter, name, "torch")
         if hooks:
@@ -136,49 +136,49 @@ def copy_gradient_hooks(parameter: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another."""
+    """Whether autograd treats a tensor as a view of another."""
     return private(tensor, "_is_view", "torch")()
 
 
 def accumulates(leaf: torch.autograd.graph.Node) -> bool:
-    """Whether the backward pass under way adds to this leaf's gradient, or only finds those of others."""
+    """Whether the current backward pass adds to this leaf's gradient, not only to those of others."""
     return private(torch._C, "_will_engine_execute_node", "torch")(leaf)
 
 
 def may_share_data(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor can be given the ``data`` of another: their implementations are alike."""
-    alike: bool = private(torch, "_has_compatible_shallow_copy_type", "torch")(tensor, other)
-    return alike and not any(hasattr(one, "__tensor_flatten__") for one in (tensor, other))
+    """Whether ``tensor.data = other.data`` is possible: both have the same kind of implementation."""
+    compatible: bool = private(torch, "_has_compatible_shallow_copy_type", "torch")(tensor, other)
+    return compatible and not any(hasattr(one, "__tensor_flatten__") for one in (tensor, other))
 
 
 def backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks of its backward pass, not those of its submodules."""
+    """Whether a module itself, not a submodule, has hooks of its backward pass."""
     return any(private(module, f"_backward_{kind}", "torch") for kind in ("hooks", "pre_hooks"))
 
 
 def function_of(node: torch.autograd.function.BackwardCFunction) -> Any:
-    """The ``torch.autograd.Function`` of which this is in a graph of autograd."""
+    """Return the ``torch.autograd.Function`` class of a node of autograd's graph."""
     return private(node, "_forward_cls", "torch")
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tensors of one memory have in common, on the meta device too."""
+    """Return the identity of a tensor's storage; it is equal for tensors over one storage, also on meta."""
     return tensor.untyped_storage()._cdata
 
 
 def holders_of_storage(tensor: torch.Tensor) -> int:
-    """How many have the memory of a tensor: itself, tensors over the same memory, and what asks."""
+    """Return the reference count of a tensor's storage: all tensors over it, and this query."""
     return int(private(torch._C, "_storage_Use_Count", "torch")(storage_of(tensor)))
 
 
 def run_scan(*args: Any, **kwargs: Any) -> Any:
-    """What ``scan`` runs on real tensors, also under modes: its rounds, and the results that they fill."""
-    scans = importlib.import_module("torch._higher_order_ops.scan")  # the package has a function of this name
+    """Run ``scan`` as on real tensors, step by step into preallocated results, also under modes."""
+    scans = importlib.import_module("torch._higher_order_ops.scan")  # the package has a function named scan
     return private(scans, "generic_scan", "torch")(*args, **kwargs)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
+    """Whether a tensor is the wrapper of a ``torch.func`` transform, which has no memory of its own."""
     return private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch")(tensor)
 
 
@@ -196,7 +196,7 @@ def in_forward_mode(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def in_grad_transform() -> bool:
-    """Whether one of them is ``torch.func.grad``, ``vjp`` or ``jacrev``."""
+    """Whether this thread runs inside ``torch.func.grad``, ``vjp`` or ``jacrev``."""
     functorch = torch._C._functorch
     levels = private(functorch, "get_interpreter_stack", "torch")() or ()
     return any(level.key() == functorch.TransformType.Grad for level in levels)
@@ -209,42 +209,42 @@ def in_replica() -> bool:
 
 
 def forget_kernels(operation: Any) -> None:
-    """Let an operation look for its kernels in ``py_kernels`` again."""
+    """Clear an operation's dispatch cache, so that it looks in ``py_kernels`` again."""
     private(operation, "_dispatch_cache", "torch").clear()
 
 
 def read_functions() -> None:
-    """Let ``torch.compile`` make its tables of torch's functions, if it has not yet.
+    """Make ``torch.compile`` build its tables of torch's functions, which it does only once.
 
-    It makes them once, of what it finds: made during a capture, they would hold patches.
+    If built during a capture, they would hold patched functions.
     """
-    rules = importlib.import_module("torch._dynamo.trace_rules")  # late: it takes a second
+    rules = importlib.import_module("torch._dynamo.trace_rules")  # here because it takes a second
     private(rules, "get_torch_obj_rule_map", "torch")()
 
 
 def symbolic_kernels() -> AbstractContextManager[Any]:
-    """A block in which operations on fake tensors of symbolic sizes are computed as in ``torch.export``."""
+    """Return a context manager that runs operations on symbolic fake tensors as ``torch.export`` does."""
     return private(dispatch, "enable_python_dispatcher", "torch")()
 
 
 def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
-    """Whether autocast knows an operation on a type of device, and casts its arguments."""
+    """Whether autocast on a device type has a kernel for an operation, which casts its arguments."""
     has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch")
     return bool(has_kernel(operation.name(), f"Autocast{kind.upper()}"))
 
 
 def is_exported() -> bool:
-    """Whether this thread is in a trace of ``torch.export``, which torch says of the process alone."""
+    """Whether this thread is in a trace of ``torch.export``; torch's own flag is for the whole process."""
     kinds = private(torch._C, "_TorchDispatchModeKey", "torch")
     fakes = private(torch._C, "_get_dispatch_mode", "torch")
     return torch.compiler.is_exporting() and fakes(kinds.FAKE) is not None
 
 
 def hide_tracer() -> None:
-    """Inside a trace of ``torch.export``: take down the flag at which compiled functions refuse to run.
+    """Clear the flag of a ``torch.export`` trace that makes compiled functions refuse to run.
 
-    Before torch 2.14 they refuse in all threads. The tracer itself does not look at it, and resets it at its
-    end.
+    Before torch 2.14 they refuse in all threads. The tracer itself does not read the flag, and resets it when
+    it ends.
     """
     if hasattr(_symbolic_trace, "_set_is_fx_tracing"):
         _symbolic_trace._set_is_fx_tracing(False)
@@ -254,99 +254,100 @@ def hide_tracer() -> None:
 
 
 def restore_users(graph: fx.Graph) -> None:
-    """Let nodes have all their users: export forgets those of what goes into a block of ``no_grad``."""
+    """Complete the users of each node: export forgets those of nodes that a ``no_grad`` block reads."""
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
 
 
 def rename_node(node: fx.Node, name: str) -> None:
-    """Give a node a name, of which its graph makes another where it is taken."""
+    """Rename a node; its graph changes the name if it is taken."""
     private(node, "_rename", "torch")(name)
 
 
 def reserve_name(graph: fx.Graph, name: str) -> None:
-    """Let no further node of a graph have a name; those that have it keep it."""
+    """Reserve a name, so that no new node of a graph gets it."""
     if name.isidentifier():
         private(graph, "_graph_namespace", "torch").create_name(name, None)
 
 
 def unbacked_like_backed() -> AbstractContextManager[Any]:
-    """A block in which a trace takes no size for 0 or 1 by its example."""
+    """Return a context manager in which a trace does not specialize sizes that are 0 or 1 in the example."""
     return private(symbolic_config, "patch", "torch")(backed_size_oblivious=True)
 
 
 def parsed_move(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """The device and the dtype that arguments of ``nn.Module.to`` mean."""
+    """Return the device and the dtype in the arguments of ``nn.Module.to``."""
     device, dtype, _, _ = private(torch._C._nn, "_parse_to", "torch")(*args, **kwargs)
     return device, dtype
 
 
 def call_without_compiled(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, but not what runs in place of its call."""
+    """Call a module's own code with its hooks, without what :func:`set_call` has put in its place."""
     return private(module, "_call_impl", "torch")(*args, **kwargs)
 
 
 def current_mode() -> Any:
-    """The innermost mode that intercepts operations; None without one."""
+    """Return the innermost dispatch mode, or None."""
     return private(python_dispatch, "_get_current_dispatch_mode", "torch")()
 
 
 def without_current_mode() -> AbstractContextManager[Any]:
-    """A block without :func:`current_mode`."""
+    """Return a context manager that disables :func:`current_mode`."""
     return private(python_dispatch, "_pop_mode_temporarily", "torch")()
 
 
-_stances: list[Any] = []  # of the blocks that are open, in the order in which they began
+_stances: list[Any] = []  # of the open blocks, in the order in which they began
 _stances_change = threading.Lock()
 
 
 @contextmanager
 def compiling(stance: Literal["default", "force_eager"]) -> Iterator[None]:
-    """A block with a stance of ``torch.compile``, which has one for all threads: blocks may overlap.
+    """Context manager that sets the stance of ``torch.compile``; blocks of several threads may overlap.
 
-    Under a mode, ``"force_eager"`` is right: a function that is met there is never compiled, then or later.
+    The stance is one for all threads. Use ``"force_eager"`` under a dispatch mode: a function that dynamo
+    meets there would never be compiled, even later.
     """
     with _stances_change:
-        own = torch.compiler.set_stance(stance)
-        _stances.append(own)
+        stance_block = torch.compiler.set_stance(stance)
+        _stances.append(stance_block)
     try:
         yield
     finally:
         with _stances_change:
-            place = _stances.index(own)
-            if later := _stances[place + 1 :]:
-                later[0].prev = private(own, "prev", "torch")
+            index = _stances.index(stance_block)
+            if later := _stances[index + 1 :]:
+                later[0].prev = private(stance_block, "prev", "torch")
             else:
-                own.__exit__(None, None, None)
-            del _stances[place]
+                stance_block.__exit__(None, None, None)
+            del _stances[index]
 
 
 def device_module() -> type:
-    """A class of what torch asks of ``torch.NAME`` for a type of device that Python implements."""
+    """Return torch's base class for the module ``torch.NAME`` of a device type implemented in Python."""
     return private(backend_registration, "_DummyBackendModule", "torch")
 
 
 def own_device_name() -> str:
-    """What this process calls the PrivateUse1 type of device; ``"privateuseone"`` if nobody has named it."""
+    """Return this process's name for the PrivateUse1 device type; ``"privateuseone"`` if it has none."""
     return private(torch._C, "_get_privateuse1_backend_name", "torch")()
 
 
 def name_own_device(name: str, module: Any) -> None:
-    """Name the PrivateUse1 type of device for the process, and let Python implement it."""
+    """Name the PrivateUse1 device type for the process, and set the module that implements it."""
     setup = private(backend_registration, "_setup_privateuseone_for_python_backend", "torch")
     setup(name, backend_module=module)
 
 
 def tell_pytree(nodes: Mapping[type, pytree.NodeDef], until: ExitStack) -> None:
-    """Let torch know these, instead of what it may know of their classes, until a stack is closed."""
-    known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
-    written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
+    """Register pytree nodes, over existing ones of the same classes, until a stack is closed."""
+    registered: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
+    serialized: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
     kind = private(pytree, "_SerializeNodeDef", "torch")
     for cls, node in nodes.items():
-        if known.get(cls) is not node:
-            _set(written, cls, kind(cls, f"{cls.__module__}:{cls.__qualname__}", None, None), until)
-            _set(known, cls, node, until)
+        if registered.get(cls) is not node:
+            _set(serialized, cls, kind(cls, f"{cls.__module__}:{cls.__qualname__}", None, None), until)
+            _set(registered, cls, node, until)
 
 
 def _set(table: dict[Any, Any], key: Any, value: Any, until: ExitStack) -> None:
@@ -358,23 +359,23 @@ def _set(table: dict[Any, Any], key: Any, value: Any, until: ExitStack) -> None:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A process group of some ranks, with the timeout of the whole; None where these are all, in order.
+    """Return a process group of some ranks, with the world's timeout; None if they are the world, in order.
 
-    Every rank calls this.
+    Every rank must call this.
     """
-    whole = dist.group.WORLD
-    if whole is None or list(ranks) == list(range(dist.get_world_size())):
+    world = dist.group.WORLD
+    if world is None or list(ranks) == list(range(dist.get_world_size())):
         return None
-    backend = private(whole, "_get_backend", "torch")(torch.device("cpu"))
+    backend = private(world, "_get_backend", "torch")(torch.device("cpu"))
     timeout = private(private(backend, "options", "torch"), "_timeout", "torch")
     return dist.new_group(sorted(ranks), timeout=timeout)
 
 
 def mark_backward_nodes(roots: Sequence[Any]) -> None:
-    """Let a trace know, of what autograd is about to run, the line and the module of the forward pass.
+    """Make a trace annotate backward nodes with the line and module of their forward operations.
 
     Args:
-        roots: the ``grad_fn`` from which backward starts.
+        roots: each ``grad_fn`` from which the backward pass starts.
     """
-    tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # late: it takes time
+    tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # here: it is slow
     private(tracing, "setup_stacktrace_preservation_hooks", "torch")(roots)

@@ -1,4 +1,4 @@
-"""What ``torch.export`` knows of tensors while it traces."""
+"""Access to the tensors and nodes of a trace of ``torch.export`` while it is in progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphplan._compat import private
 
 
 def node_of(tensor: torch.Tensor, tracer: Any, *, constants: bool = False) -> fx.Node | None:
-    """The node that has made a tensor; None for one that is not traced, or without ``constants`` is one."""
+    """Return the node of a tensor; None if it is not traced, or is a constant and ``constants`` is false."""
     slot = private(proxy_tensor, "get_proxy_slot", "torch")(tensor, tracer, None)
     if slot is None or (private(slot, "constant", "torch") is not None and not constants):
         return None
@@ -25,13 +25,13 @@ def node_of(tensor: torch.Tensor, tracer: Any, *, constants: bool = False) -> fx
 
 
 def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let the trace take a tensor for what a node has made."""
+    """Make the trace treat a tensor as the result of a node."""
     track = private(proxy_tensor, "track_tensor_tree", "torch")
     track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
 def taken_for(tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """A fake tensor that the trace in progress takes for what it was given."""
+    """Make the current trace use the fake ``tensor`` in place of ``given``, and return ``tensor``."""
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None
     node = node_of(given, mode.tracer)
@@ -42,61 +42,61 @@ def taken_for(tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def constant_of(node: fx.Node, tracer: Any) -> torch.Tensor | None:
-    """The tensor with values that a node stands for; None where it stands for anything else."""
+    """Return the real tensor of a constant's node; None for other nodes."""
     if node.op != "get_attr":
         return None
-    found = getattr(tracer.root, str(node.target), None)
-    return found if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
+    constant = getattr(tracer.root, str(node.target), None)
+    return constant if isinstance(constant, torch.Tensor) and not isinstance(constant, FakeTensor) else None
 
 
 def is_made_in_code(node: fx.Node) -> bool:
-    """Whether a constant was made where it is used, as by ``torch.tensor(2.0)``, and not before."""
+    """Whether a constant is created where the code uses it, as by ``torch.tensor(2.0)``."""
     aten = torch.ops.aten
     return all(user.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default) for user in node.users)
 
 
 def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
-    """Keep a tensor with values beside the trace, under a name that is returned."""
+    """Add a real tensor to the trace as a constant, and return its name."""
     name: str = private(tracer, "get_fresh_qualname", "torch")("_tensor_constant")
     setattr(tracer.root, name, tensor)
     return name
 
 
 def with_sizes(made: Any, forms: Sequence[tuple[Any, Any]], tracer: Any) -> Any:
-    """What the trace takes for the tensors that an operation has made; their sizes and strides are known.
+    """Return an operation's results with known sizes and strides; the trace uses them from here on.
 
-    ``forms`` has these of each, in order.
+    ``forms`` has the size and stride of each tensor in ``made``, in order.
     """
     leaves, spec = tree_flatten(made)
     nodes = [node_of(leaf, tracer) for leaf in leaves]
     with untraced():
-        known = [
+        resized = [
             fake_tensor(private(leaf, "fake_mode", "torch"), *form, 0, leaf.dtype, leaf.device, None)
             for leaf, form in zip(leaves, forms, strict=True)
         ]
-    for node, tensor in zip(nodes, known, strict=True):
+    for node, tensor in zip(nodes, resized, strict=True):
         assert node is not None
         set_node(tensor, node, tracer)
         node.meta["val"] = tensor
-    found = tree_unflatten(known, spec)
+    result = tree_unflatten(resized, spec)
     for node in {node if spec.is_leaf() else node.all_input_nodes[0] for node in nodes if node is not None}:
-        node.meta["val"] = found
+        node.meta["val"] = result
         node.meta.pop("unbacked_bindings", None)
-    return found
+    return result
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """A block in which nothing is traced."""
+    """Context manager in which nothing is traced."""
     without_modes = private(_python_dispatch, "_disable_current_modes", "torch")
     with without_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """In an untraced block: a fake tensor like another, over memory of its own, or that of ``base``.
+    """Return a fake tensor like another, over new memory or that of ``base``; call it in :func:`untraced`.
 
-    Fake operations that do the same take five times as long.
+    The equivalent fake operations take five times as long.
     """
     mode, place = (
         private(tensor, "fake_mode", "torch"),
@@ -114,10 +114,10 @@ def fake_tensor(
     device: torch.device,
     base: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A fake tensor over memory of its own, or that of ``base``."""
+    """Return a fake tensor over new memory, or over that of ``base``."""
     if base is None:
-        made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     else:
-        made = torch.empty(0, dtype=dtype, device="meta")
-        made.set_(base.untyped_storage(), offset, size, stride)
-    return FakeTensor(mode, made, device)
+        meta = torch.empty(0, dtype=dtype, device="meta")
+        meta.set_(base.untyped_storage(), offset, size, stride)
+    return FakeTensor(mode, meta, device)

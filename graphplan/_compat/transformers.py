@@ -10,14 +10,14 @@ from typing import Any
 from graphplan._compat import Replacement, place, private
 
 RECORDERS = ("_output_capturing_hooks_installed", "_forward_hooks")
-"""Attributes that change when a model is first to return hidden states or attentions: a flag, and hooks."""
+"""Attributes that change when a model first returns hidden states or attentions: a flag, and hooks."""
 
 
 def export_patches() -> list[Replacement]:
-    """What the exporter replaces, of all modules that are imported: a model can use no others.
+    """Return the exporter's patches for the modules that are imported; a model can use no others.
 
-    The exporter's own ``apply_patches`` imports some forty models to replace attributes of each, for every
-    thread. Like it, this leaves out what is not there.
+    The exporter's own ``apply_patches`` imports some forty models and patches them for all threads. Like it,
+    this skips attributes that do not exist.
     """
     from transformers.exporters import exporter_dynamo, utils
 
@@ -29,36 +29,36 @@ def export_patches() -> list[Replacement]:
 
 
 def uncast_inputs() -> Replacement:
-    """What has the exporter leave the types of inputs: it asks for the model's, to cast them."""
+    """Return the patch that stops the exporter from casting inputs to the model's dtype."""
     from transformers.exporters import utils
 
     return *place(utils, "module_dtype", "transformers"), lambda _own: lambda _model: None
 
 
 def _imported(path: str) -> Any:
-    """The module or class at a dotted path, if it is imported; None otherwise."""
+    """Return the module or class at a dotted path if it is imported, else None."""
     first, *rest = path.split(".")
-    here, found = first, sys.modules.get(first)
+    prefix, owner = first, sys.modules.get(first)
     for part in rest:
-        if isinstance(found, ModuleType):
-            here = f"{here}.{part}"
-            found = sys.modules.get(here) or vars(found).get(part)  # no getattr: it would import
+        if isinstance(owner, ModuleType):
+            prefix = f"{prefix}.{part}"
+            owner = sys.modules.get(prefix) or vars(owner).get(part)  # no getattr: it would import
         else:
-            found = getattr(found, part, None)
-    return found
+            owner = getattr(owner, part, None)
+    return owner
 
 
 def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
-    """What a table of transformers (of attention, of masks) has in place of the entries of its class."""
+    """Return the entries that override those of the class in a transformers table of attention or masks."""
     return private(table, "_local_mapping", "transformers")
 
 
 def functions_of_masks() -> list[tuple[Any, str]]:
-    """Where functions of masks are.
+    """Return the patch targets of functions that build attention masks.
 
-    What decide whether eager attention has a mask, if it is causal and if it is not; what finds several texts
-    in a row by positions; what makes the function that keeps these apart; what makes one function of several
-    that all must allow a token; what makes masks by ``vmap``, and the mode that it needs.
+    In order: those that decide whether a causal and a bidirectional mask can be skipped; the one that finds
+    packed sequences by their positions; the one that makes the mask function that separates them; the one
+    that combines mask functions by ``and``; the one that builds masks by ``vmap``, and the mode it needs.
     """
     from transformers import masking_utils
 
@@ -69,18 +69,18 @@ def functions_of_masks() -> list[tuple[Any, str]]:
 
 
 def vision_stand_in() -> tuple[Any, str]:
-    """What the exporter traces for the attention of vision encoders: its module and name."""
+    """Return the patch target for the exporter's replacement of the attention of vision encoders."""
     from transformers.exporters import exporter_dynamo
 
     return place(exporter_dynamo, "_reshaped_vision_attention_forward", "transformers")
 
 
 def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) -> type:
-    """A subclass of a model's class, of whose ``generate`` a function processes the scores last.
+    """Return a subclass of a model class whose ``generate`` has one more logits processor, run last.
 
     Args:
-        cls: that can generate.
-        make: from the configuration of a generation to the function.
+        cls: a class that can generate.
+        make: returns the processor for a generation config.
     """
     original = private(cls, "_get_logits_processor", "transformers")
 
@@ -93,25 +93,25 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
 
 
 def kept_dtypes(model: Any, dtype: Any) -> dict[str, Any]:
-    """Patterns of names of weights -> the dtype that a model keeps them in, if it is loaded in ``dtype``."""
+    """Return pattern of weight names -> dtype in which a model loaded in ``dtype`` keeps these weights."""
     return private(model, "_get_dtype_plan", "transformers")(dtype)
 
 
 def mark_initialized(tensor: Any) -> None:
-    """Have a model's initialisation leave a weight as it is."""
+    """Exclude a weight from the model's weight initialization."""
     tensor._is_hf_initialized = True
 
 
 def adjust_keys(model: Any, info: Any) -> None:
-    """Take from the missing and unexpected keys of a loading report what the model expects to be so."""
+    """Remove from a loading report the missing and unexpected keys that the model itself ignores."""
     private(model, "_adjust_missing_and_unexpected_keys", "transformers")(info)
 
 
 def remember_conversions(model: Any, conversions: Any) -> None:
-    """Have ``save_pretrained`` write weights in the form in which they were read."""
+    """Make ``save_pretrained`` write weights in the layout of the checkpoint from which they were read."""
     model._weight_conversions = conversions
 
 
 def forget_attention(config: Any) -> None:
-    """Let a configuration ask for no implementation of attention."""
+    """Clear the attention implementation that a config asks for."""
     config._attn_implementation = None

@@ -1,7 +1,7 @@
-"""Values of tensors that a trace goes by: those of constants, which it takes for numbers.
+"""Interception of reads of tensor values in a trace.
 
-``item()`` of an input, a weight or a buffer makes a symbol. Of a tensor that lies in an attribute, or that
-the code makes of numbers, the tracer of torch has the value, and what follows is traced for that value alone.
+``item()`` of an input, a weight or a buffer makes a symbol. Torch's tracer knows the value of a constant (a
+tensor in an attribute, or one made from numbers in the code), and specializes the trace to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.fx.experimental import proxy_tensor
 
 from graphplan._compat import Replacement, private
 
-_OF_SIZES_BY_VALUES = {
+_UNTAGGED_DYNAMIC_SHAPES = {
     torch.ops.aten.repeat_interleave.self_Tensor,
     torch.ops.aten.nonzero_numpy.default,
 }
-"""What makes tensors whose sizes values decide, without a tag that says so."""
+"""Operations whose output sizes depend on values but that lack the tag ``dynamic_output_shape``."""
 
 
 def value_reads(
@@ -28,38 +28,38 @@ def value_reads(
     make: Callable[..., Any],
     read_all: Callable[..., Any],
 ) -> list[Replacement]:
-    """What to replace while a trace is made.
+    """Return the patches to apply during a trace.
 
-    ``note`` is called where it goes by the value of a constant. ``read`` is in the place of each operation
-    that tells the code a value, with the tracer, what carries it out, the operation and its arguments;
-    ``make`` in that of each that makes tensors whose sizes values decide; ``read_all`` in that of ``tolist``,
-    with the tracer, the method, which asks for each number, and the tensor.
+    ``note`` is called where the trace specializes to the value of a constant. ``read`` replaces operations
+    that return a value to the code; it gets the tracer, a function that runs the operation, the operation,
+    its args and its kwargs. ``make`` likewise replaces operations whose output sizes depend on values.
+    ``read_all`` replaces ``tolist``; it gets the tracer, the original method and the tensor.
     """
     private(proxy_tensor, "proxy_call", "torch")
 
-    def proxy_call(own: Callable[..., Any]) -> Callable[..., Any]:
+    def proxy_call(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(mode: Any, func: Any, *how: Any) -> Any:
             def carry_out() -> Any:
-                result = own(mode, func, *how)
+                result = original(mode, func, *how)
                 if type(result) in (bool, int, float, complex):
                     note()
                 return result
 
             if torch.Tag.data_dependent_output in func.tags:
                 return read(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
-            if torch.Tag.dynamic_output_shape in func.tags or func in _OF_SIZES_BY_VALUES:
+            if torch.Tag.dynamic_output_shape in func.tags or func in _UNTAGGED_DYNAMIC_SHAPES:
                 return make(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
-            return own(mode, func, *how)
+            return original(mode, func, *how)
 
         return call
 
-    def noting(own: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that reads memory, of which no operation tells."""
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that reads memory without an operation."""
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if proxy_tensor.get_proxy_mode() is not None:  # else a question is asked, outside of the trace
+            if proxy_tensor.get_proxy_mode() is not None:  # None where graphplan computes outside the trace
                 note()
-            return own(tensor, *args, **kwargs)
+            return original(tensor, *args, **kwargs)
 
         return call
 

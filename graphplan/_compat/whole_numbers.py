@@ -1,8 +1,8 @@
-"""``int(...)`` of a number that only the data decides, while it is traced.
+"""Support for ``int(...)`` of a data-dependent number in a trace.
 
-``int`` returns an ``int``, which a symbol is not: ``int(lengths.max())`` ends a trace where
-``lengths.max().item()`` does not. A module that asks so is traced again, with another ``int`` among the
-globals of the code that does, which is ``int`` to ``isinstance`` and ``==``, and not to ``is``.
+``int`` cannot return a symbol: ``int(lengths.max())`` ends a trace, ``lengths.max().item()`` does not. Such
+a module is traced again, with a replacement for ``int`` in the globals of the calling code. The replacement
+behaves as ``int`` under ``isinstance`` and ``==``, but not under ``is``.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ _NAME = "int"
 
 
 class WholeNumbers:
-    """Globals of code that asks for ``int`` of what only the data decides."""
+    """Globals of code that calls ``int`` on a data-dependent number."""
 
     def __init__(self) -> None:
-        self._known: list[dict[str, Any]] = []
-        self._asked: list[dict[str, Any]] = []
+        self._patched: list[dict[str, Any]] = []
+        self._failed: list[dict[str, Any]] = []
 
     def replacements(self) -> list[Replacement]:
-        """What to replace for a trace that fails at ``int`` to say so."""
+        """Return the patches that record where a trace fails at ``int``."""
         return [(owner, "__int__", self._noting) for owner in (torch.Tensor, torch.SymInt)]
 
-    def _noting(self, own: Callable[[Any], int]) -> Callable[[Any], int]:
+    def _noting(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
         def number(value: Any) -> int:
             try:
-                return own(value)
+                return original(value)
             except GuardOnDataDependentSymNode:
                 frame = sys._getframe(1)
                 if _NAME not in frame.f_globals and not is_torchs(frame):
-                    self._asked.append(frame.f_globals)
+                    self._failed.append(frame.f_globals)
                 raise
 
         return number
 
     def learn(self) -> bool:
-        """Whether a trace has failed for want of an ``int`` that the next has."""
-        asked, self._asked = self._asked, []
-        self._known += asked
+        """Adopt the recorded failures; return whether there were any, so that another trace may succeed."""
+        asked, self._failed = self._failed, []
+        self._patched += asked
         return bool(asked)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block in which code that has asked has an ``int`` that returns symbols as they are."""
-        made = _made_int()
-        for namespace in self._known:
-            namespace[_NAME] = made
+        """Context manager that replaces ``int`` in code with recorded failures by one that keeps symbols."""
+        replacement = _symbolic_int()
+        for namespace in self._patched:
+            namespace[_NAME] = replacement
         try:
             yield
         finally:
-            for namespace in self._known:
+            for namespace in self._patched:
                 del namespace[_NAME]
 
 
-def _made_int() -> type:
-    """An ``int`` that returns symbols as they are in this thread; a symbol that has a value is settled."""
+def _symbolic_int() -> type:
+    """Return an ``int`` that, in this thread, returns unbacked symbols unchanged and converts all else."""
     here = threading.get_ident()
 
     class Kind(type):
