@@ -1,5 +1,5 @@
-"""The tracers: ``torch.export`` for any model, with ``transformers.exporters`` around it for transformers'.
+"""The tracers: ``torch.export`` for any model, wrapped in ``transformers.exporters`` for transformers models.
 
-In: a copy of the model, and a call of it. Out: a :class:`~graphplan.capture.captured_graph.Capture`, or a
-NoGraphError that says what in the model no trace keeps, such as a backward pass of its own.
+In: a copy of the model, and an example call. Out: a :class:`~graphplan.capture.captured_graph.Capture`, or a
+NoGraphError that names what cannot be traced, such as a custom backward pass.
 """

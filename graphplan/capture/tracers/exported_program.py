@@ -1,4 +1,4 @@
-"""What an exported program says of its inputs and results, as a capture."""
+"""Conversion of an exported program to a capture."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def from_program(
     *,
     is_text: bool = False,
 ) -> Capture:
-    """What an exported program says of a call, as a capture; the program's graph becomes the capture's own.
+    """Return an exported program as a capture, which takes over the program's graph.
 
     Args:
-        program: what was exported.
-        call: the example.
-        model_copy: what was traced.
-        roles: for each leaf of the call, its axes that may vary, where that is known.
-        guards: what the trace has taken for granted of these.
-        is_text: whether tensors of integers are tokens, of which any strides do.
+        program: the exported program.
+        call: the example call.
+        model_copy: the traced model.
+        roles: for each leaf of the call, its dynamic axes; empty where they are not known.
+        guards: the trace's conditions on the leaves.
+        is_text: whether integer tensors are tokens, which may have any strides.
 
     Raises:
-        NoGraphError: the program has inputs that are neither tensors nor constants.
-        CaptureError: it has such outputs, or does not serve its own example.
+        NoGraphError: the program has inputs that are neither tensors nor constants, or enters a transform.
+        CaptureError: the program has outputs of an unknown kind, or its signature rejects the example call.
     """
     restore_users(program.graph)
     _refuse_transforms(program.graph)
@@ -82,8 +82,8 @@ def from_program(
     _flatten_outputs(program)
     values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
-        asked_of(leaf, values[name], program.range_constraints, own)
-        for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
+        asked_of(leaf, values[name], program.range_constraints, axes)
+        for leaf, name, axes in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
     )
     leaves = tuple(
         _of_any_strides(leaf, is_state=index in states, is_text=is_text) for index, leaf in enumerate(traced)
@@ -113,7 +113,7 @@ def from_program(
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:
-    """A trace enters and leaves ``vmap`` and ``jvp`` by calls that nothing reads: no plan can keep them."""
+    """Raise NoGraphError for ``vmap`` and ``jvp``: nothing reads the calls that enter and leave them."""
     if any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes):
         raise NoGraphError(
             "the trace has torch.vmap or jvp in it, which run in no other order than they were traced in"
@@ -121,18 +121,18 @@ def _refuse_transforms(graph: fx.Graph) -> None:
 
 
 def _write_numbers(graph: fx.Graph) -> None:
-    """Write numbers that the trace has settled where they are read: a counter that only one size allows."""
-    made = (node for node in graph.nodes if node.op in ("placeholder", "call_function"))
-    values = {node: node.meta.get("val") for node in made}
+    """Replace nodes that the trace has fixed to a number, as a counter for which one value is possible."""
+    sources = (node for node in graph.nodes if node.op in ("placeholder", "call_function"))
+    values = {node: node.meta.get("val") for node in sources}
     numbers = {node: value for node, value in values.items() if type(value) in (bool, int, float)}
-    # in order: what is written anew comes last among the users of its other arguments
+    # in graph order: a changed node becomes the last user of its other arguments
     for user in dict.fromkeys(user for node in numbers for user in node.users):
         arguments = fx.map_arg((user.args, user.kwargs), lambda node: numbers.get(node, node))
         user.args, user.kwargs = arguments
 
 
 def _name_modules(graph: fx.Graph, path: str) -> None:
-    """Give modules their paths in the whole model, of which ``path`` may be a part that was traced alone."""
+    """Prefix module paths with ``path``, the traced submodule; "" if the whole model was traced."""
     for node in graph.nodes:
         stack = dict(node.meta.get("nn_module_stack") or {})
         stack.pop(NO_MODULE, None)
@@ -144,7 +144,7 @@ def _name_modules(graph: fx.Graph, path: str) -> None:
 def _read_inputs(
     program: torch.export.ExportedProgram, model_copy: ModelCopy
 ) -> tuple[list[str], dict[str, str], dict[str, torch.Tensor]]:
-    """Node names of the call's leaves; those of weights and constants, with their names; the constants."""
+    """Return node names of the call's leaves; node name -> weight or constant; name -> constant tensor."""
     kinds = torch.export.graph_signature.InputKind
     inputs, weights, constants = list[str](), dict[str, str](), dict[str, torch.Tensor]()
     values = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -158,7 +158,7 @@ def _read_inputs(
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
             tensor = program.constants[spec.target]
-            # a patched forward may reach the caller's own weights past the copy, a list those of the copy
+            # a patched forward may reach the caller's own weights instead of the copy's; so may a list
             known = model_copy.weights.identities.get(identity(tensor))
             weights[node] = spec.target if known is None else known
             if is_transformed(tensor):
@@ -183,28 +183,28 @@ def _read_inputs(
 def _refuse_written(
     program: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor], model_copy: ModelCopy
 ) -> None:
-    """Raise KeptStateError where the graph writes to a tensor that lies in an attribute: it has a copy.
+    """Raise KeptStateError if the graph writes to a tensor attribute, of which it has only a copy.
 
-    One that shares memory with a weight is refused later, for that.
+    One that shares memory with a weight is refused later, for that reason.
     """
     names = written_constants(program) & constants.keys()
-    written = {_place_of(constants[name]) for name in names if not model_copy.weights.sharing(name)}
+    written = {_memory_key(constants[name]) for name in names if not model_copy.weights.sharing(name)}
     for part, name, inner, tensor in plain_tensors(model_copy.module) if written else ():
-        if _place_of(tensor) in written:
+        if _memory_key(tensor) in written:
             raise KeptStateError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
 
 
-def _place_of(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that share memory."""
+def _memory_key(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors that share memory."""
     memory = memory_of(tensor)
     return id(tensor) if memory is None else memory
 
 
 def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
-    """What a signature asks, without strides where these do not matter.
+    """Return a signature's leaf, without strides for cache tensors and tokens.
 
-    A window of a cache is a slice, and is only read to extend it. The last token of a text is a slice too,
-    and so small that it is made dense when it comes.
+    The window of a sliding cache is a slice, and is read only to extend it. The last token of a text is also
+    a slice, so small that it is made contiguous at the call.
     """
     if not isinstance(leaf, TensorLeaf):
         return leaf
@@ -213,12 +213,12 @@ def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
 
 
 def _cache_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Indices of the leaves that are in caches."""
-    return frozenset(at for start, one in caches_at(spec) for at in range(start, start + one.num_leaves))
+    """Return the indices of the leaves that are in caches."""
+    return frozenset(i for start, cache in caches_at(spec) for i in range(start, start + cache.num_leaves))
 
 
 def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
-    """Let the graph return what the caller gets, and no more."""
+    """Remove buffer mutations from the graph's outputs."""
     kinds = torch.export.graph_signature.OutputKind
     node = program.graph.output_node()
     flat = []
@@ -236,13 +236,13 @@ def asked_of(
     ranges: Mapping[Any, Any] = MappingProxyType({}),
     roles: Roles = MappingProxyType({}),
 ) -> Any:
-    """What a signature asks of a leaf.
+    """Return what a signature requires of a leaf.
 
     Args:
-        leaf: in the example.
-        val: what was traced of it.
-        ranges: of the symbols of the trace.
-        roles: of the axes that may vary.
+        leaf: the leaf in the example.
+        val: its traced value.
+        ranges: symbol of the trace -> range.
+        roles: dynamic axis -> role.
     """
     if not isinstance(leaf, torch.Tensor):
         if not isinstance(val, torch.SymInt | torch.SymFloat):
@@ -251,8 +251,8 @@ def asked_of(
             return leaf
         if isinstance(val, torch.SymFloat):
             return FloatLeaf()
-        found = ranges.get(val.node.expr)
-        return CounterLeaf(*((-UNBOUNDED, UNBOUNDED) if found is None else _bounds(found, UNBOUNDED)))
+        range_ = ranges.get(val.node.expr)
+        return CounterLeaf(*((-UNBOUNDED, UNBOUNDED) if range_ is None else _bounds(range_, UNBOUNDED)))
     stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
@@ -265,13 +265,13 @@ def asked_of(
             continue
         low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else here)
         shape.append(None)
-        bounds.append((low, 1 if high == 2 and here < 2 else high))  # torch says 2 of what can only be 0 or 1
+        bounds.append((low, 1 if high == 2 and here < 2 else high))  # torch has 2 for sizes of at most 1
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 
-def _bounds(found: Any, example: int) -> tuple[int, int]:
-    """Smallest and largest size; the example's is the largest where none was given."""
-    if found is None:
+def _bounds(range_: Any, example: int) -> tuple[int, int]:
+    """Return the smallest and largest size; the largest is ``example`` where the range has no upper bound."""
+    if range_ is None:
         return 0, example
-    largest = finite_bound(found.upper)
-    return int(found.lower), example if largest is None else largest
+    largest = finite_bound(range_.upper)
+    return int(range_.lower), example if largest is None else largest

@@ -1,8 +1,8 @@
-"""What changes gradients and is in no graph: a trace has the forward pass, which autograd differentiates.
+"""Detection of custom backward passes and gradient hooks, which a trace would lose.
 
-The backward pass of a ``torch.autograd.Function``, and hooks of gradients, would be lost without a word: a
-model that has one is not traced where gradients are asked for. A reentrant checkpoint is such a function too;
-its gradient is that of what it runs, which is traced in its place.
+A trace contains the forward pass only, which autograd differentiates. A model with the backward pass of a
+``torch.autograd.Function``, or with gradient hooks, is not traced where gradients are required. A reentrant
+checkpoint is such a function too; the function that it runs has the same gradient, and is traced instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from graphplan.capture.thread_patches import patched
 from graphplan.errors import NoGraphError
 
 _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "transformers.models.sew_d.")
-"""Modules whose functions are of an operation that is in the graph as a whole, or compute the derivative."""
+"""Modules whose autograd functions stay whole in the graph, or whose backward is the true derivative."""
 
 
 class OwnBackward:
-    """What a trace has left out.
+    """What a trace has omitted.
 
     Attributes:
-        beyond_inputs: whether that is a backward pass which inputs would reach if they required gradients.
-        reached: whether it is a reentrant checkpoint that gradients reach, be it those of inputs alone.
+        beyond_inputs: whether it omits a backward pass that would run if more inputs required gradients.
+        reached: whether it omits a reentrant checkpoint whose arguments require gradients.
     """
 
     beyond_inputs = False
@@ -39,7 +39,7 @@ class OwnBackward:
 
 @contextmanager
 def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
-    """A block in which a call of a module is traced, whose gradients are asked for.
+    """Context manager that refuses a trace of a module if it would lose a custom backward pass or hook.
 
     Raises:
         NoGraphError: the graph would have other gradients.
@@ -51,34 +51,34 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
     functions: list[Any] = []
     tensors: list[torch.Tensor] = []
 
-    def noting(own: Callable[..., None]) -> Callable[..., None]:
+    def recording(original: Callable[..., None]) -> Callable[..., None]:
         def init(function: Any, *args: Any) -> None:
-            own(function, *args)
+            original(function, *args)
             if torch.is_grad_enabled():
                 functions.append(function)
 
         return init
 
-    def hooking(own: Callable[..., Any]) -> Callable[..., Any]:
+    def hooking(original: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
             tensors.append(tensor)
-            return own(tensor, hook)
+            return original(tensor, hook)
 
         return register_hook
 
     with patched(
-        (BackwardCFunction, "__init__", noting),  # any ``apply`` makes one, a stored one too
+        (BackwardCFunction, "__init__", recording),  # any ``apply`` makes one, a stored one too
         (torch.Tensor, "register_hook", hooking),
         (checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, left_out)),
     ):
         yield left_out
     for function in functions:
-        of = function_of(function)
-        if of.__module__.startswith(_KNOWN):
+        cls = function_of(function)
+        if cls.__module__.startswith(_KNOWN):
             continue
         if any(function.needs_input_grad):
             raise NoGraphError(
-                f"{of.__qualname__} has a backward of its own, which is in no graph: write it in plain "
+                f"{cls.__qualname__} has a backward of its own, which is in no graph: write it in plain "
                 "operations, or as a torch.library.custom_op"
             )
         left_out.beyond_inputs = True
@@ -87,7 +87,7 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
 
 
 def _without_checkpoint(left_out: OwnBackward, _own: Callable[..., Any]) -> Callable[..., Any]:
-    """``CheckpointFunction.apply`` that runs the function, without gradients where none would reach it."""
+    """Make ``CheckpointFunction.apply`` run its function, with gradients only if an argument has them."""
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)

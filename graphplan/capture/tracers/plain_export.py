@@ -1,13 +1,13 @@
-"""Capture of any model by ``torch.export``: dynamic in all sizes and numbers that it does not decide by.
+"""Capture of any model by ``torch.export``, dynamic in all sizes and numbers that the model does not fix.
 
-Axes that count a batch or a length, ints and floats of a call are symbols at first. The trace fixes those
-that weights or the model's code ask for, and notes what it takes for granted of the others, which is checked
-at each call. Where a call comes of which only sizes differ, all axes are symbols, which takes longer::
+The batch and length axes, ints and floats of a call start as symbols. The trace fixes those that weights or
+the model's code require to be constant, and records guards on the others, which are checked at each call. If
+a later call differs only in sizes, it is traced with all axes as symbols, which takes longer::
 
     x: (4, 3, 32, 32), scale: 0.5        x: (b, 3, 32, 32), scale: s
     x: (4, 3, 64, 48), scale: 0.5        x: (b, 3, h, w), scale: s        where h * w > 1
 
-Where that fails, the sizes and numbers are those of the example.
+If that fails, the sizes and numbers are those of the example.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from graphplan.errors import InputError
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether ``model`` is a transformers ``PreTrainedModel``; does not import transformers."""
+    """Whether ``model`` is a transformers ``PreTrainedModel``; this does not import transformers."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(model).__mro__
@@ -60,18 +60,18 @@ def export_plain(
     vary: bool,
     sizes: bool = False,
 ) -> tuple[Capture, Exception | None]:
-    """Trace a call, and why no size varies, where that was tried and failed.
+    """Trace a call; return the capture, and the error for which fewer sizes vary than requested, or None.
 
     Args:
         model_copy: the copy to trace.
         call: the example inputs.
-        dynamic_shapes: the caller's, as in ``torch.export``; None where there are none.
+        dynamic_shapes: the caller's, as in ``torch.export``, or None.
         keep_grad: as in :func:`graphplan.capture.tracing.capture`.
-        vary: whether batches, lengths and numbers are symbols where the caller does not say.
-        sizes: whether all other sizes are, too.
+        vary: whether batches, lengths and numbers are symbols if ``dynamic_shapes`` is None.
+        sizes: whether all other sizes are symbols, too.
 
     Raises:
-        GraphplanError: the call is no graph's.
+        GraphplanError: the call cannot be captured as a graph.
         Exception: whatever the model's own code or the tracer raises.
     """
     if not vary or dynamic_shapes is not None:
@@ -84,13 +84,13 @@ def export_plain(
     any_number = any(type(leaf) in (int, float) for leaf in call.leaves)
     kinds = [(True, True), *[(False, True)] * any_one, *[(not any_one, False)] * any_number]
     for all_sizes, (ones, numbers) in product({sizes: 0, False: 0}, kinds):
-        if not numbers and not isinstance(failed, TypeError):  # as of a symbol that is looked up in a dict
+        if not numbers and not isinstance(failed, TypeError):  # raised, say, by a symbol as a dict key
             continue
         try:
-            found = _varying(
+            capture = _varying(
                 model_copy, call, sizes=all_sizes, ones=ones, numbers=numbers, keep_grad=keep_grad
             )
-            return found, failed if all_sizes != sizes else None
+            return capture, failed if all_sizes != sizes else None
         except (RunAsItIs, InputError):
             raise
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
@@ -102,29 +102,29 @@ def export_plain(
 def _varying(
     model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, numbers: bool, keep_grad: bool
 ) -> Capture:
-    """The capture in which all sizes, and ``numbers``, are symbols that the model does not fix."""
-    given = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
+    """Return a capture with dynamic axes, as in :func:`plain_roles`, and with symbolic numbers if asked."""
+    arguments = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     roles = with_tokens(plain_roles(call.leaves, sizes=sizes, ones=ones), call, ones=ones)
     each = iter(roles)
-    shapes = {name: shapes_for(value, each) for name, value in given.items()}
+    shapes = {name: shapes_for(value, each) for name, value in arguments.items()}
     replaced = [*(symbolic_numbers() if numbers else ()), *plain_comparisons()]
     with (
-        restored(map(vars, call.tensors)),  # a trace that fails leaves its marks on them
+        restored(map(vars, call.tensors)),  # a failed trace leaves attributes on them
         unbacked_like_backed(),
         patched(*replaced, *lengths_vary()),
     ):
-        program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad, sizes=sizes)
-    found = from_program(program, call, model_copy, roles, conditions(program, given))
-    values, sized = values_of(found.graph), _sizes_of(found.graph)
+        program = _export(model_copy, call, shapes, names=list(arguments), keep_grad=keep_grad, sizes=sizes)
+    capture = from_program(program, call, model_copy, roles, conditions(program, arguments))
+    values, sized = values_of(capture.graph), _sizes_of(capture.graph)
     varied = tuple(
-        _bounded_axes(leaf, values[name], own, sized)
-        for name, leaf, own in zip(found.inputs, found.signature.leaves, roles, strict=True)
+        _bounded_axes(leaf, values[name], axes, sized)
+        for name, leaf, axes in zip(capture.inputs, capture.signature.leaves, roles, strict=True)
     )
-    return replace(found, roles=varied)
+    return replace(capture, roles=varied)
 
 
 def _sizes_of(graph: fx.Graph) -> set[Any]:
-    """The symbols of which sizes of tensors are made."""
+    """Return the symbols in sizes of tensors."""
     return {
         symbol
         for node in graph.nodes
@@ -137,7 +137,7 @@ def _sizes_of(graph: fx.Graph) -> set[Any]:
 
 
 def _bounded_axes(leaf: Any, val: Any, roles: Roles, sized: set[Any]) -> Roles:
-    """The axes for which a plan must have a bound; of an int, itself where sizes are made of it."""
+    """Return the axes for which a plan needs a bound; axis 0 of an int if sizes depend on it."""
     if isinstance(leaf, TensorLeaf):
         return {axis: role for axis, role in roles.items() if leaf.ranges[axis] is not None}
     return {0: SIZE} if isinstance(leaf, CounterLeaf) and val.node.expr in sized else {}
@@ -152,7 +152,7 @@ def _export(
     keep_grad: bool,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
-    """``names``: of all arguments, where ``shapes`` has them by these; else by the model's own."""
+    """Export a call; ``names`` are those of all arguments if ``shapes`` uses other names than the model's."""
     module = model_copy.module
     forward = with_changes(pure_method(module, model_copy.method, loops=keep_grad), call.kwargs)
     if names:
@@ -179,25 +179,25 @@ def _export(
 
 @contextmanager
 def _called(module: nn.Module) -> Iterator[None]:
-    """A block in which ``torch.export`` calls a ``GraphModule`` as it does any other module.
+    """Context manager that makes ``torch.export`` call a ``GraphModule`` as it calls any other module.
 
-    Else it interprets the graph: without the names of arguments, and without hooks.
+    Otherwise it interprets the graph, without argument names and hooks.
     """
-    own = type(module)
-    if issubclass(own, fx.GraphModule):
-        written = own.__mro__[: own.__mro__.index(fx.GraphModule)]
-        body = {name: value for base in reversed(written) for name, value in vars(base).items()}
-        for name in ("__call__", "__dict__", "__weakref__"):  # the first is a GraphModule's
+    original = type(module)
+    if issubclass(original, fx.GraphModule):
+        subclasses = original.__mro__[: original.__mro__.index(fx.GraphModule)]
+        body = {name: value for base in reversed(subclasses) for name, value in vars(base).items()}
+        for name in ("__call__", "__dict__", "__weakref__"):  # GraphModule defines its own __call__
             body.pop(name, None)
-        module.__class__ = type(own.__name__, (nn.Module,), body)
+        module.__class__ = type(original.__name__, (nn.Module,), body)
     try:
         yield
     finally:
-        module.__class__ = own
+        module.__class__ = original
 
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
-    """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
+    """Return ``dynamic_shapes`` for the canonical call, in which named arguments are keyword arguments."""
     if dynamic_shapes is None:
         return None
     if isinstance(dynamic_shapes, Mapping):
@@ -209,7 +209,7 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
     if call.args:
         return tuple(dynamic_shapes)
     names = list(call.kwargs)
-    if len(dynamic_shapes) != len(names):  # a call has no arguments that equal their defaults
+    if len(dynamic_shapes) != len(names):  # a canonical call omits arguments that equal their defaults
         names = list(model_copy.signature.parameters)
     if len(dynamic_shapes) > len(names):
         raise InputError(
@@ -221,9 +221,9 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
 
 
 def _require_in_range(call: BoundCall, shapes: Any) -> None:
-    """Raise InputError where a size is outside of its range, with the names of the argument and the axis.
+    """Raise InputError if a size is outside its range.
 
-    ``shapes`` are as ``torch.export`` takes them for this call: by position, or by name.
+    ``shapes`` is as ``torch.export`` takes it for this call: by position, or by name.
     """
     given = call.kwargs if isinstance(shapes, Mapping) else call.args
     for name, axis, size, dim in _sizes("", given, shapes):
@@ -237,7 +237,7 @@ def _require_in_range(call: BoundCall, shapes: Any) -> None:
 
 
 def _sizes(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, int, int, Any]]:
-    """Argument, axis, size, and what is given for it."""
+    """Yield (argument, axis, size, entry of ``shapes``)."""
     entries: Any = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     for key, entry in entries:
         if isinstance(value, torch.Tensor):

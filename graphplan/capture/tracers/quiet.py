@@ -1,4 +1,4 @@
-"""What tracers say to a user who did not call them is not heard; what other threads say is."""
+"""Suppression of tracers' warnings and logs in the tracing thread; other threads keep theirs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TALKATIVE = (
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep this thread's warnings, log lines of tracers, and standard error from the user.
+    """Context manager that suppresses this thread's warnings, tracer logs and standard error.
 
-    ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
+    ``torch.export`` prints its whole graph to standard error when it fails.
     """
     stream = sys.stderr  # None without a console; ``print`` calls its ``write``
     printed = [Patch(stream, "write", stream.write, len)] if hasattr(stream, "__dict__") else []

@@ -1,8 +1,8 @@
-"""The shapes of what recurrent layers return, for traces that serve all lengths.
+"""Output shapes of recurrent layers for traces with a dynamic length.
 
-A graph has ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as one operation each. Torch finds the shapes of its
-results by going over the sequence step by step, which fixes the length; here they follow from the inputs'.
-A trace below autograd, which gradients of ``forward`` need, has those steps themselves.
+A graph has ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as one operation each. Torch finds their output shapes by
+decomposition into time steps, which fixes the length; here they are computed from the input shapes. A trace
+below autograd, for models that compute gradients in ``forward``, contains the time steps themselves.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LAYERS = [getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_
 
 
 def lengths_vary() -> list[Patch]:
-    """What to replace while a trace is made."""
+    """Return the patches to apply during a trace."""
     for layer in _LAYERS:
         forget_kernels(layer)
     return [
-        Patch(layer.py_kernels, key, own, functools.partial(_computed, own))
+        Patch(layer.py_kernels, key, kernel, functools.partial(_computed, kernel))
         for layer in _LAYERS
-        for key, own in layer.py_kernels.items()
+        for key, kernel in layer.py_kernels.items()
     ]
 
 
-def _computed(own: Callable[..., Any], *args: Any) -> Any:
-    """What a layer makes of its arguments; while its steps are written down, by torch's own."""
-    return own(*args) if get_proxy_mode() is not None else _shaped(*args)
+def _computed(kernel: Callable[..., Any], *args: Any) -> Any:
+    """Return the results of a layer: torch's own where a trace records its time steps, else their shapes."""
+    return kernel(*args) if get_proxy_mode() is not None else _shaped(*args)
 
 
 def _shaped(

@@ -1,14 +1,14 @@
-"""Capture of transformers models: dynamic in batch and length, caches and token counters included.
+"""Capture of transformers models, dynamic in batch and length, with caches and token counters.
 
 ``transformers.exporters`` patches models so that they can be traced; the trace itself is made here, so that
-one graph serves all lengths and one all batches:
+one graph serves all lengths and batch sizes:
 
-- every axis that is a batch or a length may vary, sizes 0 and 1 included; an axis of length 1 (the one token
-  of a decode) stays, since a trace of several tokens is another computation;
+- every batch and length axis may vary, sizes 0 and 1 included; an axis of length 1 (the one token of a decode
+  step) stays fixed, since a trace of several tokens is another computation;
 - the counters of caches are inputs, so that sliding windows are traced as they are;
-- what the trace has taken for granted of sizes (``guards``) is checked at each call;
-- a cache, list or dict that the caller passes in comes back as what became of it, so that the caller's own
-  can be changed.
+- the trace's guards on sizes are checked at each call;
+- a cache, list or dict argument is returned as the model has changed it, so that the caller's own can be
+  updated.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from graphplan.capture.transformers.recurrences import recurrences_whole
 def export_transformers(
     model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, sizes: bool
 ) -> tuple[Capture, Exception | None]:
-    """Trace a call, and why fewer axes vary than were asked for, where that was tried and failed.
+    """Trace a call; return the capture, and the error for which fewer axes vary than requested, or None.
 
     Args:
         model_copy: the copy to trace.
         call: the example inputs, all by name.
         keep_grad: as in :func:`graphplan.capture.tracing.capture`.
-        sizes: whether other axes than batches and lengths are to vary too.
+        sizes: whether axes other than batches and lengths vary, too.
 
     Raises:
-        RunAsItIs: no graph stands for the method.
-        CaptureError: what the exporter traces reads fewer weights than the model does.
+        RunAsItIs: the method runs without a graph.
+        CaptureError: the exporter's replacement code reads fewer weights than the model does.
         Exception: whatever the model's own code or the tracer raises.
     """
     failed: Exception | None = None
@@ -85,7 +85,7 @@ def export_transformers(
 
 
 def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]) -> Capture:
-    """``varying``: the roles of axes that are dynamic."""
+    """Trace a call in which the axes with the roles in ``varying`` are dynamic."""
     module = model_copy.module
     inputs = _prepared(module, call, is_forward=model_copy.method == "forward")
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
@@ -123,34 +123,34 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     if uniform:
         guards += (_same_lengths(list(map(leaf_names(traced_call).index, bounds))),)
     flat = tuple(role for name in inputs for role in roles[name])
-    found = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
-    found = replace(found, method="transformers", roles=flat)
+    capture = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
+    capture = replace(capture, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
-    return _over_arguments(found, call, module) if computes else found
+    return _over_arguments(capture, call, module) if computes else capture
 
 
 def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[str, Any]:
-    """The call's arguments with what the exporter computes of those of ``forward``, which is traced."""
+    """Return the call's arguments with the inputs that the exporter computes from them."""
     with quiet():  # it imports every model that it patches
         from transformers.exporters.utils import prepare_for_export  # optional package
 
-    # with caches of their own: the exporter changes what it is given
+    # caches are copied: the exporter changes its inputs
     given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    asked = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
-    known = {} if is_forward else {"position_ids": ()}  # of a text, which no other method has
+    passed = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
+    unwanted = {} if is_forward else {"position_ids": ()}  # only forward has a text, with positions
     with patched(uncast_inputs()):
-        _, prepared, _ = prepare_for_export(module, known | asked)
-    found = {**given, **prepared}  # it takes out flags of the output, and labels that are None
-    return {name: value for name, value in found.items() if name not in known or value != ()}
+        _, prepared, _ = prepare_for_export(module, unwanted | passed)
+    inputs = {**given, **prepared}  # given has what the exporter drops: output flags and labels of None
+    return {name: value for name, value in inputs.items() if name not in unwanted or value != ()}
 
 
 def _is_of_loss(name: str, value: Any) -> bool:
-    """Whether an argument asks for a loss, which the exporter leaves out: it is traced as any forward."""
+    """Whether an argument asks for a loss; the exporter drops it, but it can be traced like any other."""
     return name in ("labels", "future_values", "return_loss") and isinstance(value, torch.Tensor | bool)
 
 
 def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
-    """What the exporter makes of a call's arguments before it traces: to be done to later calls too."""
+    """Return the call with the inputs that the exporter precomputes; later calls need them, too."""
     from transformers.exporters.utils import precompute_export_inputs  # optional package
 
     inputs = dict(call.on_cpu().kwargs)
@@ -159,30 +159,30 @@ def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
     return bound_call(inputs)
 
 
-def _over_arguments(found: Capture, call: BoundCall, module: nn.Module) -> Capture:
-    """A capture of what is computed of a call's arguments, as one of that call."""
+def _over_arguments(capture: Capture, call: BoundCall, module: nn.Module) -> Capture:
+    """Convert a capture over precomputed inputs to one over the call's own arguments."""
     names = leaf_names(call)
     places = {name: index for index, name in enumerate(names)}
-    order = tuple(places.get(name) for name in found.signature.names)
-    asked, roles = (dict(zip(order, each, strict=True)) for each in (found.signature.leaves, found.roles))
-    leaves = tuple(asked.get(place, asked_of(leaf)) for place, leaf in enumerate(call.leaves))
-    # conditions may be on what only the exporter sees
-    prepared = Prepared(partial(_precomputed, module), found.signature)
+    order = tuple(places.get(name) for name in capture.signature.names)
+    specs, roles = (dict(zip(order, each, strict=True)) for each in (capture.signature.leaves, capture.roles))
+    leaves = tuple(specs.get(place, asked_of(leaf)) for place, leaf in enumerate(call.leaves))
+    # guards may be on precomputed inputs
+    prepared = Prepared(partial(_precomputed, module), capture.signature)
     return replace(
-        found,
+        capture,
         signature=InputSignature(call.spec, leaves, names, prepared=prepared),
         roles=tuple(roles.get(place, {}) for place in range(len(leaves))),
         order=order,
-        states={name: place for name, at in found.states.items() if (place := order[at]) is not None},
+        states={name: place for name, at in capture.states.items() if (place := order[at]) is not None},
     )
 
 
 @contextmanager
 def _patched_for_export(module: nn.Module, inputs: Any, *, keep_grad: bool, uniform: bool) -> Iterator[None]:
-    """What the exporter of transformers, and we, change of torch and the model while it is traced.
+    """Context manager that applies the patches of the transformers exporter and of graphplan to a trace.
 
-    Left out are what lets sliding layers keep every token, and the flags of the output in the configuration:
-    they stay arguments, and kernels that make no attention weights refuse them there.
+    It omits the exporter's patch that makes sliding layers keep every token, and does not move output flags
+    into the config: they stay arguments, and kernels without attention weights reject them in a config.
     """
     from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
     from transformers.exporters.exporter_dynamo import (  # optional package
@@ -205,7 +205,7 @@ def _patched_for_export(module: nn.Module, inputs: Any, *, keep_grad: bool, unif
 
 
 def _dense(value: Any, *, always: bool) -> Any:
-    """A copy with the usual strides: others of an example would be taken for sizes of their own."""
+    """Return a contiguous copy: other strides of an example would be traced as sizes of their own."""
 
     def dense(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -218,31 +218,31 @@ def _dense(value: Any, *, always: bool) -> Any:
 
 
 def _batch(inputs: Mapping[str, Any]) -> int | None:
-    """The batch of a call: the first size of its first tensor that is no cache's.
+    """Return the batch size: the first size of the first tensor that is no cache and no image.
 
-    Beside a text, images may be in another order; alone, they have a batch too.
+    Images next to a text may have a first size of another kind; in a call without text it is the batch.
     """
     tensors = [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-    found = [value.shape[0] for name, value in tensors if value.dim() >= 2 and name != "pixel_values"]
+    texts = [value.shape[0] for name, value in tensors if value.dim() >= 2 and name != "pixel_values"]
     images = [value.shape[0] for name, value in tensors if value.dim() >= 4]
-    return next(iter([*found, *images]), None)
+    return next(iter([*texts, *images]), None)
 
 
 def _roles(name: str, value: Any, batch: int | None, sizes: bool) -> list[Roles]:
-    """The roles of an argument's leaves; ``sizes``: of axes that are neither batch nor length too."""
+    """Return the roles of an argument's leaves; axes that are neither batch nor length only if ``sizes``."""
     if is_cache(value):
         return cache_roles(value, batch)
     return [{**(_sizes(leaf) if sizes else {}), **text_roles(name, leaf, batch)} for leaf in leaves_of(value)]
 
 
 def _sizes(leaf: Any) -> dict[int, str]:
-    """The axes of a tensor that are not of size 1, each a size."""
+    """Return the role ``SIZE`` for each axis of a tensor whose size is not 1."""
     shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
     return {axis: SIZE for axis, size in enumerate(shape) if size != 1}
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:
-    """What a trace in which all images are of one size takes for granted."""
+    """Return the guard of a trace in which all images have one size."""
     return Guard(
         "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
     )
