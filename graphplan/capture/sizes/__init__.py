@@ -1,4 +1,4 @@
 """Which sizes of inputs may vary.
 
-In: example inputs, dynamic shapes, limits. Out: what a trace leaves open.
+In: example inputs, dynamic shapes, limits. Out: the sizes that stay symbols in a trace, with their bounds.
 """

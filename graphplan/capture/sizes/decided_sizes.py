@@ -1,6 +1,6 @@
-"""Sizes that values decide, where a captured graph is traced again: with its gradients, say.
+"""Data-dependent sizes where a captured graph is traced again, as for its gradients.
 
-Some the first trace knows, by a guard. An operation that is run again on fake tensors does not::
+Some are constants in the first trace, by a guard. An operation that runs again makes symbols for all::
 
     first trace    nonzero(mask): (5, 1)         nonzero(other): (u3, 1)
     again          nonzero(mask): (u0, 1)        nonzero(other): (u1, 1)
@@ -38,80 +38,80 @@ _BROADCASTING = frozenset(
         *(aten.complex.default, aten.polar.default),
     }
 )
-"""What broadcasts, without a tag that says so."""
+"""Operations that broadcast without the tag ``pointwise``."""
 
 
 class DecidedSizes(fx.Interpreter):
-    """Runs a captured graph on fake tensors: sizes that values decide are those of the capture.
+    """Runs a captured graph on fake tensors, and keeps its data-dependent sizes as in the capture.
 
     Args:
         module: the captured graph.
-        env: of the sizes of the fake tensors.
+        env: the shape environment of the fake tensors.
 
     Attributes:
-        symbols: of sizes that only the data decides: each -> that of the capture.
-        known: of the other sizes that values decide: each -> what it is.
+        symbols: new symbol -> symbol of the capture, for sizes that are symbols there.
+        known: new symbol -> size, for sizes that are constants in the capture.
 
     Raises:
-        NoGraphError: the capture takes a size that values decide for another one.
+        NoGraphError: the capture equates a data-dependent size with another symbolic size.
     """
 
     def __init__(self, module: fx.GraphModule, env: ShapeEnv) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # errors say enough
+        self.extra_traceback = False  # error messages say enough
         self._env = env
         self.symbols: dict[Any, Any] = {}
         self.known: dict[Any, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
+        """Run one node, and match its data-dependent sizes with those of the capture."""
         if n.op == "output":
             return super().run_node(n)
         traced = _sizes(tree_leaves(n.meta.get("val")))
-        if any(map(_data_decides, traced)):
-            made = super().run_node(n)
-            for here, before in zip(_sizes(tree_leaves(made)), traced, strict=True):
-                if isinstance(here, torch.SymInt) and isinstance(before, torch.SymInt):
-                    self.symbols.setdefault(here.node.expr, before.node.expr)
-            return made
+        if any(map(_is_unbacked, traced)):
+            result = super().run_node(n)
+            for new, captured in zip(_sizes(tree_leaves(result)), traced, strict=True):
+                if isinstance(new, torch.SymInt) and isinstance(captured, torch.SymInt):
+                    self.symbols.setdefault(new.node.expr, captured.node.expr)
+            return result
         with self._env.ignore_fresh_unbacked_symbols():
-            made = super().run_node(n)
-        sizes = _sizes(tree_leaves(made))
-        if any(map(_data_decides, sizes)):
-            for here, decided in zip(sizes, traced, strict=True):
-                self._decide(n, here, decided)
-        return made
+            result = super().run_node(n)
+        sizes = _sizes(tree_leaves(result))
+        if any(map(_is_unbacked, sizes)):
+            for new, captured in zip(sizes, traced, strict=True):
+                self._decide(n, new, captured)
+        return result
 
-    def _decide(self, node: fx.Node, size: Any, decided: Any) -> None:
-        if not _data_decides(size):
+    def _decide(self, node: fx.Node, size: Any, captured: Any) -> None:
+        if not _is_unbacked(size):
             return
-        if isinstance(decided, torch.SymInt):
+        if isinstance(captured, torch.SymInt):
             raise NoGraphError(
-                f"values decide how much {node.target} returns, and the code takes it to be {decided}"
+                f"values decide how much {node.target} returns, and the code takes it to be {captured}"
             )
-        self.known[size.node.expr] = decided
+        self.known[size.node.expr] = captured
         with untraced():
-            torch._check(size == decided)  # also of what the operation has made on its way
+            torch._check(size == captured)  # also for intermediate results of the operation
 
 
-def _data_decides(size: Any) -> bool:
+def _is_unbacked(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size)
 
 
 def _sizes(made: Iterable[Any]) -> list[Any]:
-    """Of tensors all sizes; numbers as they are."""
+    """Return all sizes of the tensors, and the numbers, in order."""
     return [size for leaf in made for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
 
 
 def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:
-    """Raise NoGraphError where an operation would broadcast in calls with other values.
+    """Raise NoGraphError if an operation could broadcast in calls with other values.
 
-    A trace takes sizes for equal, of which the formulas of gradients then sum over nothing: in
-    ``x[mask] * y[~mask]`` eager mode sums the gradient of a single row of ``y`` over the rows of ``x``.
+    The trace assumes that the two sizes are equal, so the gradient formulas do not sum over that axis: in
+    ``x[mask] * y[~mask]``, eager mode sums the gradient of a single row of ``y`` over the rows of ``x``.
 
     Args:
         graph: the trace.
-        known: symbol of a size that values decide -> what it is in each call that the trace serves.
+        known: symbol of a data-dependent size -> its value in each call that the trace serves.
     """
     for node in graph.nodes:
         for pair in _paired_sizes(node):
@@ -123,7 +123,7 @@ def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:
 
 
 def _paired_sizes(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Sizes that are to be equal, or one of them 1."""
+    """Yield the pairs of sizes that must be equal unless one is 1."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _BROADCASTING:
         return
     nodes = [*node.all_input_nodes, *([node] if node.target is aten.expand.default else [])]

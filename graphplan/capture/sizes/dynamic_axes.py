@@ -1,4 +1,4 @@
-"""Which axes of a call's arguments may vary, what each counts, and what a trace takes for granted of them."""
+"""The dynamic axes of a call's arguments, the role of each, and a trace's guards on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
 
 
 def text_roles(name: str, leaf: Any, batch: int | None) -> Roles:
-    """The axes of an argument of a transformers model that may vary."""
+    """Return the dynamic axes of an argument of a transformers model."""
     if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
         return {}
     labels = _LABELS.search(name) is not None
@@ -42,23 +42,22 @@ def text_roles(name: str, leaf: Any, batch: int | None) -> Roles:
 
 
 def plain_roles(leaves: Sequence[Any], *, sizes: bool, ones: bool) -> list[Roles]:
-    """The axes of the leaves of any model's call that may vary.
+    """Return the dynamic axes of the leaves of any model's call.
 
-    That is, those that count the batch and lengths; all others if ``sizes``; those of size 1 if ``ones``.
-
-    The first size of the first tensor is the batch. Axis 1 of tensors of tokens ``(batch, length)`` and of
-    features ``(batch, length, features)`` is the length.
+    These are the batch and length axes, and all others if ``sizes``; axes of size 1 only if ``ones``. The
+    batch is the first size of the first tensor. The length is axis 1 of tokens ``(batch, length)`` and of
+    features ``(batch, length, features)``.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     batch = tensors[0].shape[0] if tensors else None
-    found = [_plain_roles(leaf, batch) for leaf in leaves]
+    all_roles = [_plain_roles(leaf, batch) for leaf in leaves]
     return [
         {
             axis: role
             for axis, role in roles.items()
             if (sizes or role != SIZE) and (ones or leaf.shape[axis] != 1)
         }
-        for leaf, roles in zip(leaves, found, strict=True)
+        for leaf, roles in zip(leaves, all_roles, strict=True)
     ]
 
 
@@ -75,7 +74,7 @@ def _plain_roles(leaf: Any, batch: int | None) -> Roles:
 
 
 def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
-    """``dynamic_shapes`` of one argument, whose leaves have these roles."""
+    """Return the ``dynamic_shapes`` of one argument, from the roles of its leaves."""
     auto = torch.export.Dim.AUTO
     if isinstance(value, torch.Tensor):
         return dict.fromkeys(next(roles), auto) or None
@@ -89,25 +88,25 @@ def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
 
 
 def written_guard(text: str, code: str) -> Guard:
-    """A guard of the tracer's Python over ``v``, the leaves of a call."""
+    """Return a guard that evaluates Python code of the tracer over ``v``, the leaves of a call."""
     return Guard(text, eval(f"lambda v: {code}", {"math": math, "torch": torch}), code)
 
 
 def conditions(program: torch.export.ExportedProgram, arguments: Mapping[str, Any]) -> tuple[Guard, ...]:
-    """The trace's conditions as one function of the leaves of all arguments, by their names in the trace."""
+    """Return the trace's size guards as one guard over the leaves of ``arguments``, by traced name."""
     texts = list(dict.fromkeys(conditions_of(program)))
     leaves = enumerate(flatten_with_path(arguments))
     paths = {f"L{pytree.keystr(path)}": f"v[{index}]" for index, (path, _) in leaves}
     longest_first = sorted(paths, key=len, reverse=True)
-    written = []
+    codes = []
     for text in texts:
         for path in longest_first:
             text = text.replace(path, paths[path])
-        written.append(text)
-    return all_of(texts, written)
+        codes.append(text)
+    return all_of(texts, codes)
 
 
 def all_of(texts: Sequence[str], codes: Sequence[str]) -> tuple[Guard, ...]:
-    """One guard for all conditions, as people and as Python write them; none where there are none."""
-    code = " and ".join(f"({one})" for one in codes)  # from the tracer: of sizes and numbers
+    """Return one guard for all conditions, or none: ``texts`` are for messages, ``codes`` are evaluated."""
+    code = " and ".join(f"({one})" for one in codes)  # from the tracer: only sizes and numbers
     return (written_guard("sizes do not fulfil " + " and ".join(texts), code),) if codes else ()

@@ -1,8 +1,8 @@
-"""The sizes that a plan counts with, where a trace has symbols for them.
+"""The sizes that a plan assumes for the symbols of a trace.
 
-Those of inputs are as large as a graph is to serve. Those that the data decides (how many tokens an expert
-is given, how large an image is that a tensor of sizes tells of) are bounded where something is split by
-them or chosen by a mask, and otherwise as in the example call, where they come of its inputs alone::
+Symbols of input sizes have the largest value that the graph is to serve. Data-dependent symbols (the number
+of tokens of an expert, the size of an image given by a tensor of sizes) have a bound if a tensor is split by
+them or they count what a mask selects. Else they are as in the example, if its inputs determine them::
 
     split(x, [u0, u1])           u0 <= len(x), u1 <= len(x), u0 + u1 == len(x)
     index(x, mask): [u2]         u2 <= len(mask)
@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
 from graphplan.capture.structure import reached, written_arguments
 
-UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
-_MOST = 1 << 24  # elements: what decides sizes is computed from little
+UNBOUNDED = 1 << 48  # torch's upper bound of an unbounded size is above this
+_MOST = 1 << 24  # elements of a tensor that is computed to find sizes; such tensors are small
 _CHOICES = frozenset(
     {
         *("aten::nonzero", "aten::nonzero_numpy", "aten::argwhere", "aten::where", "aten::masked_select"),
@@ -36,7 +36,7 @@ _HARMLESS = (torch.ops.aten.detach_.default,)
 
 
 def finite_bound(bound: Any) -> int | None:
-    """An upper bound of the tracer's as an int; None where it is none."""
+    """Return an upper bound of the tracer as an int; None if it is infinite."""
     try:
         number = int(bound)
     except (TypeError, ValueError, OverflowError, AttributeError):  # sympy's infinities raise any
@@ -45,30 +45,30 @@ def finite_bound(bound: Any) -> int | None:
 
 
 def values_of(graph: fx.Graph) -> dict[str, Any]:
-    """Name of each placeholder -> the traced value that it is; None of what is no tensor and no size."""
+    """Return name of each placeholder -> traced value; None for what is neither a tensor nor a size."""
     return {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
 
 
 def _symbols(val: Any, here: Any) -> Iterator[tuple[Any, Any]]:
-    """The symbols that are sizes of a traced tensor, or a traced integer; each with its place in ``here``."""
+    """Yield the symbols that are sizes of a tensor, or an integer, each with its counterpart in ``here``."""
     yield from _sized(val.shape, here) if isinstance(val, torch.Tensor) else _sized([val], [here])
 
 
 def _shapes(made: Any) -> Any:
-    """The shapes of tensors that a node makes, and the numbers, in order."""
+    """Return the shapes of a node's tensors, and its numbers as lists of one, in order."""
     return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(made)]
 
 
 def _sized(sizes: Iterable[Any], here: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Those of ``sizes`` that are symbols, each with what stands in its place in ``here``."""
-    for size, found in zip(sizes, here, strict=True):
+    """Yield those of ``sizes`` that are symbols, each with its counterpart in ``here``."""
+    for size, counterpart in zip(sizes, here, strict=True):
         if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            yield size.node.expr, found
+            yield size.node.expr, counterpart
 
 
 def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
-    """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
-    values, found = values_of(graph), dict[Any, int]()
+    """Return symbol of an input's sizes -> largest value that the signature's leaf admits."""
+    values, largest = values_of(graph), dict[Any, int]()
     for name, leaf in zip(inputs, leaves, strict=True):
         if isinstance(leaf, CounterLeaf) and leaf.high < UNBOUNDED:
             bounds: Any = (leaf.low, leaf.high)
@@ -78,23 +78,23 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
             continue
         for symbol, range_ in _symbols(values[name], bounds):
             if range_ is not None:
-                found[symbol] = max(found.get(symbol, 0), range_[1])
-    return found
+                largest[symbol] = max(largest.get(symbol, 0), range_[1])
+    return largest
 
 
 def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
-    """Each symbol of an input's sizes and strides -> its value in a call with these ``leaves`` as inputs."""
-    values, found = values_of(graph), dict[Any, int]()
+    """Return symbol of an input's sizes and strides -> value in a call with these ``leaves``."""
+    values, known = values_of(graph), dict[Any, int]()
     for name, leaf in zip(inputs, leaves, strict=True):
         val = values[name]
         if isinstance(val, torch.Tensor) and val.layout is torch.strided:
-            found |= {symbol: int(step) for symbol, step in _sized(val.stride(), leaf.stride())}
-        found |= {symbol: int(size) for symbol, size in _symbols(val, getattr(leaf, "shape", leaf))}
-    return found
+            known |= {symbol: int(step) for symbol, step in _sized(val.stride(), leaf.stride())}
+        known |= {symbol: int(size) for symbol, size in _symbols(val, getattr(leaf, "shape", leaf))}
+    return known
 
 
 def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
-    """A size of a trace where its symbols have these values; None where the data decides it."""
+    """Return a traced size for these values of its symbols; None if it is data-dependent."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr.xreplace(sizes)
@@ -102,34 +102,34 @@ def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
 
 
 def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """The sizes, and bounds of those that the data decides.
+    """Return the sizes together with bounds of data-dependent sizes.
 
-    What is chosen of a tensor has at most as many elements. Where a tensor is split, each size is at most the
-    tensor's own, and their sum is that size: of the tokens of all experts, none has more than there are.
+    A selection has at most as many elements as its tensor. Where a tensor is split, each section has at most
+    the tensor's size, and the sections sum to it: no expert gets more tokens than there are.
     """
-    found = dict(sizes)
+    bounds = dict(sizes)
     for node, chosen in _choices(graph):
-        most = _most_chosen(node, found)
-        found |= {} if most is None else dict.fromkeys(chosen, most)
+        most = _most_chosen(node, bounds)
+        bounds |= {} if most is None else dict.fromkeys(chosen, most)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
         whole = node.args[0].meta.get("val")
         sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
         axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         if not isinstance(whole, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in sections):
             continue
-        total = largest_size(whole.shape[axis], found)
+        total = largest_size(whole.shape[axis], bounds)
         if total is not None:
             parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
-            found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
-            found[sum(parts)] = total
-    return found
+            bounds |= {part: min(total, bounds.get(part, total)) for part in parts if _is_unbacked(part)}
+            bounds[sum(parts)] = total
+    return bounds
 
 
 def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
-    """Each node that chooses of a tensor, with the symbols that it decides: no node before it has them."""
+    """Yield each node that selects from a tensor, with the symbols that first occur in its result."""
     before: set[Any] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":  # the gradient of a result: it is given when that has been made
+        if node.op == "placeholder":  # the gradient of a result: its symbols are known only after the result
             continue
         new = [symbol for symbol in symbols_of(node) if symbol not in before]
         before.update(new)
@@ -138,11 +138,11 @@ def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
 
 
 def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
-    """How many elements are chosen at most: as many as the mask has, or the tensor; None if that is open."""
+    """Return the largest number of elements selected, that of the mask or tensor; None if it is unknown."""
     vals = [source.meta.get("val") for source in node.all_input_nodes]
     tensors = [val for val in vals if isinstance(val, torch.Tensor)]
     masks = [tensor for tensor in tensors if tensor.dtype == torch.bool]
-    together = node.target is torch.ops.aten.masked_select.default  # which broadcasts the mask and the tensor
+    together = node.target is torch.ops.aten.masked_select.default  # it broadcasts mask and tensor
     shapes = list[list[int]]()
     for tensor in tensors if together else masks or tensors:
         known = [largest_size(size, sizes) for size in tensor.shape]
@@ -154,12 +154,12 @@ def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
     return max(map(math.prod, shapes), default=None)
 
 
-def _is_open(expression: Any) -> bool:
+def _is_unbacked(expression: Any) -> bool:
     return getattr(expression, "is_symbol", False) and expression.name.startswith("u")
 
 
 def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
-    """As :func:`exact_size`, or the bound of what the data decides; None where that has none."""
+    """Return :func:`exact_size`, or the upper bound of a data-dependent size; None if it has none."""
     known = exact_size(size, sizes)
     if known is not None:
         return known
@@ -169,10 +169,10 @@ def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
 def sizes_of_example(
     graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str], warn: Callable[[str], None]
 ) -> dict[Any, int]:
-    """Sizes that the data decides, as they are in the example call.
+    """Return the data-dependent sizes of the example call.
 
-    ``values`` has the placeholders that are known: inputs, constants, buffers. Those of ``inputs`` are other
-    values in other calls: then it calls ``warn``.
+    ``values`` has the known placeholders: inputs, constants and buffers. Call ``warn`` if unbounded sizes
+    depend on the values of ``inputs``, which differ between calls.
     """
     deciding = [node for node in graph.nodes if symbols_of(node)]
     wanted = set(reached(deciding, lambda node: node.all_input_nodes))
@@ -182,42 +182,42 @@ def sizes_of_example(
         if node.op == "placeholder" and node.name in values:
             known[node] = values[node.name]
         elif node in wanted and all(source in known for source in node.all_input_nodes):
-            made = _computed(node, known)
-            if made is not None:
-                known[node] = made
+            value = _computed(node, known)
+            if value is not None:
+                known[node] = value
         if node.name in inputs or varying.intersection(node.all_input_nodes):
             varying.add(node)
-    found: dict[Any, int] = {}
+    example: dict[Any, int] = {}
     for node in (node for node in deciding if node in known):
         for sizes, here in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
-            found |= {symbol: int(size) for symbol, size in _sized(sizes, here) if _is_open(symbol)}
+            example |= {symbol: int(size) for symbol, size in _sized(sizes, here) if _is_unbacked(symbol)}
     counts = {node: known[each] for node in deciding if (each := _counts_of(node)) in known}
-    repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one is for all rows
+    repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one count is for all rows
     for node, each in repeated.items():
-        found |= dict.fromkeys(symbols_of(node), int(each.sum()))
+        example |= dict.fromkeys(symbols_of(node), int(each.sum()))
     bounded = {symbol for _, chosen in _choices(graph) for symbol in chosen}
-    open_ = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
-    if any(node in known or node in repeated for node in open_ if node in varying):
+    unbounded = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
+    if any(node in known or node in repeated for node in unbounded if node in varying):
         warn(
             "sizes that only the data decides count in the plan as in the example call: calls in which they "
             "are larger may pass its peaks"
         )
-    return found
+    return example
 
 
 def _counts_of(node: fx.Node) -> Any:
-    """How often a node repeats each row of what need not be known; None where it does not."""
+    """Return the counts' node of ``repeat_interleave``, whose rows need not be known; None for others."""
     return node.args[1] if node.target is torch.ops.aten.repeat_interleave.self_Tensor else None
 
 
 def symbols_of(node: fx.Node) -> list[Any]:
-    """Symbols that the data decides, of what a node makes: each alone."""
+    """Return the data-dependent symbols that are sizes or numbers of a node's result by themselves."""
     shapes = _shapes(node.meta.get("val"))
-    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_open(symbol)]
+    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_unbacked(symbol)]
 
 
-def _does_more(node: fx.Node) -> bool:
-    """Whether an operation writes to what it is given, or draws at random."""
+def _has_side_effects(node: fx.Node) -> bool:
+    """Whether an operation writes to its arguments or draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in _HARMLESS:
         return False
     written = written_arguments(node.target, node.args, node.kwargs)
@@ -225,15 +225,15 @@ def _does_more(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """What a node makes of known values; None where it takes too much, or cannot be run by itself."""
+    """Return a node's result from known values; None if it is too large or the node cannot run alone."""
     target = node.target
-    if node.op != "call_function" or not callable(target) or _does_more(node):
+    if node.op != "call_function" or not callable(target) or _has_side_effects(node):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: known[source])
     try:
         with torch.no_grad():
-            made = target(*args, **kwargs)
+            result = target(*args, **kwargs)
     except Exception:  # an operation may raise anything
         return None
-    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-    return None if any(tensor.numel() > _MOST for tensor in tensors) else made
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return None if any(tensor.numel() > _MOST for tensor in tensors) else result

@@ -1,7 +1,7 @@
-"""A batch, divided along its first dimension.
+"""Division of a batch into microbatches along its first dimension.
 
-Tensors whose first size is that of the batch are divided; all else goes with each microbatch as it is. In
-later calls, what was not divided in the example is not, though it may have as many rows by chance.
+Tensors whose first size is that of the batch are divided; each microbatch gets all others unchanged. What was
+not divided in the example is not divided in later calls either, even if it happens to have as many rows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Divided = Mapping[str, bool]
 
 
 def divided_in(example: BoundCall) -> Divided:
-    """The tensors of an example, without those of one row, which stand for any number of them."""
+    """Return which tensors of an example are divided; those of one row, which may broadcast, are left out."""
     rows, named = batch_of(example), zip(leaf_names(example), example.leaves, strict=True)
     return {name: leaf.shape[0] == rows for name, leaf in named if _rows(leaf) not in (None, 1)}
 
 
 def batch_of(call: BoundCall, divided: Divided = MappingProxyType({})) -> int:
-    """Rows of a batch: the first size of its first tensor that has sizes.
+    """Return the rows of a batch: the first size of the first tensor that has dimensions.
 
     Args:
-        call: with the batch.
-        divided: what was divided in the example; of what was not, the sizes do not count.
+        call: the call with the batch.
+        divided: what was divided in the example; tensors that were not are ignored.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such tensor.
     """
     for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
         if divided.get(name, True) and (rows := _rows(leaf)) is not None:
@@ -44,16 +44,16 @@ def batch_of(call: BoundCall, divided: Divided = MappingProxyType({})) -> int:
 
 
 def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxyType({})) -> list[BoundCall]:
-    """The calls into which a batch is divided.
+    """Return the calls of the microbatches of a batch.
 
     Args:
-        call: of the whole batch.
-        count: of microbatches; with 1 the call stays as it is.
+        call: the call with the whole batch.
+        count: the number of microbatches; with 1 the call is unchanged.
         divided: what was divided in the example.
 
     Raises:
-        InputError: the batch cannot be divided into so many equal parts, or what was divided in the example
-            has other rows than the batch.
+        InputError: the batch does not divide equally, or a tensor that was divided in the example has another
+            number of rows than the batch.
     """
     if count == 1:
         return [call]
@@ -75,19 +75,19 @@ def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxy
         is_part = iter(parts)
         return call.mapped(lambda leaf: leaf[start : start + each] if next(is_part) else leaf)
 
-    return [part(at) for at in range(0, rows, each)]
+    return [part(start) for start in range(0, rows, each)]
 
 
 def _rows(leaf: Any) -> int | None:
-    """The first size of a tensor, if it has one."""
+    """Return the first size of a tensor; None without dimensions."""
     return int(leaf.shape[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
 def targets_of(target: Any, count: int, rows: int) -> list[Any]:
-    """The parts of a target, a tensor or a tree of them, for each of so many microbatches.
+    """Return the target, a tensor or a tree of tensors, of each of ``count`` microbatches.
 
     Raises:
-        InputError: a tensor has other rows than the batch, and no multiple of them, as ``(batch * length,)``.
+        InputError: a tensor's rows are no multiple of the batch's, as they are for ``(batch * length,)``.
     """
     for leaf in leaves_of(target) if count > 1 else ():
         if isinstance(leaf, torch.Tensor) and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows):

@@ -1,7 +1,7 @@
-"""The sizes that are symbols of a trace, where its graph is traced again: with its gradients, say.
+"""The symbolic sizes of a trace whose graph is traced again, as for its gradients.
 
-What the second trace takes for granted of them becomes a guard. Sizes of 0 and 1, which broadcast or leave
-nothing to compute with, are numbers in it, as those of other calls are not::
+The conditions that the second trace adds become a guard. Sizes that are 0 or 1 in the example, which
+broadcast or make tensors empty, are constants in the second trace::
 
     x: (b, n), traced with (3, 1)        x: (b, 1)        where b > 1
 """
@@ -24,14 +24,14 @@ from graphplan.capture.sizes.dynamic_sizes import exact_size, values_of
 
 @dataclass(frozen=True, slots=True)
 class OpenSizes:
-    """Sizes of the leaves of a call that are symbols.
+    """The symbolic sizes of the leaves of a call.
 
     Attributes:
-        env: the tracer's own knowledge of them.
-        known: how many conditions the first trace has.
-        small: symbol -> its value in the example, where that is 0 or 1.
-        texts: symbol -> how people write it: ``"input_ids.shape[0]"``.
-        codes: symbol -> how a guard does: ``"v[0].size()[0]"``.
+        env: the tracer's shape environment.
+        known: the number of conditions of the first trace.
+        small: symbol -> value in the example, if that is 0 or 1.
+        texts: symbol -> text for messages, such as ``"input_ids.shape[0]"``.
+        codes: symbol -> code in a guard, such as ``"v[0].size()[0]"``.
     """
 
     env: ShapeEnv
@@ -41,7 +41,7 @@ class OpenSizes:
     codes: dict[Any, str]
 
     def settled(self, size: Any) -> Any:
-        """A size, in which small ones are numbers."""
+        """Return a size with the values of the small symbols put in."""
         if not isinstance(size, torch.SymInt) or size.node.expr.free_symbols.isdisjoint(self.small):
             return size
         known = exact_size(size, self.small)
@@ -50,22 +50,22 @@ class OpenSizes:
         return self.env.create_symintnode(size.node.expr.xreplace(self.small), hint=size.node.hint)
 
     def guards(self) -> tuple[Guard, ...]:
-        """What has been taken for granted since.
+        """Return the conditions added since the first trace as a guard.
 
         Raises:
-            NoGraphError: something of a size that no leaf has.
+            NoGraphError: a condition is on a size that no leaf has.
         """
         return all_of(*(conditions_since(self.env, self.known, each) for each in (self.texts, self.codes)))
 
 
 def open_sizes(capture: Capture) -> OpenSizes | None:
-    """Those of a capture; None where all sizes are numbers."""
-    found = [one for one in _sizes(capture) if _is_open(one[0])]
-    if not found:
+    """Return the symbolic sizes of a capture; None if all sizes are constants."""
+    symbolic = [one for one in _sizes(capture) if _is_symbolic(one[0])]
+    if not symbolic:
         return None
-    env = found[0][0].node.shape_env
+    env = symbolic[0][0].node.shape_env
     texts, codes = dict[Any, str](), dict[Any, str]()
-    for size, text, code in found:
+    for size, text, code in symbolic:
         texts.setdefault(size.node.expr, text)
         codes.setdefault(size.node.expr, code)
     shapes = [value.shape for value in values_of(capture.graph).values() if isinstance(value, torch.Tensor)]
@@ -74,13 +74,13 @@ def open_sizes(capture: Capture) -> OpenSizes | None:
     return OpenSizes(env, len(env.guards), small, texts, codes)
 
 
-def _is_open(size: Any) -> bool:
-    """Whether a size has symbols: not where the trace has turned them into numbers."""
+def _is_symbolic(size: Any) -> bool:
+    """Whether a size has symbols that the trace has not fixed since."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _sizes(capture: Capture) -> Iterator[tuple[Any, str, str]]:
-    """Sizes of the tensors that are leaves, and numbers that are: with the text and the code of each."""
+    """Yield each size of a tensor leaf, and each number leaf, with its text and its code."""
     values, names = values_of(capture.graph), capture.signature.names
     for name, index in zip(capture.inputs, capture.order, strict=True):
         if index is None:

@@ -1,7 +1,7 @@
-"""How large a batch and how long a text a plan is for.
+"""The largest batch and length for which a plan reserves memory.
 
 A trace serves all sizes; memory does not. Each plan is for sizes up to a bound: the caller's ``max_batch``
-and ``max_length``, else those of the example, and of later calls the next power of two.
+and ``max_length``, else the sizes of the example, or the next power of two for later calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, SIZE
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED, largest_sizes, with_data_sizes
 from graphplan.errors import InputError, LimitError
 
-_STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
-_LEAST = 64  # tokens that a plan is for which is made while a text grows
+_STEP = 8  # tokens: the least by which a plan exceeds a growing text if memory is short
+_LEAST = 64  # tokens: the least for which a plan is made while a text grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class SizeLimits:
     """The caller's limits.
 
     Attributes:
-        max_batch: sequences in one call, beams counted, or None.
-        max_length: tokens of a sequence, those in the cache included, or None.
+        max_batch: sequences in one call, including beams, or None.
+        max_length: tokens of a sequence, including those in the cache, or None.
     """
 
     max_batch: int | None = None
@@ -43,17 +43,17 @@ class SizeLimits:
 
     @property
     def given(self) -> bool:
-        """Whether the caller has given a limit."""
+        """Whether there is a limit."""
         return self.max_batch is not None or self.max_length is not None
 
     def largest(self, role: str, here: int, ahead: float) -> int:
-        """The size that a plan is for.
+        """Return the size for which a plan is made.
 
         Args:
-            role: as in :data:`graphplan.capture.sizes.dynamic_axes.Roles`.
+            role: a role as in :data:`graphplan.capture.sizes.dynamic_axes.Roles`.
             here: the size in the call.
-            ahead: how far to plan for sizes that are to come: 1 for the next power of two, which is past the
-                size of a text in any case; less for so much of the size more.
+            ahead: how far to plan ahead: 1 for the next power of two, which for a length is always above
+                ``here``; less for this fraction of ``here`` more; 0 for ``here`` itself.
 
         Raises:
             LimitError: the call is larger than the caller's limit.
@@ -77,12 +77,13 @@ class SizeLimits:
 def bounded(
     capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float, *, grows: bool = False
 ) -> Capture:
-    """The capture, as traced for all sizes, for sizes up to what a plan is to be for.
+    """Return the capture, traced for all sizes, with the sizes bounded to those of a plan.
 
-    ``grows`` says that smaller calls came before: then batches and images are planned ahead, as texts are.
+    ``ahead`` is as in :meth:`SizeLimits.largest`. It applies to batches and images only if ``grows``, that is
+    if smaller calls came before.
 
     Raises:
-        LimitError: as in :meth:`SizeLimits.largest`, which says what ``ahead`` is.
+        LimitError: the call is larger than the caller's limit.
     """
     if not any(capture.roles):
         return replace(capture, sizes=with_data_sizes(capture.graph, capture.sizes))
@@ -96,9 +97,9 @@ def bounded(
         length = longest
         if index in sizes.states:
             length = max(longest - sizes.new, 1)
-        elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
+        elif size_limits.max_length is None and not ahead:  # lengths may differ, as of encoder and decoder
             length = max((here[axis] for axis, role in roles.items() if role == LENGTH), default=1)
-        if index in sizes.encoded:  # of which max_length says nothing
+        if index in sizes.encoded:  # max_length does not apply to these
             length = max([length, *(here[axis] for axis, role in roles.items() if role == LENGTH)])
         limits = {
             axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, here[axis], beyond)
@@ -108,16 +109,16 @@ def bounded(
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
     growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
-    found = {
+    bounds = {
         **capture.sizes,
         **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
         **largest_sizes(capture.graph, capture.inputs, traced),
     }
-    return replace(capture, signature=signature, sizes=with_data_sizes(capture.graph, found))
+    return replace(capture, signature=signature, sizes=with_data_sizes(capture.graph, bounds))
 
 
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
-    """Inputs that the exporter adds to a call, of sizes that may grow as those of the call itself."""
+    """Return the leaves that the exporter adds to a call, with sizes that may grow as the call's own do."""
     leaves = capture.signature.traced(call).leaves
     return [
         TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple((0, size * growth) for size in leaf.shape))
@@ -129,14 +130,14 @@ def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one call.
+    """Sizes of one call.
 
     Attributes:
         longest: its longest length.
         batch: its largest batch.
-        new: how many tokens are new.
+        new: the number of new tokens.
         states: leaves that hold past tokens.
-        encoded: leaves that hold what an encoder made, whose positions need not be tokens.
+        encoded: leaves with results of an encoder, whose positions need not be tokens.
     """
 
     longest: int
@@ -153,24 +154,24 @@ def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
     }
     states = frozenset(capture.states.values()) | counters
     encoded = _encoded(capture, call)
-    found = {BATCH: 1, LENGTH: 1, SIZE: 1}
+    largest = {BATCH: 1, LENGTH: 1, SIZE: 1}
     past, new = 0, 1
     for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
         for axis, role in roles.items():
             size = _size(leaf, axis)
             if role == LENGTH and index in encoded:
                 continue
-            found[role] = max(found[role], size)
+            largest[role] = max(largest[role], size)
             if role == LENGTH and (index in states or isinstance(leaf, int)):
                 past = max(past, size)
         if capture.signature.names[index] in _NEW and not isinstance(leaf, int):
             new = int(leaf.shape[1])
-    longest = max(found[LENGTH], past + new if past else new)
-    return _Sizes(longest, found[BATCH], new, states, encoded)
+    longest = max(largest[LENGTH], past + new if past else new)
+    return _Sizes(longest, largest[BATCH], new, states, encoded)
 
 
 def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
-    """Leaves of what an encoder made: results, their mask, and what a cache keeps of as many positions."""
+    """Return the leaves of an encoder: its results, their mask, and cache tensors of the same length."""
     names = capture.signature.names
     results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
     lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
@@ -188,17 +189,17 @@ def _length_axes(capture: Capture, index: int) -> list[int]:
 
 
 _ENCODED = ("encoder_outputs", "encoder_hidden_states")
-_ENCODER_MASK = "attention_mask"  # where a call has results of an encoder; Whisper's counts frames of sound
+_ENCODER_MASK = "attention_mask"  # in a call with encoder results; Whisper's counts audio frames
 _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 
 
 def _size(leaf: Any, axis: int) -> int:
-    """Of a tensor along an axis; a counter's value."""
+    """Return the size of a tensor along an axis, or the value of a counter."""
     return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
 
 
 def _within(leaf: object, limits: Mapping[int, int]) -> object:
-    """A signature's leaf with its ranges cut at the limits, which are by axis."""
+    """Return a signature's leaf with its ranges cut at the limits; ``limits`` is axis -> limit."""
     if isinstance(leaf, CounterLeaf):
         return replace(leaf, high=max(leaf.low, min(leaf.high, limits[0]))) if limits else leaf
     if not isinstance(leaf, TensorLeaf):

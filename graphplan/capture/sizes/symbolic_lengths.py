@@ -1,12 +1,12 @@
-"""``len(x)`` of a tensor, in the code of a model, is ``x.shape[0]`` while the model is traced.
+"""Replacement of ``len(x)`` of a tensor by ``x.shape[0]`` in a model's code during a trace.
 
-Python has ``len`` give an int, so a trace takes the first size, mostly the batch, for the one that the
-example has. ``x.shape[0]`` may be a symbol::
+Python's ``len`` must return an int, so a trace specializes the first size, mostly the batch, to that of the
+example. ``x.shape[0]`` may be a symbol::
 
-    x.view(len(x), -1)      one graph for each batch
-    here                    one for all, as of x.view(x.shape[0], -1)
+    x.view(len(x), -1)      one graph for each batch size
+    here                    one for all, as for x.view(x.shape[0], -1)
 
-The name is replaced in the modules that define the model's classes. What these call elsewhere has Python's.
+``len`` is replaced in the modules that define the model's classes, not in other code that these call.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import nn
 
 from graphplan.capture.thread_patches import Patch
 
-_own = len
+_builtin_len = len
 
 
 def symbolic_lengths(module: nn.Module) -> Iterator[Patch]:
-    """What to replace while a model is traced."""
-    for code in _globals_of(module):
-        if "len" not in code:
-            yield Patch(code, "len", _own, _length)
+    """Yield the patches to apply while a model is traced."""
+    for namespace in _globals_of(module):
+        if "len" not in namespace:
+            yield Patch(namespace, "len", _builtin_len, _length)
 
 
 def _length(value: Any) -> Any:
     plain = isinstance(value, torch.Tensor) and type(value).__len__ is torch.Tensor.__len__
-    return value.shape[0] if plain and value.dim() else _own(value)
+    return value.shape[0] if plain and value.dim() else _builtin_len(value)
 
 
 def _globals_of(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The global variables of the code of each class of a model, but torch's own."""
+    """Yield the globals of the modules that define a model's classes, except torch's own."""
     known = set[int]()
     for cls in dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__):
         for function in filter(inspect.isfunction, vars(cls).values()):
-            code = inspect.unwrap(function).__globals__
-            if id(code) not in known and code.get("__name__", "").partition(".")[0] != "torch":
-                known.add(id(code))
-                yield code
+            namespace = inspect.unwrap(function).__globals__
+            if id(namespace) not in known and namespace.get("__name__", "").partition(".")[0] != "torch":
+                known.add(id(namespace))
+                yield namespace
