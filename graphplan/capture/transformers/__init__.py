@@ -1,4 +1,4 @@
-"""What a trace of a transformers model needs: its caches, its masks, and layers that no plain trace takes.
+"""Support for traces of transformers models: caches, masks, and layers that cannot be traced as they are.
 
-In: the values and modules of a transformers model. Out: what a tracer, and a plan, can look into.
+In: the arguments and modules of a transformers model. Out: pytree nodes and patches for tracers and plans.
 """

@@ -1,17 +1,16 @@
-"""Masks that transformers leaves out in eager and keeps in a trace: the graph does what eager does.
+"""Masks that transformers skips in eager mode and keeps in a trace; here the graph computes as eager mode.
 
-``create_causal_mask`` makes no mask where no token is padded, and lets attention be causal by itself.
-Attention that is not (PaliGemma's, the text tower of aimv2) then sees every token. In a trace the values of
-the padding are not known, the mask is always made, and the same attention is causal: another result, and no
-error. Here such attention is given the mask that has eager's result in both cases::
+Without padding, ``create_causal_mask`` returns no mask and relies on causal attention. Attention that is not
+causal (PaliGemma's, the text tower of aimv2) then sees every token. In a trace the values of the padding are
+unknown, the mask is always made, and the same attention becomes causal: a wrong result without an error. Here
+such attention gets a mask that gives eager mode's result in both cases::
 
     eager     mask = None if all(padding) else causal & padding
     trace     mask = causal & padding
     here      mask = causal & padding | all(padding)
 
-Where there is no padding for certain, since the call has no mask and the model makes the positions itself,
-there is no mask here either: attention that is causal by itself, or that sees every token, has faster
-kernels, and no square.
+If there is certainly no padding, because the call has no mask and the model computes the positions itself,
+there is no mask here either: attention without a mask has faster kernels, and needs no quadratic memory.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from graphplan.capture.transformers.mapped_masks import broadcasting
 aten = torch.ops.aten
 
 _KEEPING = (aten.add.Tensor, aten.expand.default, aten.unsqueeze.default)
-"""Operations after which positions still follow one another, if what is added is a number."""
+"""Operations that keep positions consecutive, if their other arguments are numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """What eager looks at before it leaves a mask out.
+class _MaskInputs:
+    """The values by which eager mode decides whether to skip a mask.
 
     Attributes:
-        padding: which tokens are none, as transformers has it; None where none is.
-        q_length: tokens that ask.
-        kv_length: tokens that are asked.
-        q_offset: where the first of those that ask is.
-        kv_offset: where the first that is asked is.
-        window: of a sliding layer.
-        packed: to which of several texts in a row each token belongs; None where that is not looked at.
+        padding: the padding mask of transformers, or None.
+        q_length: the number of queries.
+        kv_length: the number of keys.
+        q_offset: the position of the first query.
+        kv_offset: the position of the first key.
+        window: the window of a sliding layer.
+        packed: the index of each token's packed sequence; None if the decision does not use it.
     """
 
     padding: torch.Tensor | None
@@ -61,14 +60,14 @@ class _Question:
     packed: torch.Tensor | None = None
 
     def answer(self) -> Any:
-        """Whether eager leaves the mask out: True, False, or a tensor of one truth value."""
+        """Return whether eager mode skips the mask: True, False, or a 0-dim bool tensor."""
         if self.window is not None and self.kv_length >= self.window:
             return False
         if self.q_length == 1 or self.kv_length == self.q_length:
             padding = self._padding()
             unpadded = True if padding is None else padding.all()
             return _both(unpadded, None if self.packed is None else (self.packed[:, -1] == 0).all())
-        starts = self.q_offset == 0  # of a static cache a tensor
+        starts = self.q_offset == 0  # a tensor for a static cache
         if starts is False or self.packed is not None:
             return False
         padding = self._padding()
@@ -79,7 +78,7 @@ class _Question:
 
     @property
     def is_needless(self) -> bool:
-        """Whether eager leaves the mask out for certain, whatever the sizes and values are."""
+        """Whether eager mode skips the mask for all sizes and values."""
         if self.padding is not None or self.packed is not None or isinstance(self.q_offset, torch.Tensor):
             return False
         if self.window is not None and not statically_known_true(self.kv_length < self.window):
@@ -100,139 +99,139 @@ def _both(a: Any, b: torch.Tensor | None) -> Any:
 
 @dataclass
 class _Masks:
-    """The masks of a trace, by their memory: a layer may be given a view of one."""
+    """The masks of a trace by their storage, since a layer may get a view of one."""
 
-    made: dict[int, tuple[torch.Tensor, _Question]] = field(default_factory=dict)
-    asked: list[_Question] = field(default_factory=list)
+    made: dict[int, tuple[torch.Tensor, _MaskInputs]] = field(default_factory=dict)
+    asked: list[_MaskInputs] = field(default_factory=list)
 
-    def note(self, mask: Any, question: _Question | None) -> None:
-        """Remember that eager may leave this one out."""
-        if isinstance(mask, torch.Tensor) and question is not None:
-            self.made[storage_of(mask)] = mask, question
+    def note(self, mask: Any, inputs: _MaskInputs | None) -> None:
+        """Remember by which values eager mode may skip this mask."""
+        if isinstance(mask, torch.Tensor) and inputs is not None:
+            self.made[storage_of(mask)] = mask, inputs
 
     def for_any_token(self, mask: Any) -> Any:
-        """The mask that has eager's result where attention is not causal."""
+        """Return the mask that gives eager mode's result in attention that is not causal."""
         known = self.made.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
         if known is None or mask.dtype != torch.bool:
             return mask
-        ignored = known[1].answer()
-        if isinstance(ignored, torch.Tensor):
-            return mask | ignored
-        return None if ignored else mask
+        skipped = known[1].answer()
+        if isinstance(skipped, torch.Tensor):
+            return mask | skipped
+        return None if skipped else mask
 
 
 @contextmanager
 def masks_as_in_eager() -> Iterator[None]:
-    """Inside, a trace of a transformers model has the masks that eager has."""
+    """Context manager that gives a trace of a transformers model the masks of eager mode."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # optional package
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
     ignored, both_ways, found, packed, joined, expansion, indexing = functions_of_masks()
-    looked_up = getattr(*indexing)  # as operations that vmap knows: tensor[number] asks for the number
+    looked_up = getattr(*indexing)  # makes tensor[index] an operation that vmap supports
     with patched(
-        (*ignored, lambda own: _asking(own, masks)),
-        (*both_ways, _asking_both_ways),
-        (*found, _finding),
-        (*packed, _keeping_apart),
+        (*ignored, lambda original: _recording(original, masks)),
+        (*both_ways, _skipping_bidirectional),
+        (*found, _finding_packed),
+        (*packed, _marking_packed),
         (*joined, _joining),
-        (*expansion, lambda own: broadcasting(own, looked_up)),
+        (*expansion, lambda original: broadcasting(original, looked_up)),
         (*indexing, lambda _: nullcontext),
-        _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
-        _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
+        _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda original: _making(original, masks)),
+        _entry(ALL_ATTENTION_FUNCTIONS, lambda original: _attending(original, masks)),
     ):
         yield
 
 
 def _entry(table: Any, factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-    """A patch of torch's attention in a table of transformers."""
-    own = table["sdpa"]
-    return Patch(local_entries(table), "sdpa", own, factory(own))
+    """Return a patch of the entry for torch's attention in a transformers table."""
+    original = table["sdpa"]
+    return Patch(local_entries(table), "sdpa", original, factory(original))
 
 
-def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
+def _recording(original: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     def ignore(padding_mask: Any, *sizes: Any, **named: Any) -> bool:
-        question = _Question(padding_mask, *sizes, **named)
-        masks.asked.append(question)
-        return question.is_needless or own(padding_mask, *sizes, **named)
+        inputs = _MaskInputs(padding_mask, *sizes, **named)
+        masks.asked.append(inputs)
+        return inputs.is_needless or original(padding_mask, *sizes, **named)
 
     return ignore
 
 
-def _asking_both_ways(own: Callable[..., bool]) -> Callable[..., bool]:
+def _skipping_bidirectional(original: Callable[..., bool]) -> Callable[..., bool]:
     def ignore(padding_mask: Any, kv_length: Any, window: Any = None) -> bool:
         near = window is None or statically_known_true(kv_length < window)
-        return (padding_mask is None and near) or own(padding_mask, kv_length, window)
+        return (padding_mask is None and near) or original(padding_mask, kv_length, window)
 
     return ignore
 
 
-def _finding(own: Callable[..., Any]) -> Callable[..., Any]:
+def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     def texts(position_ids: torch.Tensor) -> Any:
-        return None if _counts_on(position_ids) else own(position_ids)
+        return None if _is_consecutive(position_ids) else original(position_ids)
 
     return texts
 
 
-def _counts_on(positions: torch.Tensor) -> bool:
-    """Whether each is the one after the last, as the trace shows: ``torch.arange`` has made them."""
+def _is_consecutive(positions: torch.Tensor) -> bool:
+    """Whether the trace shows that positions are consecutive, that is made by ``torch.arange``."""
     mode = get_proxy_mode()
     node = None if mode is None else node_of(positions, mode.tracer)
     while node is not None and node.target in _KEEPING:
         source, *others = node.args
         values = [one.meta.get("val") for one in others if isinstance(one, fx.Node)]
-        alone = not any(isinstance(value, torch.Tensor) for value in values)
-        node = source if isinstance(source, fx.Node) and alone else None
+        only_numbers = not any(isinstance(value, torch.Tensor) for value in values)
+        node = source if isinstance(source, fx.Node) and only_numbers else None
     return node is not None and node.target in (aten.arange.default, aten.arange.start)
 
 
-def _keeping_apart(own: Callable[..., Any]) -> Callable[..., Any]:
-    """In a trace every text that has positions, and no padding, is taken for several in a row."""
+def _marking_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the mask function of packed sequences: a trace treats every unpadded text as packed."""
 
     def function(packed: torch.Tensor) -> Any:
-        made = own(packed)
-        made.packed = packed
-        return made
+        sees = original(packed)
+        sees.packed = packed
+        return sees
 
     return function
 
 
-def _joining(own: Callable[..., Any]) -> Callable[..., Any]:
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
     def join(*functions: Any) -> Any:
-        made = own(*functions)
+        sees = original(*functions)
         for function in functions:
             if hasattr(function, "packed"):
-                made.packed = function.packed
-        return made
+                sees.packed = function.packed
+        return sees
 
     return join
 
 
-def _making(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _making(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         masks.asked.clear()
-        made = own(*args, **kwargs)
+        result = original(*args, **kwargs)
         packed = getattr(kwargs.get("mask_function"), "packed", None)
         if packed is not None:
             q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
             offsets = kwargs["q_offset"], kwargs["kv_offset"]
             window = kwargs.get("local_size")
-            masks.note(made, _Question(None, q_length, kv_length, *offsets, window, packed))
+            masks.note(result, _MaskInputs(None, q_length, kv_length, *offsets, window, packed))
         elif masks.asked:
-            masks.note(made, masks.asked[-1])
-        return made
+            masks.note(result, masks.asked[-1])
+        return result
 
     return mask
 
 
-def _attending(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _attending(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        # a module that is causal says that it is not where it has a mask, which eager would leave out
+        # a causal module passes is_causal=False where it has a mask, which eager mode would skip
         causal = kwargs.get("is_causal") or getattr(module, "is_causal", kwargs.get("is_causal") is None)
         if not causal and query.shape[2] != 1:
             attention_mask = masks.for_any_token(attention_mask)
-        return own(module, query, key, value, attention_mask, *args, **kwargs)
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention

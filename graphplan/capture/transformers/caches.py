@@ -1,9 +1,9 @@
-"""The caches of transformers as pytree nodes: what pytree needs to look inside them, and to make them again.
+"""The caches of transformers as pytree nodes: how pytree flattens and rebuilds them.
 
 A cache is an object of objects: layers with tensors, flags and counters. Its tensors are leaves, and so are
-the Python integers that count tokens, which a trace must not take for constants. The rest is the *layout*,
-which two calls of one structure share. The device that a layer remembers is no part of it: it is that of
-the layer's tensors. For a cache of one layer::
+the Python integers that count tokens, which a trace must not treat as constants. The rest is the *layout*,
+which is equal for calls of one structure. It does not include the device that a layer stores, which is that
+of the layer's tensors. For a cache of one layer::
 
     DynamicCache(layers=[DynamicLayer(keys=k, values=v, device=cuda:1, is_initialized=True)])
 
@@ -42,27 +42,27 @@ from graphplan.capture.structure import (
 )
 from graphplan.errors import NoGraphError
 
-# What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
+# Caches are recognized by these names; a class with other names needs only to be added here.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
-"""Attributes that count tokens: a trace must not take their values for constants."""
+"""Attributes that count tokens, whose values a trace must not treat as constants."""
 
 _TOKEN_AXIS = {(name, 4): 2 for name in ("keys", "values", "_quantized_keys", "_quantized_values")}
 """(name, number of dimensions) of a tensor -> the axis along which it grows with the tokens.
 
-The name is that of the attribute, also in a list or tuple; in a dict it is the key.
+The name is that of the attribute, also for items of a list or tuple; in a dict it is the key.
 """
 
 _ROOM_FOR_ALL = "max_cache_len"
-"""An object with this attribute has its full size from the start: nothing in it grows."""
+"""An object with this attribute has its full size from the start, so nothing in it grows."""
 
 OWN_ENDINGS = ("Cache",)
-"""How the name of a cache's class ends that is no subclass of transformers' ``Cache``.
+"""Endings of names of cache classes that do not derive from transformers' ``Cache``.
 
-It is known if a file that defines a class of the model's modules defines or imports it.
+Such a class is found if a file that defines one of the model's module classes defines or imports it.
 """
 
 _OTHERWISE = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
-"""Their subclasses are more than what their ``__dict__`` has, whatever they are named."""
+"""Classes whose subclasses have state outside ``__dict__``, and so are no caches, whatever their names."""
 
 _CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 
@@ -73,13 +73,13 @@ class LayoutPart:
 
     Attributes:
         kind: ``"leaf"``, ``"device"``, ``"constant"``, ``"sequence"``, ``"mapping"``, ``"object"``, or
-            ``"opaque"`` for what cannot be looked into.
-        cls: the class of a sequence, a mapping, an object, or a constant.
-        keys: of a mapping; names of an object's attributes.
-        parts: in their order.
-        value: of a constant; of what is opaque, its name and class.
-            For a leaf: the axes along which it grows with the length, or None of a counter.
-        held: what is opaque itself, so that it is there again where no graph is asked for.
+            ``"opaque"`` for an object that cannot be flattened.
+        cls: the class of a sequence, a mapping, an object, a constant, or an opaque object.
+        keys: the keys of a mapping, or the attribute names of an object.
+        parts: the inner parts, in order.
+        value: the value of a constant; the name and class of an opaque object; for a leaf, the axes along
+            which it grows with the length, or None for a counter.
+        held: the opaque object itself, so that it can be rebuilt where no graph is captured.
     """
 
     kind: str
@@ -90,66 +90,66 @@ class LayoutPart:
     held: Any = field(default=None, compare=False, repr=False)
 
     def walk(self, name: Any = "") -> Iterator[tuple[Any, LayoutPart]]:
-        """This part and all in it, in order, each with its name; items of a sequence have that of it."""
+        """Yield (name, part) for this part and all inner ones, in order; items have their sequence's name."""
         yield name, self
         for key, part in zip(self.keys or (name,) * len(self.parts), self.parts, strict=True):
             yield from part.walk(key)
 
     @property
     def has_leaves(self) -> bool:
-        """Whether anything in it is a leaf."""
+        """Whether the part has a leaf."""
         return any(part.kind == "leaf" for _, part in self.walk())
 
 
-_ours: set[type] = set()
+_cache_classes: set[type] = set()
 
 
 def know_caches(module: nn.Module) -> None:
-    """Look inside the caches of a model's modules, before a call that has one is bound."""
+    """Register the cache classes of a model as pytree nodes, before a call that has one is bound."""
     for cls in (*transformers_caches(), *_own_caches(map(type, module.modules()))):
-        if cls not in _ours:
+        if cls not in _cache_classes:
             know(cls, _flatten, _unflatten)
-            _ours.add(cls)
+            _cache_classes.add(cls)
 
 
 def transformers_caches() -> tuple[type[Any], ...]:
-    """Transformers' ``Cache`` and its subclasses: none where it was not imported, so that nobody has one."""
+    """Return transformers' ``Cache`` and its subclasses; none if transformers was not imported."""
     cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     return () if cache is None else tuple(reached([cache], type.__subclasses__))
 
 
 def _own_caches(classes: Iterable[type]) -> Iterator[type]:
-    """Classes that the files of a model define or import, and that are named as caches."""
+    """Yield the classes with names of caches that a model's files define or import."""
     for name in {cls.__module__ for cls in classes}:
         if name in sys.modules and name.partition(".")[0] != "torch":
-            for found in list(vars(sys.modules[name]).values()):
-                # of the type alone: what stands for another object would be asked for its class
-                named = issubclass(type(found), type) and found.__name__.endswith(OWN_ENDINGS)
-                if named and not issubclass(found, _OTHERWISE):
-                    yield found
+            for value in list(vars(sys.modules[name]).values()):
+                # not isinstance: it would read __class__, which makes a lazy proxy load its object
+                named = issubclass(type(value), type) and value.__name__.endswith(OWN_ENDINGS)
+                if named and not issubclass(value, _OTHERWISE):
+                    yield value
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a cache that :func:`know_caches` has made known."""
+    """Whether this is a cache of a class that :func:`know_caches` has registered."""
     return is_cache_class(type(value))
 
 
 def is_cache_class(cls: Any) -> bool:
-    """Whether this is the class of such caches."""
-    return cls in _ours
+    """Whether :func:`know_caches` has registered this class."""
+    return cls in _cache_classes
 
 
 def caches_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a call's named arguments that are caches."""
+    """Return the named arguments that are caches."""
     return {name: value for name, value in arguments.items() if is_cache(value)}
 
 
 def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callable[..., Any]:
-    """The ``forward`` to trace: its result, with marks for what was given, and what became of that.
+    """Return the ``forward`` to trace: it marks the caller's objects in the result, and adds their changes.
 
     Args:
-        original: of the model.
-        owned: names of the arguments that are the caller's.
+        original: the model's ``forward``.
+        owned: names of the arguments that belong to the caller.
     """
 
     @wraps(original)
@@ -179,18 +179,18 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
 
 
 def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
-    """The layout of a cache, from its structure."""
-    found: LayoutPart = spec.context
-    return found
+    """Return the layout of a cache from its pytree structure."""
+    layout: LayoutPart = spec.context
+    return layout
 
 
 def tensors_in(part: LayoutPart, name: Any = "") -> list[bool]:
-    """For each leaf of a layout of this name, in order, whether it is a tensor: other leaves count tokens."""
+    """Return for each leaf of the layout of this name, in order, whether it is a tensor, not a counter."""
     return [key not in COUNTERS for key, inner in part.walk(name) if inner.kind == "leaf"]
 
 
 def caches_at(spec: pytree.TreeSpec, start: int = 0) -> Iterator[tuple[int, pytree.TreeSpec]]:
-    """The caches in a structure, each with the index of its first leaf."""
+    """Yield the caches in a structure, each with the index of its first leaf."""
     if is_cache_class(spec.type):
         yield start, spec
         return
@@ -200,22 +200,22 @@ def caches_at(spec: pytree.TreeSpec, start: int = 0) -> Iterator[tuple[int, pytr
 
 
 def states_on_one_device(spec: pytree.TreeSpec) -> Iterator[list[int]]:
-    """Indices of the leaves of a result that a layer of a cache has: it takes all to be on its device."""
+    """Yield the leaf indices of each cache layer in a result; a layer expects its tensors on one device."""
     for start, cache in caches_at(spec):
         yield from _states(layout_of(cache), start)
 
 
 def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
-    own: list[int] = []
+    on_device: list[int] = []
     has_device = any(inner.kind == "device" for inner in part.parts)
     for name, inner in zip(part.keys or ("",) * len(part.parts), part.parts, strict=True):
         tensors = tensors_in(inner, name)
         if has_device and inner.kind in ("leaf", "mapping"):
-            own += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
+            on_device += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
         yield from _states(inner, start)
         start += len(tensors)
-    if len(own) > 1:
-        yield own
+    if len(on_device) > 1:
+        yield on_device
 
 
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
@@ -235,13 +235,13 @@ def _describe(
         axis = None if fixed else _TOKEN_AXIS.get((name, value.dim()))
         return LayoutPart("leaf", value=() if axis is None else (axis,))
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        known = _settled(value)
-        if known is None:
+        constant = _fixed_value(value)
+        if constant is None:
             leaves.append(value)
             return LayoutPart("leaf")
-        value = known
+        value = constant
     if name in COUNTERS and not (value is None or (type(value) is int and value <= 1)):
-        leaves.append(value)  # 0 and 1 are structures of their own, as they are to a trace
+        leaves.append(value)  # 0 and 1 are part of the layout, as a trace specializes them
         return LayoutPart("leaf")
     if value is None or isinstance(value, _CONSTANTS):
         return LayoutPart("constant", type(value), value=value)
@@ -258,7 +258,7 @@ def _describe(
         inside = (_describe(v, leaves, name, fixed, above) for v in value)
         return LayoutPart("sequence", cls, (), tuple(inside))
     state = vars(value)
-    if "prefetch_stream" in state:  # the plan moves what has no room; copies of CUDA's are in no graph
+    if "prefetch_stream" in state:  # the plan offloads instead: copies on CUDA streams cannot be traced
         state = {key: key != "offloading" and v for key, v in state.items() if key != "prefetch_stream"}
     fixed = fixed or _ROOM_FOR_ALL in state
     parts = (_describe(v, leaves, k, fixed, above) for k, v in state.items())
@@ -266,19 +266,19 @@ def _describe(
 
 
 def can_be_made(value: Any) -> bool:
-    """Whether an object is no more than its items, or what its ``__dict__`` has."""
+    """Whether an object can be rebuilt from its items or its ``__dict__`` alone."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         return not isinstance(value, defaultdict)
-    # one with slots, or a subclass of ``deque`` or the like, is larger than a plain object
+    # an object with slots, or of a subclass of ``deque`` or the like, is larger than a plain object
     return hasattr(value, "__dict__") and type(value).__basicsize__ <= _Plain.__basicsize__
 
 
 class _Plain:
-    """An object that has a ``__dict__`` alone."""
+    """An object with a ``__dict__`` and nothing else."""
 
 
 def refuse_opaque(name: str, layout: LayoutPart) -> None:
-    """Raise NoGraphError where a cache of this name is, or has in it, what cannot be looked into."""
+    """Raise NoGraphError if a cache of this name is, or contains, an opaque object."""
     opaque = next((part for _, part in layout.walk() if part.kind == "opaque"), None)
     if opaque is not None:
         has = f"is a {layout.cls.__qualname__}" if opaque is layout else f"has an attribute {opaque.value}"
@@ -288,8 +288,8 @@ def refuse_opaque(name: str, layout: LayoutPart) -> None:
         )
 
 
-def _settled(symbol: Any) -> Any:
-    """The value of a symbol that a trace has settled already; None while it may vary."""
+def _fixed_value(symbol: Any) -> Any:
+    """Return the value of a symbol that the trace has fixed; None if it may vary."""
     node = symbol.node
     if isinstance(symbol, torch.SymBool):
         return node.maybe_as_bool()
@@ -304,7 +304,7 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     if part.kind == "opaque":
         return part.held
     if part.kind == "device":
-        return torch.device("cpu")  # until the tensors beside it are known
+        return torch.device("cpu")  # replaced by the device of the tensors in the same object
     made = [_make(p, leaves) for p in part.parts]
     if part.kind == "mapping":
         items = zip(part.keys, made, strict=True)
@@ -316,9 +316,9 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     device = next((leaf.device for leaf in inside if isinstance(leaf, torch.Tensor)), None)
     if device is not None:
         state |= {name: device for name, value in state.items() if isinstance(value, torch.device)}
-    found = part.cls.__new__(part.cls)
-    found.__dict__.update(state)
-    return found
+    result = part.cls.__new__(part.cls)
+    result.__dict__.update(state)
+    return result
 
 
 def _sequence(cls: Any, items: Sequence[Any]) -> Any:

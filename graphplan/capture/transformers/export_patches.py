@@ -1,14 +1,14 @@
-"""What transformers' exporters put in place of a model's own code, made to compute what that does.
+"""Corrections of the replacement code of transformers' exporters, so that it computes what the model does.
 
-Vision encoders attend to each image by itself: they split the tokens, in a loop over data. The exporters
-trace a stand-in instead, which takes all images to be of one size, and has no norm of queries and keys that
-are projected together. Both are other results, and no error. Here images of several sizes are kept apart by
-a mask, and the norms are done::
+Vision encoders attend within each image: they split the tokens in a data-dependent loop. The exporters' trace
+replacement code, which assumes that all images have one size, and omits the norms of queries and keys that
+one layer projects together. Both give wrong results without an error. Here a mask separates images of several
+sizes, and the norms are computed::
 
     eager      cat([attend(image) for image in split(tokens)])
     exporter   attend(tokens.unflatten(0, (images, -1)))
-    here       the same, where the images of the call are known to be of one size, and it is checked at each
-               call that they are; else attend(tokens, mask=same_image)
+    here       the same if the images of the example have one size, which is checked at each call; else
+               attend(tokens, mask=same_image)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphplan.errors import CaptureError
 
 
 def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the arguments that say where segments begin and end, if the exporter has computed them."""
+    """Return the names of the arguments with segment bounds, if the exporter has computed any."""
     return tuple(
         name
         for name, value in inputs.items()
@@ -35,26 +35,26 @@ def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def of_one_length(bounds: torch.Tensor) -> bool:
-    """Whether all segments are of one length."""
+    """Whether all segments have one length."""
     lengths = bounds.diff()
     return not lengths.numel() or bool((lengths == lengths[0]).all())
 
 
 @contextmanager
 def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
-    """Inside, the exporters' stand-in for the attention of vision encoders computes what these do.
+    """Context manager that corrects the exporters' attention of vision encoders.
 
-    ``uniform`` says whether all segments of a call are of one length.
+    ``uniform`` says whether all segments of a call have one length.
     """
     exporter, name = vision_stand_in()
-    own = getattr(exporter, name)
+    original = getattr(exporter, name)
 
     def forward(module: Any, hidden_states: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
         with _normed(module):
             if uniform or (isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] == 2):
-                return own(module, hidden_states, cu_seqlens, *args, **kwargs)
+                return original(module, hidden_states, cu_seqlens, *args, **kwargs)
             with _apart(cu_seqlens, hidden_states.shape[-2]):
-                return own(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
+                return original(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
 
     with patched((exporter, name, lambda _: forward)):
         yield
@@ -62,15 +62,15 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
 
 @contextmanager
 def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
-    """Inside, attention is among the tokens of one segment."""
-    place = torch.arange(length, device=bounds.device)
-    segment = (place[:, None] >= bounds[None, 1:]).sum(-1)
+    """Context manager that masks attention between segments."""
+    position = torch.arange(length, device=bounds.device)
+    segment = (position[:, None] >= bounds[None, 1:]).sum(-1)
     mask = segment[:, None] == segment[None, :]
     functional: Any = torch.nn.functional
-    own = functional.scaled_dot_product_attention
+    original = functional.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, attn_mask=mask, **kwargs)
+        return original(*args, attn_mask=mask, **kwargs)
 
     with patched((functional, "scaled_dot_product_attention", lambda _: attention)):
         yield
@@ -78,7 +78,7 @@ def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
 
 @contextmanager
 def _normed(module: Any) -> Iterator[None]:
-    """Inside, queries and keys that are projected together are normed."""
+    """Context manager that applies the norms of queries and keys that one layer projects together."""
     if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("qkv", "q_norm", "k_norm")):
         yield
         return
@@ -99,15 +99,15 @@ Forwards = Mapping[type[nn.Module], Callable[..., Any]]
 
 
 def forwards_of(module: nn.Module) -> Forwards:
-    """The code of each class of a model."""
+    """Return the ``forward`` of each module class of a model."""
     return {type(part): type(part).forward for part in module.modules()}
 
 
 def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, read: set[str]) -> None:
-    """Refuse a trace of stand-ins that do not read all the weights of what they stand for.
+    """Raise CaptureError if replacement code does not read all weights of the module that it replaces.
 
-    ``own`` and ``traced`` have the code of the classes, as it is and as it was traced; ``read`` has names of
-    the weights that the trace reads, one of each.
+    ``own`` and ``traced`` are the model's own and the traced ``forward`` functions; ``read`` has the names of
+    the weights that the trace reads, one name each.
     """
     tensors = _named(module)
     known = {id(tensors[name]) for name in read if name in tensors}
@@ -115,7 +115,7 @@ def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, r
         if own[type(part)] is traced[type(part)]:
             continue
         missing = [name for name, tensor in _named(part).items() if id(tensor) not in known]
-        if missing and len(missing) < len(_named(part)):  # else it was not called
+        if missing and len(missing) < len(_named(part)):  # if all are missing, it was not called
             raise CaptureError(
                 f"what transformers.exporters traces for {path!r}, a {type(part).__name__}, does not read "
                 f"its {missing[0]!r}"

@@ -1,14 +1,14 @@
-"""Masks that transformers makes by ``torch.vmap``, of a function of four numbers.
+"""Masks that transformers makes by ``torch.vmap`` over a function of four indices.
 
-A model that says itself which tokens see each other (Gemma3: those of one image) has such masks. A trace
-enters and leaves ``vmap`` by calls that no plan can keep. Here the numbers are tensors that are broadcast, as
-in transformers' own exporters::
+A model that defines itself which tokens attend to each other (Gemma3: those of one image) has such masks. A
+trace enters and leaves ``vmap`` by calls that no plan can keep. Here the indices are tensors that broadcast,
+as in transformers' own exporters::
 
     eager     vmap(... vmap(sees, (None, None, None, 0)) ...)(batch, heads, queries, keys)
     here      sees(batch[:, None, None, None], ..., keys[None, None, None, :])
 
-Both are the same where ``sees`` computes element by element, and looks up single elements: what it traces
-shows that. A mask of any other function is made as in eager, and its trace is refused.
+Both are equal if ``sees`` is elementwise and indexes only single elements, which its traced nodes show. For
+any other function the mask is made as in eager mode, and the trace is refused.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from graphplan._compat.traced_tensors import node_of
 aten = torch.ops.aten
 
 _ELEMENTWISE = {aten.__and__, aten.__or__, aten.__xor__, aten.to}
-"""Beside the operations that torch has tagged: it tags none that are composed of others."""
+"""Elementwise operations without the tag ``pointwise``: torch tags no composite operations."""
 
 _NUMBERS = {aten.new_zeros, aten.new_ones, aten.new_full}
-"""Operations whose results depend on none of their inputs' values and, where they are numbers, sizes."""
+"""Operations whose results do not depend on input values; 0-dim results do not depend on sizes either."""
 
 
 def broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Callable[..., Any]:
-    """What makes masks, by broadcasting where that is the same as ``vmap``, whose mode ``looked_up`` is."""
+    """Replace ``vmap``, which needs the mode ``looked_up``, by broadcasting where both are equal."""
 
     def expansion(sees: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def mask(*positions: torch.Tensor) -> torch.Tensor:
-            made = _broadcast(sees, positions)
-            if made is None:
+            result = _broadcast(sees, positions)
+            if result is None:
                 with looked_up():
                     return own(sees)(*positions)  # type: ignore[no-any-return]
-            return made
+            return result
 
         return mask
 
@@ -48,7 +48,7 @@ def broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Calla
 
 
 def _broadcast(sees: Callable[..., torch.Tensor], positions: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The mask; None where broadcasting may make another one, and where nothing is traced."""
+    """Return the mask; None if broadcasting may make another one, or outside a trace."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -57,13 +57,13 @@ def _broadcast(sees: Callable[..., torch.Tensor], positions: tuple[torch.Tensor,
         place[tuple(slice(None) if i == axis else None for i in axes)] for axis, place in enumerate(positions)
     ]
     last = next(iter(reversed(mode.tracer.graph.nodes)))
-    made = sees(*along)
+    result = sees(*along)
     known = {node_of(place, mode.tracer) for place in along}
     if not _is_elementwise(_nodes_after(last), known) or (
-        made.ndim and node_of(made, mode.tracer) not in known
+        result.ndim and node_of(result, mode.tracer) not in known
     ):
         return None
-    return made.expand(*(place.shape[0] for place in positions))
+    return result.expand(*(place.shape[0] for place in positions))
 
 
 def _nodes_after(node: fx.Node) -> Iterator[fx.Node]:
@@ -73,11 +73,11 @@ def _nodes_after(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_elementwise(nodes: Iterable[fx.Node], positions: set[fx.Node | None]) -> bool:
-    """Whether each value that comes of ``positions``, to which it is added, comes of one element of each."""
+    """Whether each result computed from ``positions`` uses one element of each; add the results to them."""
     for node in nodes:
         value, others = node.meta.get("val"), [one for one in node.all_input_nodes if one not in positions]
         if len(others) == len(node.all_input_nodes) or not isinstance(value, torch.Tensor):
-            continue  # comes of none of them, or is a size
+            continue  # does not depend on positions, or is a size
         operation = getattr(node.target, "overloadpacket", None)
         if operation in _NUMBERS and not value.ndim:
             continue

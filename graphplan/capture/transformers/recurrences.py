@@ -1,8 +1,8 @@
-"""Recurrences of transformers' layers as one operation each: a trace of their loop would be of one length.
+"""Recurrences of transformers' layers as one operation each: a trace of their loop would fix the length.
 
-Where their kernels are not installed, Mamba's and RWKV's layers go over a text token by token, those of
-Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear and their like by chunks of 64. Unrolled, a prompt of a
-thousand tokens is some thousand operations a layer, and one of another length another graph. Here the whole
+Without their optional kernels, Mamba and RWKV layers loop over a text token by token, and those of
+Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear and similar models by chunks of 64. Unrolled, a prompt of a
+thousand tokens is thousands of operations per layer, and each length is another graph. Here the whole
 recurrence is one operation, which runs transformers' own function::
 
     eager      for index in range(seq_len): ...
@@ -28,10 +28,10 @@ from graphplan.capture.thread_patches import patched, unpatched
 _SCAN = "mamba_selective_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _LINEAR = "rwkv_linear_attention"
-_LOOPS = {_LINEAR: f"{_LINEAR}_cpu"}  # where the loop is a function apart from what chooses the kernel
+_LOOPS = {_LINEAR: f"{_LINEAR}_cpu"}  # where the function itself only chooses between kernel and loop
 
 _Find = Callable[[str, str], Callable[..., Any]]
-"""The function of a module of transformers, by name."""
+"""(module, function name) -> function of transformers."""
 
 _LIBRARY = torch.library.Library("graphplan", "FRAGMENT")
 _LIBRARY.define(
@@ -48,23 +48,23 @@ _LIBRARY.define(
 )
 
 selective_scan = torch.ops.graphplan.selective_scan.default
-"""Outputs (batch, channels, length), and the last state (batch, channels, states)."""
+"""Returns outputs (batch, channels, length) and the last state (batch, channels, states)."""
 
 delta_rule = torch.ops.graphplan.delta_rule.default
-"""Outputs (batch, length, heads, value size), and the last state (batch, heads, key size, value size)."""
+"""Returns outputs (batch, length, heads, value size) and last state (batch, heads, key size, value size)."""
 
 linear_attention = torch.ops.graphplan.linear_attention.default
-"""Outputs (batch, length, channels), and the last numerators, denominators and maxima (batch, channels)."""
+"""Returns outputs (batch, length, channels) and last numerators, denominators, maxima (batch, channels)."""
 
 
 def _own(module: str, name: str) -> Callable[..., Any]:
-    """Transformers' function, whether or not it is replaced for a trace."""
-    own: Callable[..., Any] = unpatched(getattr(importlib.import_module(module), name))
-    return own
+    """Return transformers' function, even if it is patched for a trace."""
+    function: Callable[..., Any] = unpatched(getattr(importlib.import_module(module), name))
+    return function
 
 
 def _in_torch(module: str, name: str) -> Callable[..., Any]:
-    """What the function is in torch's own operations, whatever kernels are installed."""
+    """Return the function's implementation in torch operations, whatever kernels are installed."""
     loop: Callable[..., Any] = inspect.unwrap(_own(module, _LOOPS.get(name, name)))
     return loop
 
@@ -90,21 +90,21 @@ def _attend(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
 
 
 WHOLE = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
-"""The operations of this file, and what runs each."""
+"""Operation -> implementation."""
 
 _TOKENS = {selective_scan: (1, 2), linear_attention: (3, 1)}
-"""Those that go token by token: the argument of the shape of the outputs, and its dimension of tokens."""
+"""Token-by-token operation -> (index of the argument with the outputs' shape, its token dimension)."""
 
 
 def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One of the operations by torch's own, whatever kernels are installed: to be measured on fakes."""
+    """Run an operation in torch operations, whatever kernels are installed, to measure it on fake tensors."""
     if operation is selective_scan:
-        args = (*args[:-1], False)  # not by mambapy, which knows no fakes
+        args = (*args[:-1], False)  # no mambapy, which does not support fake tensors
     return WHOLE[operation](_in_torch, *args)
 
 
 def text_length(operation: Any, args: tuple[Any, ...]) -> int:
-    """How many tokens it goes over one by one; 0 where it goes by chunks."""
+    """Return the number of tokens over which an operation loops; 0 if it loops over chunks."""
     if operation not in _TOKENS:
         return 0
     index, dimension = _TOKENS[operation]
@@ -112,7 +112,7 @@ def text_length(operation: Any, args: tuple[Any, ...]) -> int:
 
 
 def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """The arguments for a text of another length, without data."""
+    """Return the arguments for a text of another length, without data."""
     _, dimension = _TOKENS[operation]
 
     def short(value: Any) -> Any:
@@ -125,14 +125,14 @@ def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, 
 
 
 def _shapes_by_token(operation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    """The results without data: those of one token, as long as the text."""
+    """Return the results without data: the shapes of one token, extended to the length of the text."""
     outputs, *last = run_in_torch(operation, shortened(operation, args, 1))
     index, _ = _TOKENS[operation]
     return outputs.new_empty(args[index].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
 
 
 def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Both results without data; the rule is computed in float32 whatever the inputs are."""
+    """Return both results without data; the state is float32 for all input dtypes."""
     query, key, value = args[2:5]
     batch, _, heads, size = value.shape
     state = value.new_empty((batch, heads, key.shape[-1], size), dtype=torch.float32)
@@ -149,7 +149,7 @@ for _operation, _run in WHOLE.items():
 
 @contextmanager
 def recurrences_whole(module: nn.Module) -> Iterator[None]:
-    """Inside, the recurrences of a model's layers are one operation each, where no gradients are."""
+    """Context manager that makes recurrences in a model's layers single operations, if grad is disabled."""
     homes = sorted({type(part).__module__ for part in module.modules()} & set(sys.modules))
     operations = (
         (sys.modules[home], name, functools.partial(_as_operation, home, name))
@@ -170,9 +170,9 @@ def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callabl
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        # lengths of packed texts and the like, which the kernels alone know
-        lengths = any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values())
-        if lengths or torch.is_grad_enabled():
+        # only the kernels support lengths of packed texts and the like
+        has_lengths = any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values())
+        if has_lengths or torch.is_grad_enabled():
             return function(*args, **kwargs)
         return replacement(home, given)
 
