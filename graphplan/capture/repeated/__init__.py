@@ -1,5 +1,5 @@
-"""Blocks of a stack that are alike, of which one trace serves all.
+"""One trace for all equal blocks of a stack.
 
-What enters are the calls of modules while a model is traced; what leaves are their results, and in the graph
-what a trace of each call would have left.
+In: the calls of modules while a model is traced. Out: their results, and the nodes in the graph that a trace
+of each call would have added.
 """

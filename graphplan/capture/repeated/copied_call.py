@@ -1,4 +1,4 @@
-"""A call of a module, as the copy of one that was traced."""
+"""A module call that is copied from a traced one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, t
 
 
 class NotRepeatedError(Exception):
-    """A block is not what the copies before it have taken it for."""
+    """A block turns out to differ from the recorded one after it was assumed equal."""
 
 
 class CallCopy:
-    """Copies a recorded call over the arguments and weights of another, which is not traced."""
+    """Copies a recorded call with the arguments and weights of another call, which is not traced."""
 
     def __init__(
         self, recorded: RecordedCall, other: RecordedCall, tracer: Any, shared: tuple[type, ...]
@@ -33,10 +33,10 @@ class CallCopy:
         }
         *_, (self._old_path, _) = recorded.outer.values()
         *_, (self._path, _) = other.outer.values()
-        self._inside: dict[int, list[fx.Node]] = {}  # by their memory, recorded nodes of which none left
+        self._inside: dict[int, list[fx.Node]] = {}  # storage -> recorded nodes; none has left the call
 
     def run(self) -> Any:
-        """The result of the call."""
+        """Copy the nodes, and return the result of the call."""
         pending: list[fx.Node] = []
         for event in self._recorded.events:
             if isinstance(event, fx.Node):
@@ -60,14 +60,14 @@ class CallCopy:
         with untraced():
             for node in nodes:
                 value = node.meta.get("val")
-                if is_symbolic(value):  # one number of sizes is like another
+                if is_symbolic(value):  # a number computed from sizes is the same for all blocks
                     self._nodes[node] = node
                     continue
                 copied = self._graph.node_copy(node, lambda source: self._nodes.get(source, source))
                 if node in self._recorded.constants:
                     constant = self._recorded.constants[node]
-                    made_anew = constant.clone() if is_made_in_code(node) else constant
-                    copied.target = new_constant(made_anew, self._tracer)
+                    value_here = constant.clone() if is_made_in_code(node) else constant
+                    copied.target = new_constant(value_here, self._tracer)
                 copied.meta = {**node.meta, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
                 self._nodes[node] = copied
                 if isinstance(value, torch.Tensor):
@@ -77,7 +77,7 @@ class CallCopy:
                         self._inside.setdefault(storage_of(value), []).append(node)
 
     def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-        """The modules that would be being called: those around the copy, then those in the recorded call."""
+        """Return the ``nn_module_stack`` of a copied node: the modules around the copy, then inner ones."""
         inner = list(recorded.items())[len(self._recorded.outer) :]
         moved = {self._moved(key): (self._moved(path), kind) for key, (path, kind) in inner}
         stack = {**self._other.outer, **moved}
@@ -87,24 +87,24 @@ class CallCopy:
         return self._path + path.removeprefix(self._old_path)
 
     def _tensor(self, node: fx.Node, recorded: torch.Tensor) -> torch.Tensor:
-        """What stands for the result of a recorded node, as which something else got ``recorded``.
+        """Return the counterpart of ``recorded``, the result of a recorded node that leaves the call.
 
-        Memory is made for what leaves the call only: the rest has the values of the recorded nodes, of which
-        sizes are read, and which nodes of the call have the same memory.
+        Fake memory is allocated only for results that leave the call. Inner nodes keep the values of the
+        recorded nodes, which show sizes and which nodes share memory.
         """
         if node not in self._tensors:
             value = node.meta["val"]
             for same in self._inside.pop(storage_of(value), ()):
                 self._nodes[same].meta["val"] = self._stand_in(same.meta["val"])
-            made = self._nodes[node].meta["val"]
-            if recorded.requires_grad:  # as what autograd has made, which may be written to
-                made = made.requires_grad_().clone()
-            self._tensors[node] = made
-            set_node(made, self._nodes[node], self._tracer)
+            tensor = self._nodes[node].meta["val"]
+            if recorded.requires_grad:  # no leaf of autograd, so that it can be written to
+                tensor = tensor.requires_grad_().clone()
+            self._tensors[node] = tensor
+            set_node(tensor, self._nodes[node], self._tracer)
         return self._tensors[node]
 
     def _stand_in(self, old: torch.Tensor) -> torch.Tensor:
-        """A tensor like one of the recorded call, over the memory that stands for its memory."""
+        """Return a fake tensor like one of the recorded call, over the counterpart of its storage."""
         base = self._storages.get(storage_of(old))
         new = fake_like(old, base)
         if base is None:
@@ -126,7 +126,7 @@ class CallCopy:
             self._storages.setdefault(storage_of(old), new)
 
     def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
-        """The tensors that stand for the results of recorded nodes, of which the trace knows."""
+        """Return the counterparts of the tensors of a recorded value, which the trace then tracks."""
         with untraced():
             return [self._tensor(*pair) for pair in zip(value.nodes, value.tensors, strict=True)]
 

@@ -1,4 +1,4 @@
-"""An integer that notes what is asked of it, so that another in its place can be known to answer the same."""
+"""An integer that records its uses, to check whether another value would give the same results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _METHODS = (
 
 
 class GuardedInteger:
-    """Stands for an ``int`` in the code of a model; ``isinstance`` takes it for one.
+    """Replaces an ``int`` in the code of a model, and passes ``isinstance`` checks for it.
 
     Attributes:
         value: the integer.
-        answers: the method that was asked, with what, and what it said.
+        answers: (method, arguments, result) of each use.
     """
 
     __slots__ = ("answers", "value")
@@ -35,12 +35,12 @@ class GuardedInteger:
         raise TypeError("an integer has one class")
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.value, name)
-        self.answers.append(("__getattribute__", (name,), found))
-        return found
+        attribute = getattr(self.value, name)
+        self.answers.append(("__getattribute__", (name,), attribute))
+        return attribute
 
     def same_from(self, other: int) -> bool:
-        """Whether another integer answers all of it alike."""
+        """Whether another integer gives the same result in each recorded use."""
         return other == self.value or all(
             isinstance(answer, bool | int | str) and getattr(int, method)(other, *args) == answer
             for method, args, answer in self.answers
@@ -48,18 +48,18 @@ class GuardedInteger:
 
 
 def plain(value: Any) -> Any:
-    """The integer that is guarded; anything else as it is."""
+    """Return the value of a guarded integer; anything else unchanged."""
     return value.value if type(value) is GuardedInteger else value
 
 
 def _recorded(method: str) -> Callable[..., Any]:
-    def asked(self: GuardedInteger, *args: Any) -> Any:
+    def record(self: GuardedInteger, *args: Any) -> Any:
         args = tuple(map(plain, args))
         answer = getattr(int, method)(self.value, *args)
         self.answers.append((method, args, answer))
         return answer
 
-    return asked
+    return record
 
 
 for _name in _METHODS.split():

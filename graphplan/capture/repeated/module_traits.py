@@ -1,8 +1,8 @@
-"""What the code of a module can read of it: of two modules with the same traits, one trace serves both.
+"""The properties of a module that its code can read: one trace serves two modules with equal traits.
 
-Of a module and its submodules these are the classes, the attributes, and of the weights all but their values.
-Integer attributes are apart: blocks of one stack often differ by their index alone, which a call need not
-read.
+These are the classes and attributes of the module and its submodules, and all properties of the weights but
+their values. Integer attributes are separate: blocks of a stack often differ only in their index, which a
+call need not read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class UnlikeError(Exception):
-    """Something that no other is like as far as is known: it is traced whenever it is called."""
+    """A module or call that cannot be compared with others; it is traced at each call."""
 
 
 class Identities:
-    """Objects, equal to the very same ones; they stay alive, so that no other takes the place of one."""
+    """Objects compared by identity. They are kept alive, so that no id is reused."""
 
     __slots__ = ("objects",)
     __hash__ = None  # type: ignore[assignment]  # as for other containers
@@ -50,7 +50,7 @@ class Identities:
 
 
 Place = tuple[int, str]
-"""An attribute: of which part of a module, and its name."""
+"""An attribute: (index of the module in ``parts``, name)."""
 
 
 @dataclass(slots=True)
@@ -59,12 +59,12 @@ class ModuleTraits:
 
     Attributes:
         module: the module.
-        parts: ``vars`` of each, once, in an order that all of one kind share. A trace calls modules through
-            stand-ins, which share these.
-        kind: all but the integers, and what other objects hold.
+        parts: ``vars`` of each module, once, in an order that is equal for equal kinds. A trace calls modules
+            through proxies, which share these.
+        kind: everything except the integers and the contents of other objects.
         places: the integer attributes.
-        objects: other objects that attributes refer to.
-        classes: of the parts.
+        objects: id -> other object to which an attribute refers.
+        classes: the classes of the parts.
         containers: the lists and dicts among the attributes.
     """
 
@@ -77,11 +77,11 @@ class ModuleTraits:
     containers: list[Any] = field(default_factory=list)
 
     def integers(self, places: Iterable[Place]) -> list[int]:
-        """The values of some integer attributes, as they are now."""
+        """Return the current values of integer attributes."""
         return [self.parts[part][name] for part, name in places]
 
     def weights(self) -> list[torch.Tensor]:
-        """Parameters and buffers, as they are now."""
+        """Return the current parameters and buffers."""
         return [
             tensor
             for part in self.parts
@@ -91,9 +91,9 @@ class ModuleTraits:
         ]
 
     def held(self) -> tuple[list[Any], Identities]:
-        """What the other objects, the classes and the files of the code hold, as they are now.
+        """Return the current names and values in other objects, in classes and in the globals of the code.
 
-        What is in the lists and dicts among that is part of it: code may count its calls there.
+        The items of lists and dicts among the values are included: code may count its calls there.
         """
         files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
         each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
@@ -103,87 +103,87 @@ class ModuleTraits:
         return [name for name, _ in named], Identities(value for _, value in named)
 
     def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
-        """All that code can read, as it is now, but for integers at places that are ``varying``."""
+        """Return all that code can read now, except for the integers at ``varying`` places."""
         fixed = self.integers(place for place in self.places if place not in varying)
         return self.kind, fixed, self.held()
 
 
 def traits_of(module: nn.Module) -> ModuleTraits:
-    """The traits of a module, as they are now.
+    """Return the current traits of a module.
 
     Raises:
-        UnlikeError: it has hooks, tensors that are no weights, or objects that cannot be looked into.
+        UnlikeError: the module is compiled, or has hooks, tensor attributes, or opaque objects.
     """
-    found = ModuleTraits(module)
-    found.kind = tuple(_module(module, found, {}))
-    return found
+    traits = ModuleTraits(module)
+    traits.kind = tuple(_module(module, traits, {}))
+    return traits
 
 
-def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list[Any]:
-    """``met`` has a number for each submodule and weight, in the order in which they were met first."""
-    own = vars(module)
-    if not own.keys() >= set(_TABLES):
+def _module(module: nn.Module, traits: ModuleTraits, met: dict[int, int]) -> list[Any]:
+    """Return the kind of a module, and add to ``traits``; ``met`` numbers submodules and weights in order."""
+    attributes = vars(module)
+    if not attributes.keys() >= set(_TABLES):
         raise UnlikeError(f"{type(module).__name__} is compiled")
-    if id(own) in met:
-        return [met[id(own)]]
-    met[id(own)] = len(met)
+    if id(attributes) in met:
+        return [met[id(attributes)]]
+    met[id(attributes)] = len(met)
     kind: list[Any] = [type(module)]
-    part = len(found.parts)
-    found.parts.append(own)
-    found.classes[type(module)] = None
-    for name, value in own.items():
+    part = len(traits.parts)
+    traits.parts.append(attributes)
+    traits.classes[type(module)] = None
+    for name, value in attributes.items():
         if type(value) is int:
-            found.places.append((part, name))
+            traits.places.append((part, name))
         elif name in _HOOKS:
             if value:
                 raise UnlikeError(f"{type(module).__name__} has hooks")
         elif name not in (*_TABLES, SERVED_BY):
-            kind += (name, _value(value, found, met))
-    for table in (own["_parameters"], own["_buffers"]):
+            kind += (name, _value(value, traits, met))
+    for table in (attributes["_parameters"], attributes["_buffers"]):
         for name, tensor in table.items():
-            kind += (name, None if tensor is None else _weight(tensor, found, met))
-    for name, child in own["_modules"].items():
-        kind += (name, None if child is None else tuple(_module(child, found, met)))
+            kind += (name, None if tensor is None else _weight(tensor, traits, met))
+    for name, child in attributes["_modules"].items():
+        kind += (name, None if child is None else tuple(_module(child, traits, met)))
     return kind
 
 
-def _weight(tensor: torch.Tensor, found: ModuleTraits, met: dict[int, int]) -> Hashable:
+def _weight(tensor: torch.Tensor, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
     number = met.setdefault(id(tensor), len(met))
     layout = None if tensor.layout is not torch.strided else tensor.stride()
     form = type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
-    return number, *form, *((name, _value(note, found, met)) for name, note in notes_of(tensor).items())
+    return number, *form, *((name, _value(note, traits, met)) for name, note in notes_of(tensor).items())
 
 
-def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
-    """Something equal for equal values; other objects are equal to themselves alone."""
+def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
+    """Return a key that is equal for equal values; other objects are equal only if identical."""
     if isinstance(value, UNCHANGING):
         return type(value), told(value)
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")
     if isinstance(value, list | dict):
-        found.containers.append(value)
+        traits.containers.append(value)
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value), *(_value(one, found, met) for one in value)
+        return type(value), *(_value(one, traits, met) for one in value)
     if isinstance(value, dict):
-        return type(value), *((key, _value(one, found, met)) for key, one in value.items())
+        return type(value), *((key, _value(one, traits, met)) for key, one in value.items())
     if isinstance(value, functools.partial):
-        return "partial", *(_value(one, found, met) for one in (value.func, value.args, value.keywords))
+        return "partial", *(_value(one, traits, met) for one in (value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
         owner = met.get(id(vars(value.__self__))) if hasattr(value.__self__, "__dict__") else None
-        return value.__func__, _value(value.__self__, found, met) if owner is None else owner
+        return value.__func__, _value(value.__self__, traits, met) if owner is None else owner
     if not hasattr(value, "__dict__"):
         raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
-    found.objects[id(value)] = value
+    traits.objects[id(value)] = value
     return "object", id(value)
 
 
 def told(constant: Any) -> Hashable:
-    """Equal for constants between which code cannot tell: ``0.0`` and ``-0.0`` are two."""
+    """Return a key that is equal for constants that code cannot distinguish; ``0.0`` and ``-0.0`` differ."""
     return repr(constant) if isinstance(constant, float | complex) else constant
 
 
 def _globals(module: type) -> dict[str, Any]:
-    """The names of the file in which the code of a class's forward is."""
+    """Return the globals of the ``forward`` of a module class."""
     forward = inspect.unwrap(module.forward)  # type: ignore[attr-defined]  # of a module's class
     if not isinstance(forward, types.FunctionType):
         raise UnlikeError(f"{module.__name__}.forward is no function")

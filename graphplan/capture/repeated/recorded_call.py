@@ -1,4 +1,4 @@
-"""A call of a module as it was traced."""
+"""A recorded module call, and its recorder."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _OF_SIZES = (
     torch.ops.aten.sym_numel.default,
     torch.ops.aten.sym_storage_offset.default,
 )
-"""Operations that make a number of a tensor without reading its values."""
+"""Operations that return a number of a tensor without reading its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerCall:
-    """A method of an object that all blocks share, such as a cache: it is run for each block.
+    """A method call of an object that all blocks share, such as a cache; it runs for each block.
 
     Attributes:
-        method: takes its arguments, and ``result`` is what it returned.
-        given: its positional and its named arguments.
+        method: the bound method.
+        given: its (args, kwargs).
         result: what it returned.
-        stack: the modules that were being called: ``nn_module_stack`` of a node.
-        line: of the code that called it.
+        stack: the ``nn_module_stack`` at the call.
+        line: the line of code that called it.
     """
 
     method: Callable[..., Any]
@@ -47,23 +47,23 @@ class InnerCall:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """What a call has traced.
+    """A traced call of a module.
 
     Attributes:
-        traits: of the module, as they were before the call.
-        places: its integer attributes that differ in the stack.
+        traits: the traits of the module before the call.
+        places: its integer attributes that differ within the stack.
         guarded: their values.
         given: the arguments.
-        before: what else code can read of them, of the module, and of torch.
-        weights: of the module.
-        weight_nodes: what stands for them.
-        outer: the modules that were being called, this one the last: ``nn_module_stack`` of a node.
-        events: nodes, and calls between them, in order.
-        constants: tensors that the code makes of numbers, by the nodes that stand for them.
-        result: what the call has returned.
-        rebound: for a tensor, by its node, another that has changed or replaced it.
-        asked: nodes of whose values the code was told something.
-        copies: how often it was copied.
+        before: all that code could read before the call of the arguments, the module, and torch.
+        weights: the weights of the module.
+        weight_nodes: their nodes.
+        outer: the ``nn_module_stack`` at the call, including this module.
+        events: nodes and inner calls, in order.
+        constants: node -> constant tensor that the code makes from numbers or reads.
+        result: what the call returned.
+        rebound: node of a tensor -> node of its value after the call, if that is another.
+        asked: nodes whose values the code has branched on.
+        copies: how many copies were made.
     """
 
     traits: ModuleTraits
@@ -83,21 +83,21 @@ class RecordedCall:
 
     @property
     def integers(self) -> list[int]:
-        """The values of integer attributes that differ in the stack."""
+        """The values of the integer attributes that differ within the stack."""
         return [guarded.value for guarded in self.guarded]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Arguments and weights."""
+        """The tensors of the arguments, and the weights."""
         return [*self.given.tensors, *self.weights]
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What stood for ``tensors`` before."""
+        """The nodes of ``tensors`` before the call."""
         return [*self.given.nodes, *self.weight_nodes]
 
     def serves(self, other: RecordedCall) -> bool:
-        """Whether the code could read nothing that differs in another call, which is not traced yet."""
+        """Whether nothing that the code could read differs in ``other``, a call that is not traced yet."""
         return (
             self.before == other.before
             and all(
@@ -109,10 +109,7 @@ class RecordedCall:
         )
 
     def lines(self, integers: list[int]) -> Iterator[Any]:
-        """What was traced, with numbers in the place of names: equal for calls that have traced the same.
-
-        Of guarded integers it has these values.
-        """
+        """Yield the trace with numbers for names: equal for equal traces; ``integers`` are guarded values."""
         number: dict[fx.Node, int] = {}
         for node in self.nodes:
             number.setdefault(node, len(number))
@@ -141,7 +138,7 @@ class RecordedCall:
         yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
 
     def require_closed(self) -> None:
-        """Raise UnlikeError where nodes read what is neither given nor a weight, or the values of tensors."""
+        """Raise UnlikeError if nodes read tensors from outside the call, or data-dependent numbers."""
         known = set(self.nodes)
         for event in self.events:
             if isinstance(event, InnerCall):
@@ -152,7 +149,7 @@ class RecordedCall:
             if event.op != "call_function" and event not in self.constants:
                 raise UnlikeError(f"{event.name} is no operation")
             tensors = [node for node in event.all_input_nodes if not is_symbolic(node.meta.get("val"))]
-            if is_symbolic(event.meta.get("val")):  # a size, which is the same number of whatever it is read
+            if is_symbolic(event.meta.get("val")):  # a size, which is the same in all blocks
                 if tensors and event.target not in _OF_SIZES:
                     raise UnlikeError(f"{event.name} is a number that data decides")
                 continue
@@ -163,10 +160,10 @@ class RecordedCall:
 
 
 class CallRecorder:
-    """Watches a call while it is traced.
+    """Records a module call while it is traced.
 
     Attributes:
-        call: what was traced, once it has been run.
+        call: the recorded call.
     """
 
     def __init__(
@@ -180,11 +177,11 @@ class CallRecorder:
         blocks: Sequence[Any],
         answered: Sequence[Sequence[fx.Node]],
     ) -> None:
-        """As they go on: ``blocks`` of autocast, in which the code is; what ``answered`` questions read."""
-        self._answered, self._known = answered, len(answered)
-        self._blocks, self._around = blocks, _modes(blocks)
+        """``blocks`` (open autocast blocks) and ``answered`` (nodes read by branches) change in the trace."""
+        self._answered, self._answered_before = answered, len(answered)
+        self._blocks, self._modes_before = blocks, _modes(blocks)
         self._tracer, self._shared = tracer, shared
-        self._given = args, kwargs
+        self._arguments = args, kwargs
         traits = traits_of(module)
         weights = traits.weights()
         nodes = [node for weight in weights if (node := node_of(weight, tracer)) is not None]
@@ -192,7 +189,7 @@ class CallRecorder:
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
         numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        before = (given.description(), *numbers, calling_line(), *self._around, traits.state(places))
+        before = (given.description(), *numbers, calling_line(), *self._modes_before, traits.state(places))
         guarded = [GuardedInteger(value) for value in traits.integers(places)]
         outer = dict(tracer.module_stack)
         self.call = RecordedCall(traits, places, guarded, given, before, weights, nodes, outer)
@@ -200,11 +197,11 @@ class CallRecorder:
         self._last = _end(tracer.graph)
         self._inside = False
         self._unlike: UnlikeError | None = None
-        self._held: list[Any] = []
+        self._cache_contents: list[Any] = []
 
     def run(self, forward: Callable[[], Any], *, guard: bool) -> Any:
-        """Trace the call; ``guard``: with objects that note what is asked of varying integers."""
-        self._held = self._in_caches()
+        """Trace the call; if ``guard``, with guarded integers in place of those that vary in the stack."""
+        self._cache_contents = self._in_caches()
         attributes = [(self.call.traits.parts[part], name) for part, name in self.call.places]
         pairs = list(zip(attributes, self.call.guarded, strict=True)) if guard else []
         for (part, name), guarded in pairs:
@@ -217,67 +214,67 @@ class CallRecorder:
                     part[name] = guarded.value
 
     def inner(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a method of an object that all blocks share."""
+        """Run and record a method of an object that all blocks share."""
         if self._inside:
             return method(*args, **kwargs)
-        self._require_caches_as_held()
-        if _modes(self._blocks) != self._around:  # in which a copy would not call it
+        self._require_unchanged_caches()
+        if _modes(self._blocks) != self._modes_before:  # a copy would call it in the modes of the block
             self._unlike = UnlikeError("a cache is called in other modes than the block")
         stack, line = dict(self._tracer.module_stack), calling_line()
         self._take_nodes()
-        before = self._taken((args, kwargs))
+        before = self._take_apart((args, kwargs))
         self._inside = True
         try:
             result = method(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         finally:
             self._inside = False
-        self._held = self._in_caches()
+        self._cache_contents = self._in_caches()
         self._last = _end(self._tracer.graph)
-        after = self._taken(result)
+        after = self._take_apart(result)
         if before is not None and after is not None:
             self.call.events.append(InnerCall(method, before, after, stack, line))
         return result
 
     def _in_caches(self) -> list[tuple[Any, Identities]]:
-        """What the objects hold that all blocks share, of those that the call is given."""
-        found = [flatten(leaf.value) for leaf in self.call.given.leaves if leaf.kind == "shared"]
-        return [(spec, Identities(leaves)) for leaves, spec in found]
+        """Return the contents of the shared objects among the arguments."""
+        caches = [flatten(leaf.value) for leaf in self.call.given.leaves if leaf.kind == "shared"]
+        return [(spec, Identities(leaves)) for leaves, spec in caches]
 
-    def _require_caches_as_held(self) -> None:
-        if self._in_caches() != self._held:  # a copy would not change them
+    def _require_unchanged_caches(self) -> None:
+        if self._in_caches() != self._cache_contents:  # a copy would not change them
             self._unlike = UnlikeError("the call changes a cache other than by its methods")
 
-    def _taken(self, value: Any) -> TracedValue | None:
+    def _take_apart(self, value: Any) -> TracedValue | None:
         try:
             return take_apart(value, self._tracer, self.call.guarded, self._shared)
-        except UnlikeError as error:  # the call goes on, and finish() tells of it
+        except UnlikeError as error:  # the call goes on, and finish() raises it
             self._unlike = error
             return None
 
     def finish(self, result: Any) -> RecordedCall:
-        """What was traced."""
+        """Return the recorded call; raise UnlikeError if it did something that a copy would not repeat."""
         call = self.call
-        self._require_caches_as_held()
+        self._require_unchanged_caches()
         if self._unlike is not None:
             raise self._unlike
         self._take_nodes()
         now = traits_of(call.traits.module)
         if now.state() != self._state or Identities(now.weights()) != Identities(call.weights):
             raise UnlikeError("the call changes attributes")
-        given = take_apart(self._given, self._tracer, [], self._shared)
+        given = take_apart(self._arguments, self._tracer, [], self._shared)
         if given.description() != call.before[0]:
             raise UnlikeError("the call changes its arguments other than in values")
         if Identities(given.tensors) != Identities(call.given.tensors):
             raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
-        call.asked = frozenset(chain.from_iterable(self._answered[self._known :]))
-        known = [*given.containers, *now.containers, *now.held()[1].objects]
+        call.asked = frozenset(chain.from_iterable(self._answered[self._answered_before :]))
+        shared = [*given.containers, *now.containers, *now.held()[1].objects]
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
-            known += event.result.containers if isinstance(event, InnerCall) else ()
+            shared += event.result.containers if isinstance(event, InnerCall) else ()
             for value in (event.given, event.result) if isinstance(event, InnerCall) else ():
                 pairs += zip(value.tensors, value.nodes, strict=True)
-        if any(map(Seen(map(id, known)), call.result.containers)):
+        if any(map(Seen(map(id, shared)), call.result.containers)):
             raise UnlikeError("the call returns a list or dict that others have too")
         latest = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
         call.rebound = {node: to for node, to in latest.items() if to is not None and to is not node}
@@ -299,6 +296,6 @@ def _modes(blocks: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _end(graph: fx.Graph) -> fx.Node:
-    """The last node of a graph that is being made."""
+    """Return the last node of a graph in progress."""
     last: fx.Node = next(iter(reversed(graph.nodes)))
     return last

@@ -1,19 +1,18 @@
-"""The blocks of a stack are traced once: for the others, what was traced is copied.
+"""Trace one block of a stack, and copy its nodes for the other blocks.
 
-A trace runs the Python code of a model, and for each operation much of torch's. Eighty layers of one class
-are the same code over other weights. So the second call of a block is recorded; a later one whose code could
-read nothing else copies the nodes over its own arguments and weights::
+A trace runs the Python code of a model, and much code of torch for each operation. Eighty layers of one class
+run the same code with other weights. So the second call of a block is recorded. A later call whose code could
+read nothing else is not traced; it copies the nodes with its own arguments and weights::
 
     layers.1    mul_18 = mul(to_8, rsqrt_2)         recorded
                 linear_7 = linear(mul_18, p_layers_1_q_proj_weight)
     layers.2    mul_30 = mul(to_14, rsqrt_4)        copied
                 linear_14 = linear(mul_30, p_layers_2_q_proj_weight)
 
-"Nothing else" means: modules of the same traits (``module_traits``), arguments that differ in the values of
-tensors alone, which it does not ask for, and integers, such as the index of a layer, that answer as the
-recorded one did (``guarded_integer``). What a cache of transformers does in a block is run for each. The last
-block of a stack is traced as ever, and must be what a copy would have been. Where that fails, or anything
-raises, the model is traced again without copies.
+"Nothing else" means: modules with equal traits (``module_traits``), arguments that differ only in tensor
+values on which the code does not branch, and integers, such as a layer index, that give the recorded results
+(``guarded_integer``). Methods of transformers caches run for each block. The last block of a stack is always
+traced, and must equal a copy. If it does not, or anything raises, the model is traced again without copies.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from graphplan.capture.transformers.caches import transformers_caches
 from graphplan.capture.value_branches import Branches
 
 _FEWEST = 4
-"""Blocks of a stack: the first, the recorded and the last are traced, so that fewer have nothing to copy."""
+"""Least number of blocks in a stack: the first, the recorded and the last are traced, not copied."""
 
 _RECORDINGS = 3
-"""Of one stack, that differ or fail: so many kinds of blocks are in no model that was seen."""
+"""Largest number of recordings of one stack, failed ones included; no known model has as many block kinds."""
 
 _OF_A_LAYER = "layer_idx"
-"""The argument of a cache's methods that says to which block they belong."""
+"""The argument of a cache's methods that has the index of the block."""
 
 
 @dataclass(slots=True)
 class _Stack:
-    """Modules of one container that have the same traits, but for integers at ``places``."""
+    """Modules of one container with equal traits, except for integers at ``places``."""
 
     members: list[nn.Module]
     places: list[Place]
@@ -56,15 +55,15 @@ class _Stack:
 
 
 class RepeatedModules:
-    """Runs the calls of modules in one trace, or copies what they would trace.
+    """Runs the module calls of one trace, or copies recorded ones.
 
     Attributes:
         used: whether anything was recorded.
-        blocks: of autocast, in which the code is that is traced.
+        blocks: the open autocast blocks of the traced code.
     """
 
     def __init__(self, branches: Branches) -> None:
-        """``branches``: of the code, in the trace."""
+        """``branches`` are those of the code in this trace."""
         self.used, self._branches = False, branches
         self.blocks: list[Any] = []
         self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
@@ -72,52 +71,52 @@ class RepeatedModules:
         self._shared = transformers_caches()
 
     def patches(self) -> Iterator[Replacement]:
-        """What tells of calls of caches inside a block."""
+        """Yield the patches that record calls of cache methods inside a block."""
         methods = [
             (cls, *one) for cls in self._shared for one in vars(cls).items() if inspect.isfunction(one[1])
         ]
         names = {name for _, name, one in methods if _OF_A_LAYER in inspect.signature(one).parameters}
-        # a subclass may have what is told of a layer among *args
-        yield from ((cls, name, self._told) for cls, name, _ in methods if name in names)
+        # a subclass may take the layer index in *args
+        yield from ((cls, name, self._recording) for cls, name, _ in methods if name in names)
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The result of a module's call."""
+        """Return the result of a module's call, which is traced or copied."""
         if self._stacks is None:
             self._stacks = _stacks_of(module)
         stack, block = self._stacks.get(id(vars(module)), (None, None))
         if stack is None or block is None or self._recorder is not None:
             return forward(*args, **kwargs)
         stack.calls += 1
-        tried = stack.failures + len(stack.recordings)
-        if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
+        attempts = stack.failures + len(stack.recordings)
+        if stack.calls == 1 or (attempts == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            told = self.blocks, self._branches.read_by
-            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *told)
+            growing = self.blocks, self._branches.read_by
+            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *growing)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
         known = next((one for one in stack.recordings if self._serves(one, recorder.call, tracer)), None)
         if known is not None and block is not stack.members[-1]:
             return CallCopy(known, recorder.call, tracer, self._shared).run()
-        if known is None and tried == _RECORDINGS:
+        if known is None and attempts == _RECORDINGS:
             return forward(*args, **kwargs)
-        return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs))
+        return self._record(stack, recorder, known, partial(forward, *args, **kwargs))
 
     def _serves(self, known: RecordedCall, call: RecordedCall, tracer: Any) -> bool:
-        """Whether a call would trace what another did, whose code may ask the same values."""
+        """Whether a call would have the trace of ``known``; no node has written to its branch values."""
         return known.serves(call) and not self._branches.are_written(known.asked, tracer.graph)
 
-    def _recorded(
+    def _record(
         self,
         stack: _Stack,
         recorder: CallRecorder,
         known: RecordedCall | None,
         forward: Callable[[], Any],
     ) -> Any:
-        """The result of a call that is traced; where another is ``known``, it must have traced the same."""
+        """Trace and record a call, and return its result; the trace must equal that of ``known``, if any."""
         self.used, self._recorder = True, recorder
         try:
             result = recorder.run(forward, guard=known is None)
@@ -136,19 +135,19 @@ class RepeatedModules:
             raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is not as the others")
         return result
 
-    def _told(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
+    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         def method(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if self._recorder is None:
-                return own(cache, *args, **kwargs)
-            return self._recorder.inner(partial(own, cache), args, kwargs)
+                return original(cache, *args, **kwargs)
+            return self._recorder.inner(partial(original, cache), args, kwargs)
 
         return method
 
 
 def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, nn.Module]]:
-    """By the identity of the attributes of each block: its stack, and the block itself."""
-    found: dict[int, tuple[_Stack, nn.Module]] = {}
+    """Return id of a block's ``__dict__`` -> (its stack, the block)."""
+    stacks: dict[int, tuple[_Stack, nn.Module]] = {}
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:
@@ -157,8 +156,8 @@ def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, nn.Module]]:
         pending += [child for child in children if id(vars(child)) not in seen]
         seen.update(id(vars(child)) for child in children)
         for stack in _alike(children) if isinstance(module, nn.ModuleList | nn.Sequential) else ():
-            found.update((id(vars(one)), (stack, one)) for one in stack.members)
-    return found
+            stacks.update((id(vars(one)), (stack, one)) for one in stack.members)
+    return stacks
 
 
 def _alike(modules: list[nn.Module]) -> Iterator[_Stack]:

@@ -1,4 +1,4 @@
-"""Arguments and results of a traced call, taken apart into what code can read of them and their tensors.
+"""Arguments and results of a traced call, split into their tensors and what else code can read of them.
 
 ::
 
@@ -26,12 +26,12 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A part of a value that holds no others.
+    """A part of a value that has no inner parts.
 
     Attributes:
         kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"`` or ``"shared"``.
-        told: what must be equal of equal leaves; the number of a tensor or of a guarded integer.
-        value: of what is taken as it is.
+        told: the key by which leaves compare; the index of a tensor or of a guarded integer.
+        value: the value of the other kinds.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class TracedValue:
     """What code can read of a value, and the tensors in it.
 
     Attributes:
-        spec: its structure.
-        leaves: equal for values that differ in tensors of equal descriptions.
-        tensors: each once.
-        nodes: that have made them.
+        spec: the structure of the value.
+        leaves: its leaves, equal for values that differ only in tensors.
+        tensors: its tensors, each once.
+        nodes: the nodes of the tensors.
         containers: its lists and dicts.
     """
 
@@ -58,15 +58,15 @@ class TracedValue:
     containers: list[Any]
 
     def description(self) -> tuple[Any, ...]:
-        """Equal for values between which code cannot tell."""
+        """Return a key that is equal for values that code cannot distinguish."""
         return self.spec, self.leaves, *map(describe, self.tensors)
 
     def with_integers(self, integers: list[int]) -> tuple[Any, ...]:
-        """What can be read of it, but for tensors, if guarded integers are these."""
+        """Return what code can read except for tensors, with these values of the guarded integers."""
         return self.spec, [_constant(integers[x.told]) if x.kind == "guarded" else x for x in self.leaves]
 
     def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
-        """It with other tensors, and other integers in the place of guarded ones."""
+        """Return the value with other tensors, and with integers in place of guarded ones."""
         numbered: dict[str, Any] = {"tensor": tensors, "guarded": integers}
         return unflatten(
             [numbered[x.kind][x.told] if x.kind in numbered else x.value for x in self.leaves], self.spec
@@ -74,12 +74,12 @@ class TracedValue:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a value is a size, or computed of sizes."""
+    """Whether a value is a symbolic number, such as a size."""
     return isinstance(value, _SYMBOLIC)
 
 
 def describe(value: Any) -> Any:
-    """What code can read of a tensor without its values, or of other results of an operation."""
+    """Return what code can read of an operation's result, without the values of tensors."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise UnlikeError("a tensor is not strided")
@@ -97,7 +97,7 @@ def _size(value: Any) -> Any:
 def take_apart(
     value: Any, tracer: Any, guarded: list[GuardedInteger], shared: tuple[type, ...]
 ) -> TracedValue:
-    """Take a value apart; ``shared`` are classes of objects of which only the identity counts."""
+    """Split a value; objects of the classes in ``shared`` are compared by identity."""
     containers: list[Any] = []
 
     def is_leaf(part: Any) -> bool:
@@ -106,13 +106,13 @@ def take_apart(
         return not _is_container(part)
 
     parts, spec = flatten(value, is_leaf)
-    found = TracedValue(spec, [], [], [], containers)
-    places = {id(one): place for place, one in enumerate(guarded)}
+    result = TracedValue(spec, [], [], [], containers)
+    indices = {id(one): index for index, one in enumerate(guarded)}
     for part in parts:
         if isinstance(part, torch.Tensor):
-            leaf = _Leaf("tensor", _number(part, found, tracer))
+            leaf = _Leaf("tensor", _number(part, result, tracer))
         elif type(part) is GuardedInteger:
-            leaf = _Leaf("guarded", places[id(part)])
+            leaf = _Leaf("guarded", indices[id(part)])
         elif is_symbolic(part):
             leaf = _Leaf("symbolic", (type(part), part.node.expr), part)
         elif isinstance(part, shared):
@@ -121,8 +121,8 @@ def take_apart(
             leaf = _constant(part)
         else:
             raise UnlikeError(f"a {type(part).__name__} is passed")
-        found.leaves.append(leaf)
-    return found
+        result.leaves.append(leaf)
+    return result
 
 
 def _is_container(value: Any) -> bool:
@@ -133,11 +133,11 @@ def _constant(value: Any) -> _Leaf:
     return _Leaf("constant", (type(value), told(value)), value)
 
 
-def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
+def _number(tensor: torch.Tensor, result: TracedValue, tracer: Any) -> int:
     node = node_of(tensor, tracer)
     if node is None or not isinstance(tensor, FakeTensor):
         raise UnlikeError("a tensor is passed that is a constant")
-    if node not in found.nodes:
-        found.nodes.append(node)
-        found.tensors.append(tensor)
-    return found.nodes.index(node)
+    if node not in result.nodes:
+        result.nodes.append(node)
+        result.tensors.append(tensor)
+    return result.nodes.index(node)
