@@ -1,5 +1,4 @@
-"""Captures in a folder that the user names, for later processes.
+"""Captures saved in a user's folder for later processes.
 
-What enters is a capture and a description of all that it came from; what leaves is the same capture, in a
-process where the description is the same.
+In: a capture, and a hash of all that determines it. Out: the same capture, in a process with the same hash.
 """

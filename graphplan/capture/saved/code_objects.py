@@ -1,4 +1,4 @@
-"""Python code: functions that values are or wrap, what these compute and refer to, and whose they are."""
+"""Inspection of Python code: the functions in values, their bytecode and globals, and their origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def function_of(value: Any) -> types.FunctionType | None:
-    """The Python function that a value is, or wraps; None where there is none."""
+    """Return the Python function that a value is or wraps, or None."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif isinstance(value, property):
@@ -35,7 +35,7 @@ def function_of(value: Any) -> types.FunctionType | None:
 
 
 def file_of(cls: type) -> str:
-    """The file that defines a class; empty where there is none."""
+    """Return the file that defines a class; "" if there is none."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__ == "builtins":
         return _STANDARD[0]
@@ -43,30 +43,30 @@ def file_of(cls: type) -> str:
 
 
 def file_of_module(module: Any) -> str | None:
-    """The file of a module: built-in ones have none, and what blocks an import, or is no module, neither."""
+    """Return the file of a module; None for built-in modules and for other entries of ``sys.modules``."""
     return getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
 
 
 def is_of_versions(file: str) -> bool:
-    """Whether code is of torch, Python or graphplan: not of this process's user, nor of another package."""
+    """Whether code belongs to torch, Python or graphplan, which are identified by their versions."""
     if file.startswith(("<frozen ", _TORCH, _GRAPHPLAN)):
         return True
     return file.startswith(_STANDARD) and not is_installed(file)
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is of an installed package."""
+    """Whether a file belongs to an installed package."""
     return any(folder in file for folder in _INSTALLED)
 
 
 def package_of(file: str) -> str:
-    """The folder, or the file, of the installed package that a file is of."""
-    around, folder, within = next(file.rpartition(one) for one in _INSTALLED if one in file)
-    return around + folder + within.partition("/")[0]
+    """Return the folder or file of the installed package to which a file belongs."""
+    prefix, folder, rest = next(file.rpartition(one) for one in _INSTALLED if one in file)
+    return prefix + folder + rest.partition("/")[0]
 
 
 def code_parts(code: types.CodeType) -> Iterator[object]:
-    """What a code object computes, the same in every process that has compiled the same text."""
+    """Yield the parts of a code object that determine what it computes, equal in all processes."""
     yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -78,7 +78,7 @@ def code_parts(code: types.CodeType) -> Iterator[object]:
 
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global names that a function reads, with those that it reads of its user's modules."""
+    """Yield the (name, value) of globals that a function reads, and of their attributes in user modules."""
     names, attributes = dict[str, None](), dict[str, None]()
     for code in codes_in(function.__code__):
         for instruction in dis.get_instructions(code):
@@ -92,5 +92,5 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, value
             file = file_of_module(value)
             if file and not is_of_versions(file):
-                known = vars(value)
-                yield from ((f"{name}.{one}", known[one]) for one in attributes if one in known)
+                namespace = vars(value)
+                yield from ((f"{name}.{one}", namespace[one]) for one in attributes if one in namespace)

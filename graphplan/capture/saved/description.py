@@ -1,11 +1,11 @@
-"""A hash of all that a trace comes from: attributes, weights' shapes, and the code that runs.
+"""A hash of all that determines a trace: attributes, shapes of weights, and the code that runs.
 
-Two processes in which it is the same trace the same graph. Attributes are described by value, all the way
-down. Code of the user is described by its bytecode, its file, and what it refers to, wherever that is
-defined. Code of installed packages is described by bytecode, and by what the user has put into the modules of
-the package; of the classes of the model itself, what their methods refer to is looked at too, so that a
-function that another package has replaced is noticed. Torch and Python are described by their versions, and
-by what is replaced in torch. Code that is deeper is left to :mod:`graphplan.capture.saved.source_files`.
+Two processes with the same hash trace the same graph. Attributes are hashed by value, recursively. User code
+is hashed by its bytecode, its file, and the globals to which it refers, wherever these are defined. Code of
+installed packages is hashed by bytecode, and by what the user has patched in the package's modules. For the
+model's own classes the globals of their methods are hashed, too, so that a function patched by another
+package is noticed. Torch and Python are hashed by their versions, torch also by what is patched in it. Code
+that is reached through other code is left to :mod:`graphplan.capture.saved.source_files`.
 """
 
 from __future__ import annotations
@@ -49,43 +49,43 @@ _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), ty
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic, slice)
 _CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
-_OF_PROCESS = ("_original_object_hash", "_abc_impl")  # hashes of transformers' GenerationConfig; caches
-_OF_STATE = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run when weights are saved or loaded
-_OWN = (torch, torch.nn.functional, torch.Tensor, nn.Module)
-_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are defined in Python
+_PROCESS_ATTRIBUTES = ("_original_object_hash", "_abc_impl")  # hash of a GenerationConfig; ABC caches
+_STATE_HOOKS = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run only when weights are saved or loaded
+_PATCHED_OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module)
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes defined in Python
 
 
 class Description:
-    """Is told of values one by one, and hashes what they are.
+    """A hash of values that are added one by one.
 
     Attributes:
-        tensors: of which the values are in the hash.
+        tensors: identities of the tensors whose values are in the hash.
     """
 
     def __init__(self, weights: Mapping[int, str]) -> None:
-        """``weights``: id of a tensor of which the values do not matter -> what stands for it."""
+        """``weights``: id of a tensor whose values are not hashed -> text to hash for it."""
         self._hash = hashlib.sha256()
         self._weights = weights
-        self._seen: dict[Any, int] = {}  # by id, or id and what is looked at
-        self._around: set[int] = set()  # ids of the containers that one is in
-        self._kept: list[Any] = []  # so that no other value gets the id of one that was seen
+        self._seen: dict[Any, int] = {}  # id, alone or with an aspect of the value -> order of its first use
+        self._around: set[int] = set()  # ids of the containers that enclose the current value
+        self._kept: list[Any] = []  # seen values, kept alive so that no id is reused
         self.tensors: set[Any] = set()
 
     def digest(self) -> str:
-        """Of all that it was told of."""
+        """Return the hash of all added values."""
         return self._hash.hexdigest()
 
     def note(self, *texts: object) -> None:
-        """Hash texts, each apart from the next."""
+        """Hash texts, each with its length, so that their boundaries count."""
         for text in texts:
             data = text if isinstance(text, bytes) else str(text).encode()
             self._hash.update(b"%d:" % len(data) + data)
 
     def add(self, value: Any, where: str) -> None:
-        """Hash a value; ``where`` names it for people.
+        """Hash a value; ``where`` names it in messages.
 
         Raises:
-            NotSavedError: it is of a kind of which it cannot be said when two are equal.
+            NotSavedError: the value has a type whose objects cannot be compared.
         """
         plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
         if isinstance(value, enum.Enum):
@@ -96,7 +96,7 @@ class Description:
             self.note(type(value).__name__, repr(value))
         elif id(value) in self._around:
             self.note("around")
-        elif isinstance(value, _CONTAINERS):  # whether two are one says nothing: their values do
+        elif isinstance(value, _CONTAINERS):  # by value only; their identity does not matter
             self._around.add(id(value))
             self._container(value, where)
             self._around.remove(id(value))
@@ -104,7 +104,7 @@ class Description:
             self._add_new(value, where)
 
     def _is_new(self, key: Any, value: Any) -> bool:
-        """Whether a value was not met before under a key; where it was, hash when."""
+        """Whether a value is new under a key; if it is not, hash the number of its first use."""
         if key in self._seen:
             self.note("again", self._seen[key])
             return False
@@ -153,7 +153,7 @@ class Description:
             self.note("array", value.dtype, value.shape, value.tobytes())
         elif isinstance(value, pytree.TreeSpec):
             self.add((value.type, value.context, value.children()), where)
-        elif _is_of_python(type(value)):
+        elif _is_python_class(type(value)):
             self.add_class(type(value))
             for name, one in _attributes(value):
                 self.note(name)
@@ -178,7 +178,7 @@ class Description:
     def _module(self, module: nn.Module, where: str) -> None:
         self.add_class(type(module), follow=True)
         for name, value in vars(module).items():
-            if name not in (*_PARTS, SERVED_BY) and not _OF_STATE.search(name):
+            if name not in (*_PARTS, SERVED_BY) and not _STATE_HOOKS.search(name):
                 self.note(name)
                 self.add(value, f"{where}.{name}")
         for table in _PARTS:
@@ -189,7 +189,7 @@ class Description:
     # -- code --------------------------------------------------------------------------------------
 
     def add_class(self, cls: type, *, follow: bool = False) -> None:
-        """Hash the code of a class; ``follow`` what methods refer to in packages too."""
+        """Hash the code of a class; if ``follow``, also globals that methods of installed packages use."""
         for one in cls.__mro__:
             if not self._is_new((id(one), follow), one):
                 continue
@@ -204,12 +204,12 @@ class Description:
                 if function is not None:
                     self.note(name)
                     self._function(function, f"{_name(one)}.{name}", follow=follow)
-                elif not (is_installed(file) or name.startswith("__") or name in _OF_PROCESS):
+                elif not (is_installed(file) or name.startswith("__") or name in _PROCESS_ATTRIBUTES):
                     self.note(name)
                     self.add(value, f"{_name(one)}.{name}")
 
     def _replaced(self, owner: Any, is_own: Callable[[str], bool] = is_of_versions) -> None:
-        """Hash what others have put into a class or module, whose ``is_own`` tells by its file."""
+        """Hash the functions of a class or module that others have patched, that is not ``is_own(file)``."""
         for name, value in list(vars(owner).items()):
             function = function_of(value)
             if function is not None and not is_own(function.__code__.co_filename):
@@ -217,12 +217,12 @@ class Description:
                 self._function(function, f"{getattr(owner, '__name__', owner)}.{name}")
 
     def add_torch(self) -> None:
-        """Hash what others have put into torch."""
-        for owner in _OWN:
+        """Hash the functions that others have patched in torch."""
+        for owner in _PATCHED_OWNERS:
             self._replaced(owner)
 
     def _callable(self, value: Any, where: str) -> bool:
-        """Hash a function of any kind; whether it is one."""
+        """Hash a function of any kind; return whether the value is one."""
         if isinstance(value, types.MethodType):
             self.add(value.__func__, where)
             self.add(value.__self__, where)
@@ -278,7 +278,7 @@ class Description:
             self.add(value, f"a variable around {where}")
 
     def _briefly(self, value: Any) -> None:
-        """Hash what can be said of a value of a package that changes only with its version."""
+        """Hash a value of an installed package by plain value or code, without its attributes."""
         if type(value) in _PLAIN:
             self.note(repr(value))
         elif isinstance(value, type):
@@ -289,7 +289,7 @@ class Description:
         elif (function := function_of(value)) is not None:
             self._function(function, function.__qualname__)
         elif isinstance(value, Mapping):
-            weak = isinstance(value, weakref.WeakValueDictionary)  # what is in it comes and goes
+            weak = isinstance(value, weakref.WeakValueDictionary)  # its items come and go
             for key, one in () if weak else sorted(value.items(), key=str):
                 self.note(key)
                 if (function := function_of(one)) is not None:
@@ -298,33 +298,33 @@ class Description:
             self.note(_name(type(value)))
 
     def _file(self, file: str) -> None:
-        """Hash a file of the user; of an installed package, what the user has put into its modules."""
+        """Hash a user's file; for a file of an installed package, the user's patches of its modules."""
         package = package_of(file) if is_installed(file) else ""
         if not self._is_new(("file", package or file), file):
             return
         if not package:
             self.note("file", state_of(file))
             return
-        for _, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
+        for _, module in sorted(sys.modules.copy().items()):  # other threads may import meanwhile
             other = file_of_module(module)
             if other and (other == package or other.startswith(f"{package}/")):
-                self._replaced(module, _is_not_the_users)
+                self._replaced(module, _is_not_user_code)
 
 
-def _is_not_the_users(file: str) -> bool:
-    """Whether code comes with a package or Python, or was made by code."""
+def _is_not_user_code(file: str) -> bool:
+    """Whether code belongs to a package or Python, or was generated."""
     return is_of_versions(file) or is_installed(file) or file.startswith("<")
 
 
-def _is_of_python(cls: type) -> bool:
-    """Whether all that its objects hold is in attributes that can be listed."""
+def _is_python_class(cls: type) -> bool:
+    """Whether a class and its bases are defined in Python, so that all state is in attributes."""
     return all(one is object or one.__flags__ & _HEAP_TYPE for one in cls.__mro__)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     state = object.__getstate__(value)
-    for table in state if isinstance(state, tuple) else (state,):  # of __dict__, and of slots
-        yield from ((name, one) for name, one in (table or {}).items() if name not in _OF_PROCESS)
+    for table in state if isinstance(state, tuple) else (state,):  # (__dict__, slots)
+        yield from ((name, one) for name, one in (table or {}).items() if name not in _PROCESS_ATTRIBUTES)
 
 
 def _name(cls: type) -> str:

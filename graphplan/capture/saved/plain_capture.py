@@ -1,6 +1,6 @@
-"""A capture as JSON and tensors, and back.
+"""Conversion of a capture to JSON and tensors, and back.
 
-The structure and the constants of the call are not written: the call that a capture is looked up for has the
+The structure and constant leaves of the call are not saved: the call for which a capture is loaded has the
 same.
 """
 
@@ -22,26 +22,26 @@ _FIELDS = (
     *("weights", "inputs", "out_spec", "method", "roles", "order", "states", "kept"),
     *("entry", "attributes", "step"),
 )
-_DECIDED = "inputs that transformers' exporter computes from others are not saved"
+_PREPARED = "inputs that transformers' exporter computes from others are not saved"
 _CONDITION = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.cmpop),
     *(ast.BinOp, ast.operator, ast.Constant, ast.Name, ast.Load, ast.Subscript, ast.Attribute, ast.Call),
 )
 _NAMES = ("v", "max", "min")
-_ASKED = (TensorLeaf, CounterLeaf, FloatLeaf)  # other leaves are the call's own
+_SAVED_LEAVES = (TensorLeaf, CounterLeaf, FloatLeaf)  # other leaves are constants of the call
 _METHODS = ("size", "stride", "storage_offset")
 
 
 def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A capture as JSON, and its constants."""
+    """Return a capture as JSON, and its constants."""
     signature = capture.signature
     if capture.parts or capture.signature.prepared is not None:
-        raise NotSavedError(_DECIDED)
+        raise NotSavedError(_PREPARED)
     writer = GraphWriter(capture.module)
     plain = {
         "graph": writer.graph(capture.module),
         **{name: to_plain(getattr(capture, name)) for name in _FIELDS},
-        "leaves": [to_plain(leaf) if isinstance(leaf, _ASKED) else None for leaf in signature.leaves],
+        "leaves": [to_plain(leaf) if isinstance(leaf, _SAVED_LEAVES) else None for leaf in signature.leaves],
         "names": list(signature.names),
         "guards": list(map(_plain_guard, signature.guards)),
         "sizes": [[symbol.name, size] for symbol, size in capture.sizes.items()],
@@ -52,15 +52,15 @@ def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def made_capture(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], call: BoundCall) -> Capture:
-    """The capture of JSON and tensors, for a call of the same structure.
+    """Return the capture from JSON and tensors, for a call of the same structure.
 
     Raises:
-        NotSavedError: this process lacks an operator or a class of it.
+        NotSavedError: this process lacks an operator or a class of the capture.
     """
     maker = GraphMaker(plain["tables"])
     leaves = tuple(
-        here if asked is None else from_plain(asked)
-        for asked, here in zip(plain["leaves"], call.leaves, strict=True)
+        leaf if saved is None else from_plain(saved)
+        for saved, leaf in zip(plain["leaves"], call.leaves, strict=True)
     )
     guards = tuple(_made_guard(*one) for one in plain["guards"])
     return Capture(
@@ -79,7 +79,7 @@ def _plain_guard(guard: Guard) -> list[Any]:
 
 
 def _made_guard(text: str, code: str) -> Guard:
-    """The condition; only comparisons of sizes are evaluated, whatever a file says."""
+    """Return the guard; only comparisons of sizes are evaluated, whatever a file contains."""
     for node in ast.walk(ast.parse(code, mode="eval")):
         named = getattr(node, "id", None) or getattr(node, "attr", None)
         known = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_METHODS))

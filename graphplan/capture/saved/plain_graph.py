@@ -1,13 +1,13 @@
-"""An fx graph as JSON, and back, with the traced value, the module and the line of each node.
+"""Conversion of an fx graph to JSON and back, with the traced value, module stack and line of each node.
 
-A file holds each distinct size, tensor and path of modules once; nodes have their numbers::
+A file has each distinct size, tensor and module stack once; nodes refer to them by index::
 
     {"symbols": [["s0", ["integer", "positive"], 16, [2, ["infinity", 1]]]],
      "sizes": [["int", ["Symbol", "s0"], 16]],
      "values": [[[["symbolic", 0], 64], [64, 1], "float32", "cpu", false, null]], ...}
 
-Last of a tensor is the number of its memory, which views have in common, where an operation writes to that.
-All others of one description are one tensor, which is read in a tenth of the time.
+The last entry of a tensor is the number of its storage, which its views share, if an operation writes to it.
+Other tensors with the same entry are read as one tensor, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOTES = ("stack_trace", "backward", "forward", "repeats", "seq_nr")
 
 
 class GraphWriter:
-    """Writes graphs of one trace down; what several nodes share is written once.
+    """Converts the graphs of one trace; what several nodes share is written once.
 
     Args:
         module: the graph, with those of its control-flow operations.
@@ -48,13 +48,13 @@ class GraphWriter:
         self.tables: dict[str, list[Any]] = {"symbols": [], "sizes": [], "values": [], "paths": []}
         graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
         written = dict.fromkeys(
-            at for graph in graphs for node in graph.nodes for at in written_memories(node)
+            memory for graph in graphs for node in graph.nodes for memory in written_memories(node)
         )
-        self._memories = {memory: place for place, memory in enumerate(written)}
-        self._places: dict[str, dict[str, int]] = {name: {} for name in self.tables}
+        self._memories = {memory: number for number, memory in enumerate(written)}
+        self._indices: dict[str, dict[str, int]] = {name: {} for name in self.tables}
 
     def graph(self, module: fx.GraphModule) -> dict[str, Any]:
-        """A graph, with those of its control-flow operations."""
+        """Return a graph as JSON, with those of its control-flow operations."""
         nodes = [self._node(node) for node in module.graph.nodes]
         inner: dict[str, Any] = {}
         for node in module.graph.find_nodes(op="get_attr"):
@@ -90,7 +90,7 @@ class GraphWriter:
 
     def _size(self, size: Any) -> Any:
         kind = next((kind for kind, cls in _NUMBERS.items() if isinstance(size, cls)), None)
-        if kind is None or (kind == "int" and size.node.expr.is_number):  # which the trace has settled
+        if kind is None or (kind == "int" and size.node.expr.is_number):  # fixed by the trace
             return int(size)
         expression, env = size.node.expr, size.node.shape_env
         for symbol in sorted(expression.free_symbols, key=str):
@@ -103,15 +103,15 @@ class GraphWriter:
         except KeyError as error:
             raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
         hint = size.node.hint  # its value in the example
-        known = hint is None or isinstance(hint, bool | int | float)
-        return ["symbolic", self._number("sizes", [kind, plain, hint if known else plain_expression(hint)])]
+        simple = hint is None or isinstance(hint, bool | int | float)
+        return ["symbolic", self._number("sizes", [kind, plain, hint if simple else plain_expression(hint)])]
 
     def _number(self, table: str, entry: Any) -> int:
         key = json.dumps(entry)
-        place = self._places[table].setdefault(key, len(self.tables[table]))
-        if place == len(self.tables[table]):
+        index = self._indices[table].setdefault(key, len(self.tables[table]))
+        if index == len(self.tables[table]):
             self.tables[table].append(entry)
-        return place
+        return index
 
 
 def _text(entry: Any) -> str:
@@ -119,10 +119,10 @@ def _text(entry: Any) -> str:
 
 
 class GraphMaker:
-    """Makes the graphs of a file anew.
+    """Rebuilds the graphs of a file.
 
     Args:
-        tables: of the :class:`GraphWriter`.
+        tables: the tables of the :class:`GraphWriter`.
     """
 
     def __init__(self, tables: dict[str, list[Any]]) -> None:
@@ -136,7 +136,7 @@ class GraphMaker:
         self._paths = [{key: tuple(entry) for key, *entry in path} for path in tables["paths"]]
 
     def module(self, plain: dict[str, Any]) -> fx.GraphModule:
-        """The graph, in a module that has the graphs of its control-flow operations."""
+        """Return the graph, in a module that has the graphs of its control-flow operations."""
         root = nn.Module()
         for name, inner in plain["inner"].items():
             setattr(root, name, self.module(inner))
@@ -162,12 +162,12 @@ class GraphMaker:
         sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
         base = None if memory is None else self._memories.get(memory)
         kind, place = getattr(torch, dtype), torch.device(device)
-        with unbacked_like_backed():  # as it was traced: no size must be known to be above 1
-            made = fake_tensor(self.sizes.mode, sizes, strides, 0, kind, place, base)
-        made.requires_grad_(requires_grad)
+        with unbacked_like_backed():  # as in the trace, which assumes no size to be above 1
+            tensor = fake_tensor(self.sizes.mode, sizes, strides, 0, kind, place, base)
+        tensor.requires_grad_(requires_grad)
         if memory is not None:
-            self._memories.setdefault(memory, made)
-        return made
+            self._memories.setdefault(memory, tensor)
+        return tensor
 
     def _size(self, plain: Any) -> Any:
         return self._sizes[plain[1]] if isinstance(plain, list) else plain

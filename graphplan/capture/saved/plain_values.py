@@ -1,7 +1,7 @@
-"""Values of a graph as JSON, and back: numbers, text, containers, torch's constants, structures of results.
+"""Conversion of a graph's values to JSON and back: numbers, text, containers, torch constants, pytree specs.
 
-Classes are looked up among those that this process has imported, operators among those that are registered,
-functions among those of numbers. Nothing else is called that a file names.
+Classes are looked up among those that this process has imported, operators among the registered ones, and
+functions among those of numbers. Nothing else that a file names is called.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _FUNCTIONS = {
     "builtins": "abs bool float int len max min pow round sum",
     "math": " ".join(name for name in vars(math) if not name.startswith("_")),
 }
-"""By module, the functions of numbers: others, such as ``eval``, are not called whatever a file says."""
+"""Module -> its functions of numbers. Others, such as ``eval``, are not called whatever a file contains."""
 _KEYS = (pytree.GetAttrKey, pytree.MappingKey, pytree.SequenceKey)
 _DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, *_KEYS)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotSavedError(Exception):
-    """Something that a file cannot hold, or that this process cannot make again; the message says what."""
+    """Something cannot be saved, or cannot be rebuilt in this process; the message says what."""
 
 
 def _refuse(value: Any) -> NoReturn:
@@ -43,10 +43,10 @@ def _refuse(value: Any) -> NoReturn:
 
 
 def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
-    """A value as JSON; lists are tagged, so that tuples stay tuples. ``other`` writes what else is in these.
+    """Return a value as JSON; lists are tagged, so that tuples stay tuples. ``other`` converts other types.
 
     Raises:
-        NotSavedError: it is of another kind.
+        NotSavedError: the value cannot be saved.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -85,10 +85,10 @@ def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
 
 
 def from_plain(plain: Any, known: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The value; ``known`` has tables of what it may refer to, by the tags: nodes by name, say.
+    """Return the value; ``known`` maps a tag to the table to which it refers, such as nodes by name.
 
     Raises:
-        NotSavedError: it has a class that this process has not imported, or cannot look into.
+        NotSavedError: this process has not imported a class, or pytree cannot flatten it.
     """
     if not isinstance(plain, list):
         return plain
@@ -103,12 +103,12 @@ def from_plain(plain: Any, known: Mapping[str, Any] = MappingProxyType({})) -> A
 
 
 def _class(module: str, name: str) -> type:
-    found: Any = sys.modules.get(module)
+    cls: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type):
+        cls = getattr(cls, part, None)
+    if not isinstance(cls, type):
         raise NotSavedError(f"the class {module}.{name} of its results is not imported")
-    return found
+    return cls
 
 
 def _spec(cls: Any, context: Any, children: list[Any]) -> pytree.TreeSpec:
@@ -120,10 +120,10 @@ def _spec(cls: Any, context: Any, children: list[Any]) -> pytree.TreeSpec:
 
 
 def _torch(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _CONSTANTS):
+    constant = getattr(torch, name)
+    if not isinstance(constant, _CONSTANTS):
         raise NotSavedError(f"torch.{name} is no constant")
-    return found
+    return constant
 
 
 def _layout_part(kind: str, cls: Any, *rest: Any) -> LayoutPart:
@@ -151,7 +151,7 @@ _MADE: dict[str, Callable[..., Any]] = {
 
 
 def plain_target(target: Any) -> Any:
-    """What a node calls, by name."""
+    """Return the target of a node as JSON."""
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
@@ -172,26 +172,26 @@ def _is_of_numbers(module: str, name: str) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """A name of a node or an attribute, which is written into code."""
+    """Return the name of a node or attribute; raise NotSavedError if it cannot be written into code."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise NotSavedError(f"{name!r} is no name")
     return name
 
 
 def made_target(plain: Any) -> Any:
-    """What :func:`plain_target` names."""
+    """Return the target that :func:`plain_target` has converted."""
     if isinstance(plain, str):
         return checked_name(plain)
     kind, *names = plain
     if kind == "function" and not _is_of_numbers(*names):
         raise NotSavedError(f"{'.'.join(names)} is no function of numbers")
     roots = {"operator": torch.ops, "higher_order": torch.ops.higher_order, "function": sys.modules}
-    found: Any = roots[kind]
+    target: Any = roots[kind]
     if kind == "function":
-        found = found.get(names.pop(0))
+        target = target.get(names.pop(0))
     for name in names:
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError as error:
             raise NotSavedError(f"the operator {'.'.join(names)} is not registered") from error
-    return found
+    return target
