@@ -24,7 +24,7 @@ def export_patches() -> list[Replacement]:
     assert exporter_dynamo  # importing it fills the list
     listed = private(utils, "_PATCHES", "transformers")["dynamo"]
     # transformers 5.17 lists the owners themselves, later releases their paths
-    owners = ((_imported(one) if isinstance(one, str) else one, name, made) for one, name, made in listed)
+    owners = ((_imported(of) if isinstance(of, str) else of, name, factory) for of, name, factory in listed)
     return [(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
 
 

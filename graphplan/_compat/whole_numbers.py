@@ -47,9 +47,9 @@ class WholeNumbers:
 
     def learn(self) -> bool:
         """Adopt the recorded failures; return whether there were any, so that another trace may succeed."""
-        asked, self._failed = self._failed, []
-        self._patched += asked
-        return bool(asked)
+        failed, self._failed = self._failed, []
+        self._patched += failed
+        return bool(failed)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class WholeNumbers:
 
 def _symbolic_int() -> type:
     """Return an ``int`` that, in this thread, returns unbacked symbols unchanged and converts all else."""
-    here = threading.get_ident()
+    thread = threading.get_ident()
 
     class Kind(type):
         def __instancecheck__(cls, value: Any) -> bool:
@@ -82,7 +82,7 @@ def _symbolic_int() -> type:
             return hash(int)
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and threading.get_ident() == here:
+            if len(args) == 1 and threading.get_ident() == thread:
                 number = args[0].item() if isinstance(args[0], torch.Tensor) else args[0]
                 if isinstance(number, torch.SymInt) and not number.node.has_hint():
                     return number

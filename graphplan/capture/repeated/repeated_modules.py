@@ -98,40 +98,40 @@ class RepeatedModules:
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
-        known = next((one for one in stack.recordings if self._serves(one, recorder.call, tracer)), None)
-        if known is not None and block is not stack.members[-1]:
-            return CallCopy(known, recorder.call, tracer, self._shared).run()
-        if known is None and attempts == _RECORDINGS:
+        recording = next((one for one in stack.recordings if self._serves(one, recorder.call, tracer)), None)
+        if recording is not None and block is not stack.members[-1]:
+            return CallCopy(recording, recorder.call, tracer, self._shared).run()
+        if recording is None and attempts == _RECORDINGS:
             return forward(*args, **kwargs)
-        return self._record(stack, recorder, known, partial(forward, *args, **kwargs))
+        return self._record(stack, recorder, recording, partial(forward, *args, **kwargs))
 
-    def _serves(self, known: RecordedCall, call: RecordedCall, tracer: Any) -> bool:
-        """Whether a call would have the trace of ``known``; no node has written to its branch values."""
-        return known.serves(call) and not self._branches.are_written(known.asked, tracer.graph)
+    def _serves(self, recording: RecordedCall, call: RecordedCall, tracer: Any) -> bool:
+        """Whether a call would trace the same as ``recording``, and no node has changed its branch values."""
+        return recording.serves(call) and not self._branches.are_written(recording.asked, tracer.graph)
 
     def _record(
         self,
         stack: _Stack,
         recorder: CallRecorder,
-        known: RecordedCall | None,
+        recording: RecordedCall | None,
         forward: Callable[[], Any],
     ) -> Any:
-        """Trace and record a call, and return its result; the trace must equal that of ``known``, if any."""
+        """Trace and record a call, and return its result; the trace must equal a given ``recording``."""
         self.used, self._recorder = True, recorder
         try:
-            result = recorder.run(forward, guard=known is None)
+            result = recorder.run(forward, guard=recording is None)
         finally:
             self._recorder = None
         try:
             call = recorder.finish(result)
         except UnlikeError as error:
-            if known is not None and known.copies:
+            if recording is not None and recording.copies:
                 raise NotRepeatedError(str(error)) from None
             stack.failures += 1
             return result
-        if known is None:
+        if recording is None:
             stack.recordings.append(call)
-        elif list(known.lines(call.integers)) != list(call.lines(call.integers)):
+        elif list(recording.lines(call.integers)) != list(call.lines(call.integers)):
             raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is not as the others")
         return result
 

@@ -82,8 +82,8 @@ def _made_guard(text: str, code: str) -> Guard:
     """Return the guard; only comparisons of sizes are evaluated, whatever a file contains."""
     for node in ast.walk(ast.parse(code, mode="eval")):
         named = getattr(node, "id", None) or getattr(node, "attr", None)
-        known = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_METHODS))
-        if not known:
+        is_allowed = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_METHODS))
+        if not is_allowed:
             raise NotSavedError(f"{code!r} is no condition on sizes")
     return written_guard(text, code)
 

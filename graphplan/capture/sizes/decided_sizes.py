@@ -98,9 +98,9 @@ def _is_unbacked(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and has_free_unbacked_symbols(size)
 
 
-def _sizes(made: Iterable[Any]) -> list[Any]:
+def _sizes(results: Iterable[Any]) -> list[Any]:
     """Return all sizes of the tensors, and the numbers, in order."""
-    return [size for leaf in made for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+    return [size for leaf in results for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
 
 
 def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:

@@ -49,21 +49,21 @@ def values_of(graph: fx.Graph) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
 
 
-def _symbols(val: Any, here: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the symbols that are sizes of a tensor, or an integer, each with its counterpart in ``here``."""
-    yield from _sized(val.shape, here) if isinstance(val, torch.Tensor) else _sized([val], [here])
+def _symbols(val: Any, values: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the symbols that are sizes of a tensor, or an integer, each with its entry of ``values``."""
+    yield from _sized(val.shape, values) if isinstance(val, torch.Tensor) else _sized([val], [values])
 
 
-def _shapes(made: Any) -> Any:
+def _shapes(result: Any) -> Any:
     """Return the shapes of a node's tensors, and its numbers as lists of one, in order."""
-    return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(made)]
+    return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(result)]
 
 
-def _sized(sizes: Iterable[Any], here: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield those of ``sizes`` that are symbols, each with its counterpart in ``here``."""
-    for size, counterpart in zip(sizes, here, strict=True):
+def _sized(sizes: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield those of ``sizes`` that are symbols, each with its entry of ``values``."""
+    for size, value in zip(sizes, values, strict=True):
         if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            yield size.node.expr, counterpart
+            yield size.node.expr, value
 
 
 def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
@@ -129,7 +129,7 @@ def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Yield each node that selects from a tensor, with the symbols that first occur in its result."""
     before: set[Any] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":  # the gradient of a result: its symbols are known only after the result
+        if node.op == "placeholder":  # the gradient of a result, which exists only after the result
             continue
         new = [symbol for symbol in symbols_of(node) if symbol not in before]
         before.update(new)
@@ -145,9 +145,9 @@ def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
     together = node.target is torch.ops.aten.masked_select.default  # it broadcasts mask and tensor
     shapes = list[list[int]]()
     for tensor in tensors if together else masks or tensors:
-        known = [largest_size(size, sizes) for size in tensor.shape]
-        shapes.append([size for size in known if size is not None])
-        if len(shapes[-1]) < len(known):
+        shape = [largest_size(size, sizes) for size in tensor.shape]
+        shapes.append([size for size in shape if size is not None])
+        if len(shapes[-1]) < len(shape):
             return None
     if together:
         shapes = [[max(of_axis) for of_axis in zip_longest(*map(reversed, shapes), fillvalue=1)]]
@@ -160,9 +160,9 @@ def _is_unbacked(expression: Any) -> bool:
 
 def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
     """Return :func:`exact_size`, or the upper bound of a data-dependent size; None if it has none."""
-    known = exact_size(size, sizes)
-    if known is not None:
-        return known
+    exact = exact_size(size, sizes)
+    if exact is not None:
+        return exact
     return finite_bound(size.node.shape_env.bound_sympy(size.node.expr.xreplace(sizes)).upper)
 
 
@@ -189,8 +189,8 @@ def sizes_of_example(
             varying.add(node)
     example: dict[Any, int] = {}
     for node in (node for node in deciding if node in known):
-        for sizes, here in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
-            example |= {symbol: int(size) for symbol, size in _sized(sizes, here) if _is_unbacked(symbol)}
+        for sizes, actual in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
+            example |= {symbol: int(size) for symbol, size in _sized(sizes, actual) if _is_unbacked(symbol)}
     counts = {node: known[each] for node in deciding if (each := _counts_of(node)) in known}
     repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one count is for all rows
     for node, each in repeated.items():

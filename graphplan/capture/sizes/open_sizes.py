@@ -44,9 +44,9 @@ class OpenSizes:
         """Return a size with the values of the small symbols put in."""
         if not isinstance(size, torch.SymInt) or size.node.expr.free_symbols.isdisjoint(self.small):
             return size
-        known = exact_size(size, self.small)
-        if known is not None:
-            return known
+        value = exact_size(size, self.small)
+        if value is not None:
+            return value
         return self.env.create_symintnode(size.node.expr.xreplace(self.small), hint=size.node.hint)
 
     def guards(self) -> tuple[Guard, ...]:

@@ -93,16 +93,16 @@ def bounded(
     most = size_limits.largest(BATCH, sizes.batch, beyond)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
-        here = {axis: _size(call.leaves[index], axis) for axis in roles}
+        current = {axis: _size(call.leaves[index], axis) for axis in roles}
         length = longest
         if index in sizes.states:
             length = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # lengths may differ, as of encoder and decoder
-            length = max((here[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+            length = max((current[axis] for axis, role in roles.items() if role == LENGTH), default=1)
         if index in sizes.encoded:  # max_length does not apply to these
-            length = max([length, *(here[axis] for axis, role in roles.items() if role == LENGTH)])
+            length = max([length, *(current[axis] for axis, role in roles.items() if role == LENGTH)])
         limits = {
-            axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, here[axis], beyond)
+            axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, current[axis], beyond)
             for axis, role in roles.items()
         }
         leaves.append(_within(leaf, limits))

@@ -37,10 +37,10 @@ def _length(value: Any) -> Any:
 
 def _globals_of(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield the globals of the modules that define a model's classes, except torch's own."""
-    known = set[int]()
+    seen = set[int]()
     for cls in dict.fromkeys(cls for part in module.modules() for cls in type(part).__mro__):
         for function in filter(inspect.isfunction, vars(cls).values()):
             namespace = inspect.unwrap(function).__globals__
-            if id(namespace) not in known and namespace.get("__name__", "").partition(".")[0] != "torch":
-                known.add(id(namespace))
+            if id(namespace) not in seen and namespace.get("__name__", "").partition(".")[0] != "torch":
+                seen.add(id(namespace))
                 yield namespace

@@ -159,18 +159,18 @@ def _read_inputs(
             assert spec.target is not None
             tensor = program.constants[spec.target]
             # a patched forward may reach the caller's own weights instead of the copy's; so may a list
-            known = model_copy.weights.identities.get(identity(tensor))
-            weights[node] = spec.target if known is None else known
+            weight = model_copy.weights.identities.get(identity(tensor))
+            weights[node] = spec.target if weight is None else weight
             if is_transformed(tensor):
                 raise NoGraphError(
                     "the trace has a transform of torch.func in it, whose values it takes for constants"
                 )
-            if known is None and is_fake(tensor) and values[node].users:
+            if weight is None and is_fake(tensor) and values[node].users:
                 raise NoGraphError(
                     f"forward makes a {type(tensor).__name__} of what it computes, a tensor of a class of "
                     "its own, which the trace takes for a constant"
                 )
-            if known is None:
+            if weight is None:
                 constants[spec.target] = tensor
         else:
             raise NoGraphError(
@@ -258,14 +258,14 @@ def asked_of(
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
     shape: list[int | None] = []
     bounds: list[tuple[int, int] | None] = []
-    for axis, (size, here) in enumerate(zip(val.shape, leaf.shape, strict=True)):
+    for axis, (size, example) in enumerate(zip(val.shape, leaf.shape, strict=True)):
         if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
             shape.append(int(size))
             bounds.append(None)
             continue
-        low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else here)
+        low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else example)
         shape.append(None)
-        bounds.append((low, 1 if high == 2 and here < 2 else high))  # torch has 2 for sizes of at most 1
+        bounds.append((low, 1 if high == 2 and example < 2 else high))  # torch has 2 for sizes of at most 1
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 

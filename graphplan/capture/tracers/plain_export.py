@@ -225,8 +225,8 @@ def _require_in_range(call: BoundCall, shapes: Any) -> None:
 
     ``shapes`` is as ``torch.export`` takes it for this call: by position, or by name.
     """
-    given = call.kwargs if isinstance(shapes, Mapping) else call.args
-    for name, axis, size, dim in _sizes("", given, shapes):
+    arguments = call.kwargs if isinstance(shapes, Mapping) else call.args
+    for name, axis, size, dim in _sizes("", arguments, shapes):
         low, high = getattr(dim, "min", None), getattr(dim, "max", None)
         if (low is not None and size < low) or (high is not None and size > high):
             label = getattr(dim, "__name__", "")

@@ -50,5 +50,5 @@ def _shaped(
     states = hidden if isinstance(hidden, list | tuple) else [hidden]
     width = states[0].shape[-1] * (2 if bidirectional else 1)
     steps, batch = sequence.shape[:2][::-1] if batch_first else sequence.shape[:2]
-    made = sequence.new_empty((steps, batch, width))
-    return made.transpose(0, 1) if batch_first else made, *map(torch.empty_like, states)
+    outputs = sequence.new_empty((steps, batch, width))
+    return outputs.transpose(0, 1) if batch_first else outputs, *map(torch.empty_like, states)

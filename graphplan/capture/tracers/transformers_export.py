@@ -135,12 +135,12 @@ def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[s
         from transformers.exporters.utils import prepare_for_export  # optional package
 
     # caches are copied: the exporter changes its inputs
-    given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    passed = {name: value for name, value in given.items() if not _is_of_loss(name, value)}
+    arguments = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+    passed = {name: value for name, value in arguments.items() if not _is_of_loss(name, value)}
     unwanted = {} if is_forward else {"position_ids": ()}  # only forward has a text, with positions
     with patched(uncast_inputs()):
         _, prepared, _ = prepare_for_export(module, unwanted | passed)
-    inputs = {**given, **prepared}  # given has what the exporter drops: output flags and labels of None
+    inputs = {**arguments, **prepared}  # the exporter drops output flags and labels of None
     return {name: value for name, value in inputs.items() if name not in unwanted or value != ()}
 
 

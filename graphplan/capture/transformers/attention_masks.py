@@ -111,10 +111,10 @@ class _Masks:
 
     def for_any_token(self, mask: Any) -> Any:
         """Return the mask that gives eager mode's result in attention that is not causal."""
-        known = self.made.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
-        if known is None or mask.dtype != torch.bool:
+        entry = self.made.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
+        if entry is None or mask.dtype != torch.bool:
             return mask
-        skipped = known[1].answer()
+        skipped = entry[1].answer()
         if isinstance(skipped, torch.Tensor):
             return mask | skipped
         return None if skipped else mask
@@ -127,14 +127,14 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    ignored, both_ways, found, packed, joined, expansion, indexing = functions_of_masks()
+    causal, bidirectional, packed, separated, combined, expansion, indexing = functions_of_masks()
     looked_up = getattr(*indexing)  # makes tensor[index] an operation that vmap supports
     with patched(
-        (*ignored, lambda original: _recording(original, masks)),
-        (*both_ways, _skipping_bidirectional),
-        (*found, _finding_packed),
-        (*packed, _marking_packed),
-        (*joined, _joining),
+        (*causal, lambda original: _recording(original, masks)),
+        (*bidirectional, _skipping_bidirectional),
+        (*packed, _finding_packed),
+        (*separated, _marking_packed),
+        (*combined, _joining),
         (*expansion, lambda original: broadcasting(original, looked_up)),
         (*indexing, lambda _: nullcontext),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda original: _making(original, masks)),

@@ -42,7 +42,7 @@ from graphplan.capture.structure import (
 )
 from graphplan.errors import NoGraphError
 
-# Caches are recognized by these names; a class with other names needs only to be added here.
+# Parts of caches are recognized by these names; for a class with other names, only this list changes.
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
 """Attributes that count tokens, whose values a trace must not treat as constants."""
 
@@ -305,13 +305,13 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
         return part.held
     if part.kind == "device":
         return torch.device("cpu")  # replaced by the device of the tensors in the same object
-    made = [_make(p, leaves) for p in part.parts]
+    values = [_make(p, leaves) for p in part.parts]
     if part.kind == "mapping":
-        items = zip(part.keys, made, strict=True)
+        items = zip(part.keys, values, strict=True)
         return dict(items) if part.cls is dict else part.cls(items)
     if part.kind == "sequence":
-        return _sequence(part.cls, made)
-    state = dict(zip(part.keys, made, strict=True))
+        return _sequence(part.cls, values)
+    state = dict(zip(part.keys, values, strict=True))
     inside = (leaf for value in state.values() for leaf in leaves_of(value))
     device = next((leaf.device for leaf in inside if isinstance(leaf, torch.Tensor)), None)
     if device is not None:

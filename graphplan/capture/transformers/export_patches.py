@@ -110,11 +110,11 @@ def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, r
     the weights that the trace reads, one name each.
     """
     tensors = _named(module)
-    known = {id(tensors[name]) for name in read if name in tensors}
+    read_ids = {id(tensors[name]) for name in read if name in tensors}
     for path, part in module.named_modules():
         if own[type(part)] is traced[type(part)]:
             continue
-        missing = [name for name, tensor in _named(part).items() if id(tensor) not in known]
+        missing = [name for name, tensor in _named(part).items() if id(tensor) not in read_ids]
         if missing and len(missing) < len(_named(part)):  # if all are missing, it was not called
             raise CaptureError(
                 f"what transformers.exporters traces for {path!r}, a {type(part).__name__}, does not read "

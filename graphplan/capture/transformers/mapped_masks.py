@@ -31,7 +31,7 @@ _NUMBERS = {aten.new_zeros, aten.new_ones, aten.new_full}
 """Operations whose results do not depend on input values; 0-dim results do not depend on sizes either."""
 
 
-def broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Callable[..., Any]:
+def broadcasting(original: Callable[..., Any], looked_up: Callable[[], Any]) -> Callable[..., Any]:
     """Replace ``vmap``, which needs the mode ``looked_up``, by broadcasting where both are equal."""
 
     def expansion(sees: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -39,7 +39,7 @@ def broadcasting(own: Callable[..., Any], looked_up: Callable[[], Any]) -> Calla
             result = _broadcast(sees, positions)
             if result is None:
                 with looked_up():
-                    return own(sees)(*positions)  # type: ignore[no-any-return]
+                    return original(sees)(*positions)  # type: ignore[no-any-return]
             return result
 
         return mask
@@ -58,9 +58,9 @@ def _broadcast(sees: Callable[..., torch.Tensor], positions: tuple[torch.Tensor,
     ]
     last = next(iter(reversed(mode.tracer.graph.nodes)))
     result = sees(*along)
-    known = {node_of(place, mode.tracer) for place in along}
-    if not _is_elementwise(_nodes_after(last), known) or (
-        result.ndim and node_of(result, mode.tracer) not in known
+    derived = {node_of(place, mode.tracer) for place in along}
+    if not _is_elementwise(_nodes_after(last), derived) or (
+        result.ndim and node_of(result, mode.tracer) not in derived
     ):
         return None
     return result.expand(*(place.shape[0] for place in positions))

@@ -169,33 +169,33 @@ def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callabl
     def recurrence(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        arguments = bound.arguments
         # only the kernels support lengths of packed texts and the like
-        has_lengths = any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values())
+        has_lengths = any(isinstance(value, torch.Tensor) for value in arguments.get("kwargs", {}).values())
         if has_lengths or torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return replacement(home, given)
+        return replacement(home, arguments)
 
     return recurrence
 
 
-def _scan_whole(home: str, given: dict[str, Any]) -> Any:
-    tensors = [given[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")]
-    outputs, state = selective_scan(home, *tensors, given["delta_softplus"], given["use_mambapy"])
-    return (outputs, state) if given["return_last_state"] else outputs
+def _scan_whole(home: str, arguments: dict[str, Any]) -> Any:
+    tensors = [arguments[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")]
+    outputs, state = selective_scan(home, *tensors, arguments["delta_softplus"], arguments["use_mambapy"])
+    return (outputs, state) if arguments["return_last_state"] else outputs
 
 
-def _rule_whole(function: str, home: str, given: dict[str, Any]) -> Any:
-    tensors = [given[name] for name in ("query", "key", "value", "g", "beta", "initial_state")]
-    flags = given["chunk_size"], given["use_qk_l2norm_in_kernel"]
+def _rule_whole(function: str, home: str, arguments: dict[str, Any]) -> Any:
+    tensors = [arguments[name] for name in ("query", "key", "value", "g", "beta", "initial_state")]
+    flags = arguments["chunk_size"], arguments["use_qk_l2norm_in_kernel"]
     outputs, state = delta_rule(home, function, *tensors, *flags)
-    return outputs, state if given["output_final_state"] else None
+    return outputs, state if arguments["output_final_state"] else None
 
 
-def _attention_whole(home: str, given: dict[str, Any]) -> Any:
-    tensors = [given[name] for name in ("time_decay", "time_first", "key", "value")]
-    outputs, *state = linear_attention(home, *tensors, list(given["state"] or ()))
-    return outputs, state if given["return_state"] or given["state"] is not None else None
+def _attention_whole(home: str, arguments: dict[str, Any]) -> Any:
+    tensors = [arguments[name] for name in ("time_decay", "time_first", "key", "value")]
+    outputs, *state = linear_attention(home, *tensors, list(arguments["state"] or ()))
+    return outputs, state if arguments["return_state"] or arguments["state"] is not None else None
 
 
 _REPLACED: dict[str, Callable[[str, dict[str, Any]], Any]] = {
