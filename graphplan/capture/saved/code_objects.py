@@ -60,7 +60,7 @@ def is_installed(file: str) -> bool:
 
 
 def package_of(file: str) -> str:
-    """Return the folder or file of the installed package to which a file belongs."""
+    """Return the folder or single file of the installed package that ``file`` belongs to."""
     prefix, folder, rest = next(file.rpartition(one) for one in _INSTALLED if one in file)
     return prefix + folder + rest.partition("/")[0]
 

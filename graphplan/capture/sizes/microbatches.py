@@ -79,7 +79,6 @@ def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxy
 
 
 def _rows(leaf: Any) -> int | None:
-    """Return the first size of a tensor; None without dimensions."""
     return int(leaf.shape[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 

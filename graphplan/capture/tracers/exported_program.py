@@ -213,7 +213,6 @@ def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
 
 
 def _cache_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Return the indices of the leaves that are in caches."""
     return frozenset(i for start, cache in caches_at(spec) for i in range(start, start + cache.num_leaves))
 
 

@@ -242,7 +242,6 @@ def _sizes(leaf: Any) -> dict[int, str]:
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:
-    """Return the guard of a trace in which all images have one size."""
     return Guard(
         "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
     )
