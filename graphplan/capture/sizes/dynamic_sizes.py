@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
@@ -120,7 +121,9 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
         total = largest_size(whole.shape[axis], bounds)
         if total is not None:
             parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
-            bounds |= {part: min(total, bounds.get(part, total)) for part in parts if _is_unbacked(part)}
+            bounds |= {
+                part: min(total, bounds.get(part, total)) for part in parts if _is_unbacked_symbol(part)
+            }
             bounds[sum(parts)] = total
     return bounds
 
@@ -154,8 +157,8 @@ def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
     return max(map(math.prod, shapes), default=None)
 
 
-def _is_unbacked(expression: Any) -> bool:
-    return getattr(expression, "is_symbol", False) and expression.name.startswith("u")
+def _is_unbacked_symbol(expression: Any) -> bool:
+    return getattr(expression, "is_symbol", False) and has_free_unbacked_symbols(expression)
 
 
 def largest_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
@@ -190,7 +193,9 @@ def sizes_of_example(
     example: dict[Any, int] = {}
     for node in (node for node in deciding if node in known):
         for sizes, actual in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
-            example |= {symbol: int(size) for symbol, size in _sized(sizes, actual) if _is_unbacked(symbol)}
+            example |= {
+                symbol: int(size) for symbol, size in _sized(sizes, actual) if _is_unbacked_symbol(symbol)
+            }
     counts = {node: known[each] for node in deciding if (each := _counts_of(node)) in known}
     repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one count is for all rows
     for node, each in repeated.items():
@@ -213,7 +218,7 @@ def _counts_of(node: fx.Node) -> Any:
 def symbols_of(node: fx.Node) -> list[Any]:
     """Return the data-dependent symbols that are sizes or numbers of a node's result by themselves."""
     shapes = _shapes(node.meta.get("val"))
-    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_unbacked(symbol)]
+    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_unbacked_symbol(symbol)]
 
 
 def _has_side_effects(node: fx.Node) -> bool:
