@@ -1,1 +1,1 @@
-"""Several calls of one model over one placement of its weights. In: a problem for each. Out: solutions."""
+"""Several forward passes over one placement of the weights. In: a problem for each. Out: solutions."""

@@ -1,12 +1,12 @@
-"""Place several calls of one model over one placement of its weights.
+"""Place several forward passes of one model over one placement of its weights.
 
-A prefill and a decode, say, run over the same weights, and each must keep every budget. What is
-minimised is the sum of their seconds, each times its weight. The call that counts most is placed first, and
-settles where its weights live; the others follow. It is so once within the budgets, and once beside room for
-the activations of the others, which a prefill has more of. What is found is improved by exchanging weights
-between devices; in the best, each call is placed once more over the weights as they are.
-Every call is judged by the evaluator, with all weights where they are, and with the prefetch buffers that all
-calls share. The bound is the weighted sum of each call's own: alone, none is slower.
+A prefill and a decode, for instance, use the same weights, and each must keep every budget. The objective is
+the weighted sum of their seconds. The pass that counts most (weight times seconds alone) is placed first and
+decides the homes of the weights that it reads; the others follow. This is done once within the budgets, and
+once within budgets that leave room for the others' activations, since a prefill has more of these. The result
+is improved by exchanging weights between devices; in the best, each pass is placed once more over the weights
+as they are. The evaluator judges every pass with all weights and with the prefetch buffers that all passes
+share. The bound of each pass is its bound alone: no placement beside others is faster.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Find = Callable[[Problem], Evaluation | None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call among several.
+    """One forward pass among several.
 
     Attributes:
-        problem: what to place, without the caller's rules.
-        constraints: those rules, as far as they name what this call runs.
-        weight: how much its seconds count.
+        problem: the problem, without the caller's constraints.
+        constraints: the constraints that name something in this pass.
+        weight: factor of its seconds in the objective.
     """
 
     problem: Problem
@@ -56,13 +56,13 @@ class Call:
     weight: float
 
     def with_homes(self, homes: Mapping[str, DeviceKey]) -> Problem:
-        """The problem with the caller's rules, and with weights that have a home already."""
-        known = {name: key for name, key in homes.items() if name in self.problem.graph.weights}
-        fixed = {**known, **self.problem.fixed_weights}
+        """Return the problem with the caller's constraints and with these homes of weights."""
+        named = {name: key for name, key in homes.items() if name in self.problem.graph.weights}
+        fixed = {**named, **self.problem.fixed_weights}
         return constrain(replace(self.problem, fixed_weights=fixed), self.constraints)
 
     def on(self, topology: Topology) -> Call:
-        """The same call on other devices; where one has more room, prefetch buffers may grow by as much."""
+        """Return the pass with another topology; prefetch limits grow by as much as the devices' room."""
         before = self.problem.topology
         growth = {
             key: limit + topology[key].room - before[key].room
@@ -71,7 +71,7 @@ class Call:
         return replace(self, problem=replace(self.problem, topology=topology, prefetch_limits=growth))
 
     def read(self) -> set[str]:
-        """The weights whose data it reads."""
+        """Return the weights that the pass reads."""
         graph = self.problem.graph
         return {name for name in graph.weights if graph.readers.get(name)}
 
@@ -82,92 +82,92 @@ def place_jointly(
     *,
     near: Sequence[Assignment] | None = None,
 ) -> tuple[Solution, ...]:
-    """A placement of each call, in order, all over the same homes of weights.
+    """Place all passes over the same homes of weights; return the solutions in order.
 
-    Weights of one name are one weight; every call's graph names all of them.
+    Weights of one name are one weight; every pass's graph names all of them.
 
     Args:
-        calls: what to place.
+        calls: the passes to place.
         limits: as in :func:`graphplan.passes.placement.driver.place`.
-        near: an assignment of each call to start from as well, all over the same homes of weights.
+        near: another assignment of each pass to start from, all over the same homes of weights.
 
     Raises:
-        InfeasibleError: a call fits in no way, or no way was found in which all of them do.
+        InfeasibleError: no placement of one pass alone, or of all of them together, was found.
     """
     calls = [replace(call, problem=replace(call.problem, further_calls=len(calls) > 1)) for call in calls]
     problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
-    known: Sequence[Assignment | None] = near or [None] * len(calls)
+    nears: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
     part = replace(part, effort=part.effort * PARAMS.call_effort)
-    alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
+    alone = [place(problem, part, near=one) for problem, one in zip(problems, nears, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:
         solution = attempt(problem, replace(part, proves=False), None)
         return probe(problem, deadline=limits.deadline) if solution is None else solution.evaluation
 
     starts: list[list[Evaluation]] = []
-    if near is not None and _feasible(known_together := fit_together(problems, near)):
-        starts.append(known_together)
+    if near is not None and _feasible(together := fit_together(problems, near)):
+        starts.append(together)
     evaluations = [solution.evaluation for solution in alone]
     for number, start in enumerate(_starts(calls, evaluations, find)):
         if start is not None and _feasible(start):
             starts.append(start)
         if starts and (number or limits.over):
-            break  # the others are for budgets that are hard to keep
+            break  # further starts are for budgets that are hard to keep
     if not starts:
         raise _infeasible(calls, limits)
     exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
-        best = _placed_again(calls, best, part)
+        best = _place_again(calls, best, part)
     return tuple(
-        certify(found, _bound(problem, found, solo, limits))
-        for problem, found, solo in zip(problems, best, alone, strict=True)
+        certify(evaluation, _bound(problem, evaluation, solo, limits))
+        for problem, evaluation, solo in zip(problems, best, alone, strict=True)
     )
 
 
-def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) -> Bound:
-    """Alone, no call is slower; but one that fits the accelerators alone may be offloaded beside others."""
-    if holds_for(solo.bound.scope, problem, found):
+def _bound(problem: Problem, evaluation: Evaluation, solo: Solution, limits: Limits) -> Bound:
+    """Return the bound of the pass alone if its scope holds beside others; else one with a wider scope."""
+    if holds_for(solo.bound.scope, problem, evaluation):
         bound = solo.bound
-    elif is_searched(problem, found):
-        bound = bound_with_offload(problem, found.seconds, limits)
+    elif is_searched(problem, evaluation):
+        bound = bound_with_offload(problem, evaluation.seconds, limits)
     else:
         bound = least_seconds(Arrays(problem))
     return replace(bound, proof=f"these inputs alone: {bound.proof}")
 
 
 def _pinned(calls: Sequence[Call]) -> dict[str, DeviceKey]:
-    """Homes that the caller, or an earlier plan, has given."""
+    """Return weight -> its home by the caller's pins or an earlier plan."""
     return {name: key for call in calls for name, key in call.with_homes({}).fixed_weights.items()}
 
 
-def _feasible(found: Sequence[Evaluation]) -> bool:
-    return all(one.feasible for one in found)
+def _feasible(evaluations: Sequence[Evaluation]) -> bool:
+    return all(evaluation.feasible for evaluation in evaluations)
 
 
 def _starts(
     calls: Sequence[Call], alone: Sequence[Evaluation], find: Find
 ) -> Iterator[list[Evaluation] | None]:
-    """What comes of letting one call go first, with and without room for the others; and of streaming all."""
+    """Yield starts: each pass first, without and with room for the others; at last, all weights streamed."""
     pinned = _pinned(calls)
     heaviest = sorted(range(len(calls)), key=lambda index: -calls[index].weight * alone[index].seconds)
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
-        yield _in_turn(calls, order, pinned, alone[first], find)
+        yield _place_in_turn(calls, order, pinned, alone[first], find)
         problem = calls[first].with_homes(pinned)
         smaller = _with_room(problem, alone[first], [alone[index] for index in order[1:]])
-        found = find(smaller) if smaller.topology != problem.topology else None
-        yield _in_turn(calls, order, pinned, found, find) if found is not None else None
+        placed = find(smaller) if smaller.topology != problem.topology else None
+        yield _place_in_turn(calls, order, pinned, placed, find) if placed is not None else None
     problem = calls[0].with_homes(pinned)
     cpu = problem.topology.cpu
     if cpu is not None and problem.offload:
         streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
-        yield _in_turn(calls, heaviest, {**dict.fromkeys(streamable, cpu), **pinned}, None, find)
+        yield _place_in_turn(calls, heaviest, {**dict.fromkeys(streamable, cpu), **pinned}, None, find)
 
 
 def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) -> Problem:
-    """The problem of one call, beside what other calls need more than it for activations of accelerators."""
+    """Return the problem with budgets that leave room for what other passes need more for activations."""
     memory = {}
     for spec in problem.topology.devices:
         needs = [one.peak(spec.key).nbytes - one.peak(spec.key).weights for one in (own, *others)]
@@ -176,52 +176,52 @@ def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) 
     return replace(problem, topology=problem.topology.with_memory(memory))
 
 
-def _in_turn(
+def _place_in_turn(
     calls: Sequence[Call],
     order: Sequence[int],
     homes: Mapping[str, DeviceKey],
     first: Evaluation | None,
     find: Find,
 ) -> list[Evaluation] | None:
-    """Place calls in this order, each over the weights that those before it have settled.
+    """Place passes in this order, each over the homes of weights that those before it have decided.
 
-    ``homes`` are settled before; ``first`` is a placement of the first in order.
+    ``homes`` are decided from the start; ``first`` is a placement of the first in order, if there is one.
     """
-    with_homes, placed = dict(homes), dict[int, Evaluation]()
+    decided, placed = dict(homes), dict[int, Evaluation]()
     for index in order:
-        found = first if index == order[0] else None
-        found = found or find(beside(calls[index].with_homes(with_homes), list(placed.values())))
-        if found is None:
+        evaluation = first if index == order[0] else None
+        evaluation = evaluation or find(beside(calls[index].with_homes(decided), list(placed.values())))
+        if evaluation is None:
             return None
-        placed[index] = found
-        with_homes |= {name: found.assignment.weights[name] for name in calls[index].read()}
-    for found in placed.values():  # what none of them reads
-        with_homes = {**found.assignment.weights, **with_homes}
+        placed[index] = evaluation
+        decided |= {name: evaluation.assignment.weights[name] for name in calls[index].read()}
+    for evaluation in placed.values():  # homes of unread weights
+        decided = {**evaluation.assignment.weights, **decided}
     assignments = [placed[index].assignment for index in range(len(calls))]
     return fit_together(
-        [call.with_homes(with_homes) for call in calls],
-        [replace(one, weights={name: with_homes[name] for name in one.weights}) for one in assignments],
+        [call.with_homes(decided) for call in calls],
+        [replace(one, weights={name: decided[name] for name in one.weights}) for one in assignments],
     )
 
 
-def _placed_again(calls: Sequence[Call], found: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
-    """Each call's own search once more, with all weights where they are."""
-    best = list(found)
-    problems = [call.with_homes(found[0].assignment.weights) for call in calls]
+def _place_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
+    """Search each pass once more, over all weights where they reside; return the better evaluations."""
+    best = list(start)
+    problems = [call.with_homes(start[0].assignment.weights) for call in calls]
     for index, problem in enumerate(problems):
         others = [one for one in best if one is not best[index]]
-        near = best[index].assignment  # which is feasible, so something is found
+        near = best[index].assignment  # feasible, so `place` finds something
         again = place(within(problem, others), replace(limits, proves=False), near=near).evaluation
         trial = [one.assignment for one in best]
         trial[index] = again.assignment
-        judged = evaluate_together(problems, trial)
-        if again.seconds < best[index].seconds and _feasible(judged):
-            best = judged
+        together = evaluate_together(problems, trial)
+        if again.seconds < best[index].seconds and _feasible(together):
+            best = together
     return best
 
 
 def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
-    """Each call fits alone: which growth of all budgets would do for all of them."""
+    """Return the error for passes that fit alone but not together, with budgets that suffice for all."""
     said = (
         f"no placement of the weights was found that keeps the budgets for all {len(calls)} of calls=, "
         "though each fits alone"
@@ -230,7 +230,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     nearest = None
     if limits.advises:
         effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
-        nearest = smallest_budgets(problem, effort, lambda one, left: _probed(calls, one, left))
+        nearest = smallest_budgets(problem, effort, lambda one, left: _probe_jointly(calls, one, left))
     if nearest is None:
         return InfeasibleError(said)
     available = problem.topology.budgets
@@ -241,18 +241,18 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     )
 
 
-def _probed(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluation | None:
-    """The first call's placement on the problem's devices, with the highest peaks of all calls."""
+def _probe_jointly(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluation | None:
+    """Return the first pass's placement on the problem's devices, with the highest peaks of all passes."""
     grown = [call.on(problem.topology) for call in calls]
     alone = [probe(call.with_homes(_pinned(grown)), effort) for call in grown]
-    possible = [found for found in alone if found is not None]
+    possible = [evaluation for evaluation in alone if evaluation is not None]
     if len(possible) < len(calls):
         return None
     starts = _starts(grown, possible, lambda one: probe(one, effort))
-    found = next((start for start in starts if start and _feasible(start)), None)
-    if found is None:
+    joint = next((start for start in starts if start and _feasible(start)), None)
+    if joint is None:
         return None
     peaks = {
-        key: max((one.peak(key) for one in found), key=lambda p: p.nbytes) for key in problem.topology.keys
+        key: max((one.peak(key) for one in joint), key=lambda p: p.nbytes) for key in problem.topology.keys
     }
-    return replace(found[0], highest=peaks)
+    return replace(joint[0], highest=peaks)

@@ -1,8 +1,8 @@
-"""Judge calls of one model together: they stream weights through one prefetch buffer per device.
+"""Evaluate several forward passes that stream weights through one shared prefetch buffer per device.
 
-It has the bytes that the call with the largest needs, in every call. A call that fits with a buffer of its
-own may not fit with that one; the buffer then loses slots until all do. For two calls of which the first has
-large activations::
+The shared buffer is as large as the largest that a pass needs. A pass that fits with its own buffer may not
+fit with the shared one; the shared buffer then loses slots until all passes fit. For two passes, of which the
+first has large activations::
 
     alone      call 0: 1 slot,  16 KiB        call 1: 4 slots, 64 KiB
     together   call 0: 1 slot of 32 KiB       call 1: 2 slots, 32 KiB
@@ -21,33 +21,33 @@ from graphplan.passes.placement.problem import Problem
 
 
 def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
-    """Judge an assignment of each call, each with the largest prefetch buffer of all."""
-    found = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
-    sizes = _largest(found)
+    """Return the evaluation of each pass's assignment, each with the largest prefetch buffer of all."""
+    evaluations = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
+    sizes = _largest_buffers(evaluations)
     return [
-        one if _has(one, sizes) else evaluate(_with_prefetch_buffers(problem, sizes), one.assignment)
-        for problem, one in zip(problems, found, strict=True)
+        one if _has_buffers(one, sizes) else evaluate(_with_prefetch_buffers(problem, sizes), one.assignment)
+        for problem, one in zip(problems, evaluations, strict=True)
     ]
 
 
 def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
-    """As :func:`evaluate_together`, with as many slots as are asked for and all budgets allow."""
-    found = evaluate_together(problems, assignments)
-    while (deepest := _deepest(found)) is not None:
-        call, buffer = deepest
-        fewer = [one.assignment for one in found]
+    """Return the evaluations as :func:`evaluate_together`, with fewer slots while a budget is exceeded."""
+    evaluations = evaluate_together(problems, assignments)
+    while (largest := _largest_slots(evaluations)) is not None:
+        call, buffer = largest
+        fewer = [one.assignment for one in evaluations]
         fewer[call] = replace(fewer[call], slots={**fewer[call].slots, buffer.device: len(buffer.slots) - 1})
-        found = evaluate_together(problems, fewer)
-    return found
+        evaluations = evaluate_together(problems, fewer)
+    return evaluations
 
 
 def beside(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """The problem of one call where these others have made their prefetch buffers already."""
-    return _with_prefetch_buffers(problem, _largest(others))
+    """Return the problem of one pass, beside prefetch buffers that the others have allocated."""
+    return _with_prefetch_buffers(problem, _largest_buffers(others))
 
 
 def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """As :func:`beside`, with prefetch buffers that grow no further than the others' budgets allow."""
+    """Return the problem as :func:`beside`, with buffers limited to what the others' budgets allow."""
     limits = dict(problem.prefetch_limits)
     for other in others:
         sizes = {buffer.device: buffer.nbytes for buffer in other.schedule.prefetch_buffers}
@@ -57,35 +57,35 @@ def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
     return where_buffers_suffice(replace(beside(problem, others), prefetch_limits=limits))
 
 
-def _deepest(found: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:
-    """Of the devices over their budgets, the call whose slots take most, if it can do with fewer."""
-    over = {key for one in found for key in one.excess}
+def _largest_slots(evaluations: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:
+    """Return the pass and buffer with the largest slots on a device over budget, if fewer slots may do."""
+    over = {key for one in evaluations for key in one.excess}
     prefetch_buffers = [
         (call, buffer)
-        for call, one in enumerate(found)
+        for call, one in enumerate(evaluations)
         for buffer in one.schedule.prefetch_buffers
-        if buffer.device in over and len(buffer.slots) > _least(one, buffer)
+        if buffer.device in over and len(buffer.slots) > _fewest_slots(one, buffer)
     ]
     return max(prefetch_buffers, key=lambda pair: sum(pair[1].slots), default=None)
 
 
-def _least(found: Evaluation, buffer: PrefetchBuffer) -> int:
-    """The fewest slots that can do: where segments are read at once, asking for fewer gives no fewer."""
+def _fewest_slots(evaluation: Evaluation, buffer: PrefetchBuffer) -> int:
+    """Return the fewest possible slots: at least as many as there are segments in use at once."""
     actual = len(buffer.slots)
-    return actual if found.assignment.slots.get(buffer.device, actual) < actual else 1
+    return actual if evaluation.assignment.slots.get(buffer.device, actual) < actual else 1
 
 
-def _largest(found: Sequence[Evaluation]) -> dict[DeviceKey, int]:
-    """Device -> bytes of the slots of the call that has most there."""
+def _largest_buffers(evaluations: Sequence[Evaluation]) -> dict[DeviceKey, int]:
+    """Return device -> bytes of the largest buffer's slots among the passes."""
     sizes: dict[DeviceKey, int] = {}
-    for buffer in (buffer for one in found for buffer in one.schedule.prefetch_buffers if buffer.slots):
+    for buffer in (buffer for one in evaluations for buffer in one.schedule.prefetch_buffers if buffer.slots):
         sizes[buffer.device] = max(sum(buffer.slots), sizes.get(buffer.device, 0))
     return sizes
 
 
-def _has(found: Evaluation, sizes: Mapping[DeviceKey, int]) -> bool:
-    """Whether it counts prefetch buffers that are as large already."""
-    here = {buffer.device: buffer.nbytes for buffer in found.schedule.prefetch_buffers}
+def _has_buffers(evaluation: Evaluation, sizes: Mapping[DeviceKey, int]) -> bool:
+    """Whether an evaluation counts prefetch buffers of at least these sizes."""
+    here = {buffer.device: buffer.nbytes for buffer in evaluation.schedule.prefetch_buffers}
     return all(here.get(key, 0) >= nbytes for key, nbytes in sizes.items())
 
 
