@@ -1,4 +1,4 @@
-"""Placements whose weights are streamed from CPU memory.
+"""The search for placements whose weights are streamed from CPU memory.
 
-In: a problem. Out: the best placement that is found, and a bound.
+In: a problem. Out: the best placement that was found, and a bound.
 """

@@ -1,8 +1,8 @@
-"""Coarser macro-operations for streamed searches: light operations go with the heavy one beside them.
+"""Coarser macro-operations for streamed searches: light operations are tied to the heavy one beside them.
 
-Where an operation runs that reads few weights is decided by what lies around it. The order is cut between
-every two heavy operations, where the fewest bytes cross. A placement of the coarse problem is one of the
-problem itself; bounds are proven on the problem itself.
+An operation is heavy if it reads many bytes of weights. The order is cut between every two heavy operations,
+where the fewest bytes cross. A placement of the coarse problem is one of the problem itself. Bounds are of
+the problem itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphplan.passes.placement.problem import Problem
 
 
 def coarsen(arrays: Arrays) -> Problem:
-    """The same problem with pieces of its order tied together."""
+    """Return the problem with pieces of its order tied together."""
     problem = arrays.problem
     if arrays.count <= PARAMS.coarse_least:
         return problem
@@ -28,29 +28,29 @@ def coarsen(arrays: Arrays) -> Problem:
 
 
 def _cuts(arrays: Arrays) -> list[int]:
-    """Positions in order, without the ends."""
+    """Return the positions of the cuts in order, without the ends."""
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
     nbytes, longest = bytes_read(arrays), PARAMS.coarse_longest
     least = PARAMS.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
     heavy = np.flatnonzero(nbytes > least).tolist()
-    found = {0, count}
+    positions = {0, count}
     runs_on = np.isfinite(arrays.compute)
-    found |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
+    positions |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
     for before, after in pairwise([*heavy, count]):
         if (position := _lowest(crossing, allowed, before + 1, after)) is not None:
-            found.add(position)
-    apart = _apart(arrays, nbytes)
+            positions.add(position)
+    alone = _placed_alone(arrays, nbytes)
     for index in heavy:
-        if apart[index]:
-            found |= {index, index + 1}
-    for first, last in pairwise(sorted(found)):
+        if alone[index]:
+            positions |= {index, index + 1}
+    for first, last in pairwise(sorted(positions)):
         while last - first > longest:
             position = _lowest(crossing, allowed, first + longest // 2, min(first + longest, last - 1))
             if position is None:
                 break
-            found.add(position)
+            positions.add(position)
             first = position
-    return sorted(found - {0, count})
+    return sorted(positions - {0, count})
 
 
 def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | None:
@@ -59,34 +59,34 @@ def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | No
 
 
 def bytes_read(arrays: Arrays) -> Floats:
-    """(operations,) bytes of weights."""
-    mine = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
-    found = np.bincount(arrays.reader[mine], arrays.nbytes[arrays.item[mine]], arrays.count)
-    return np.asarray(found, dtype=float)
+    """(operations,) bytes of the weights that each reads."""
+    of_weights = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
+    nbytes = np.bincount(arrays.reader[of_weights], arrays.nbytes[arrays.item[of_weights]], arrays.count)
+    return np.asarray(nbytes, dtype=float)
 
 
-def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
-    """(operations,) that share a weight with others, or whose results come from the CPU before it could.
+def _placed_alone(arrays: Arrays, nbytes: Floats) -> Bools:
+    """(operations,) whether each shares a weight, or the CPU computes it before its weights could be copied.
 
-    Others are those of other macro-operations. A view of a weight, or its cast, goes with its reader.
+    Its weights count less its results: so a view or cast of a weight stays with its reader.
     """
     several = [item for item, units in arrays.readers.items() if item >= arrays.values and len(units) > 1]
     shared = np.zeros(arrays.count + 1, dtype=bool)
     shared[arrays.reader[np.isin(arrays.item, several)]] = True
-    shared = shared[:-1]  # without the end, where results are read
+    shared = shared[:-1]  # without the end, which reads the results
     if arrays.cpu is None:
         return shared
     per_byte = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates]
     fastest = per_byte.min() if len(per_byte) else 0.0
-    made = arrays.source[: arrays.values]
-    results = np.bincount(made[made >= 0], arrays.nbytes[: arrays.values][made >= 0], arrays.count)
+    sources = arrays.source[: arrays.values]
+    results = np.bincount(sources[sources >= 0], arrays.nbytes[: arrays.values][sources >= 0], arrays.count)
     return np.asarray(shared | (arrays.compute[arrays.cpu] < (nbytes - results) * fastest))
 
 
 def _allowed(arrays: Arrays) -> Bools:
-    """(positions,) that part no group, but for those that are spread out."""
-    found = np.ones(arrays.count + 1, dtype=bool)
+    """(positions,) whether a cut separates no macro-operation, apart from those that span many operations."""
+    allowed = np.ones(arrays.count + 1, dtype=bool)
     for members in arrays.units:
         if members[-1] - members[0] < PARAMS.coarse_longest:
-            found[members[0] + 1 : members[-1] + 1] = False
-    return found
+            allowed[members[0] + 1 : members[-1] + 1] = False
+    return allowed

@@ -1,9 +1,9 @@
-"""The search where accelerators do not hold the weights: the CPU computes and keeps, weights are streamed.
+"""The search where accelerators do not hold the weights: the CPU computes and holds weights to stream.
 
-Before a search it is settled how much of each accelerator's memory is prefetch buffers, and where the
-largest shared weight resides. For each such configuration the Lagrangian relaxation says how fast a
-placement may be; in that order they are searched by beams with the clock of every copy queue. What is
-found is judged by the evaluator, again with margins where it passes a budget.
+A configuration fixes the prefetch buffers of each accelerator and the home of the largest shared weight. The
+Lagrangian relaxation gives a lower bound for each configuration, and they are searched in that order. The
+search is a beam of labels with a clock for every copy queue. The evaluator judges its completions; where they
+exceed a budget, the beam runs again with more memory reserved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphplan.passes.placement.streaming.round_robin import in_turns
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
 _ROUNDS = (16, 32, 8, 64, 4)
-"""How often accelerators have their turn; what is best for a model shows only when it is tried."""
+"""Numbers of turns of each accelerator to try: which is best for a model only a trial shows."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class StreamedSearch:
     """Places a problem with the CPU and with streaming.
 
     Attributes:
-        problem: what is placed.
-        effort: what is charged.
-        best: the fastest placement within the budgets; None where there is none.
-        bound: on every placement of the problem.
-        nearest: of those that pass a budget, the one that does by least.
-        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks took beside weights.
+        problem: the problem to place.
+        effort: the effort to charge.
+        best: the fastest placement within the budgets; None if there is none.
+        bound: lower bound for every placement of the problem.
+        nearest: the placement that exceeds the budgets by least, among those that exceed one.
+        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside weights.
     """
 
     problem: Problem
@@ -62,13 +62,13 @@ class StreamedSearch:
 
     def _search_on(self, arrays: Arrays) -> None:
         self.arrays = arrays
-        for name in ("coarse", "_slot_sizes"):  # those of other arrays
+        for name in ("coarse", "_slot_sizes"):  # cached for other arrays
             self.__dict__.pop(name, None)
         self.guide = Frontier(self.arrays, streaming=True, guide=True)
 
     @cached_property
     def coarse(self) -> Arrays:
-        """With pieces of the order tied together: what the beams search."""
+        """Arrays of the coarser problem, which the beams search."""
         tied = coarsen(self.arrays)
         if tied is self.arrays.problem:
             return self.arrays
@@ -76,44 +76,44 @@ class StreamedSearch:
 
     @cached_property
     def proving(self) -> Arrays:
-        """Of the problem itself: what a bound must hold for."""
+        """Arrays of the problem itself, unfolded: what a bound must hold for."""
         return Arrays(self.problem) if self.arrays.folded else self.arrays
 
     @property
     def seconds(self) -> float:
-        """Of the best placement."""
+        """Seconds of the best placement."""
         return np.inf if self.best is None else self.best.seconds
 
     @property
     def proven(self) -> bool:
-        """Whether the gap is small enough to end."""
+        """Whether the gap is at most ``sufficient_gap``."""
         return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
     def _evaluate(self, assignment: Assignment) -> Evaluation:
         return evaluate_filled(self.problem, assignment, self.arrays.unread)
 
-    def offer(self, found: Evaluation) -> bool:
-        """Keep a placement if it is the fastest within the budgets; whether it is within them."""
+    def offer(self, evaluation: Evaluation) -> bool:
+        """Keep a placement if it is the fastest within the budgets; return whether it is within them."""
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
-        if not found.feasible:
-            over = sum(found.excess.values()) if np.isfinite(found.seconds) else np.inf
+        if not evaluation.feasible:
+            over = sum(evaluation.excess.values()) if np.isfinite(evaluation.seconds) else np.inf
             if over < (np.inf if self.nearest is None else sum(self.nearest.excess.values())):
-                self.nearest = found
+                self.nearest = evaluation
             return False
-        if found.seconds < self.seconds * (1 - ROUNDING):
-            self.best = found
+        if evaluation.seconds < self.seconds * (1 - ROUNDING):
+            self.best = evaluation
         return True
 
     # -- a first placement ---------------------------------------------------------------------------
 
     def take_turns(self) -> None:
-        """Accelerators in turn, with smaller and smaller slots, until these do not pay.
+        """Try accelerators in turn, with smaller and smaller slots, until these do not pay.
 
-        Slots that too few weights fill come last: those of a head, say, which is larger than all others.
+        Slot sizes that too few weights fill come last, such as that of a head larger than all other weights.
         """
         arrays, ratio = self.arrays, PARAMS.slot_ratio
-        able = np.flatnonzero(arrays.accelerates).tolist()
-        lacking = arrays.weight_bytes.sum() - arrays.room[able].sum()
+        accelerators = np.flatnonzero(arrays.accelerates).tolist()
+        lacking = arrays.weight_bytes.sum() - arrays.room[accelerators].sum()
 
         def is_filled_by_few(size: float) -> bool:
             fill = (arrays.weight_bytes <= size) & (arrays.weight_bytes * ratio > size)
@@ -121,18 +121,18 @@ class StreamedSearch:
 
         for size in sorted(self._slot_sizes, key=is_filled_by_few):
             before = self.seconds
-            for rounds in _ROUNDS if len(able) > 1 else (1,):
+            for rounds in _ROUNDS if len(accelerators) > 1 else (1,):
                 if self.effort.over:
                     return
                 devices = self.coarse.expand(in_turns(self.coarse, rounds))
-                self._stream_excess(dict.fromkeys(able, 0.0), devices, size)
+                self._stream_excess(dict.fromkeys(accelerators, 0.0), devices, size)
             if self.best is not None and self.seconds == before:
                 return
 
     def begin(self, near: Assignment | None = None) -> bool:
-        """Segments with streamed excess, everything on one device, the nearest repaired; whether one fits.
+        """Find a first placement: segments, single devices, even spreads, repair; return whether one fits.
 
-        Where a training step does not fit folded, an operation's backward pass may be elsewhere than itself.
+        A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
         if not self._begin(near) and self.arrays.folded and not self.effort.over:
             self._search_on(self.proving)
@@ -140,8 +140,8 @@ class StreamedSearch:
         return self.best is not None
 
     def _begin(self, near: Assignment | None) -> bool:
-        if near is not None and (known := self._adopted(near)) is not None:
-            self.offer(self._evaluate(known))
+        if near is not None and (adopted := self._adopt(near)) is not None:
+            self.offer(self._evaluate(adopted))
         complete = False
         for options in (
             {"streaming": True, "use_cpu": True},
@@ -159,7 +159,7 @@ class StreamedSearch:
             self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
             if self.best is None or not self.arrays.accelerates[device]:
-                self._all_on(device)
+                self._try_device(device)
         self._spread_evenly()
         if self.best is None and self.nearest is not None:
             with self.effort.share(PARAMS.local_share) as part:
@@ -171,17 +171,17 @@ class StreamedSearch:
             if self.effort.over or (self.best is not None and self._spent_much):
                 return
             for segments, devices in search.placements(homes):
-                lacking = dict.fromkeys((one.device for one in segments), 0.0)
-                for one in segments:
-                    lacking[one.device] = max(lacking[one.device], one.excess)
+                lacking = dict.fromkeys((segment.device for segment in segments), 0.0)
+                for segment in segments:
+                    lacking[segment.device] = max(lacking[segment.device], segment.excess)
                 self._stream_excess(lacking, devices)
 
     @property
     def _spent_much(self) -> bool:
         return self.effort.visits < 0.8 * self.effort.total
 
-    def _adopted(self, near: Assignment) -> Assignment | None:
-        """A known placement with the rules of this problem; None where it parts what must be together."""
+    def _adopt(self, near: Assignment) -> Assignment | None:
+        """Return a given placement under this problem's rules; None if it separates tied operations."""
         arrays, problem, cpu = self.arrays, self.problem, self.guide.cpu
         if near.operations.keys() != problem.graph.operations.keys():
             return None
@@ -201,7 +201,7 @@ class StreamedSearch:
                 homes[name] = near.weights[name]
         return replace(reside(problem, operations, streamed, homes), slots=near.slots)
 
-    def _all_on(self, device: int) -> None:
+    def _try_device(self, device: int) -> None:
         arrays = self.arrays
         devices = arrays.expand(np.full(len(arrays.units), device))
         self._stream_excess({device: 0.0}, devices)
@@ -209,7 +209,7 @@ class StreamedSearch:
             self._stream_excess({device: float(arrays.weight_bytes.sum())}, devices)
 
     def _spread_evenly(self) -> None:
-        """For slots of each size: all on one accelerator, and the operations of the best placement."""
+        """Try slots of each size with all on one accelerator, and with the devices of the best placement."""
         arrays = self.arrays
         able = (device for device, *_ in device_classes(arrays) if arrays.accelerates[device])
         trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
@@ -221,68 +221,68 @@ class StreamedSearch:
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
 
     def _stream_excess(self, lacking: dict[int, float], devices: Ints, slot: float = np.inf) -> None:
-        """Judge a placement, with as many weights streamed as devices lack bytes for, spread evenly.
+        """Offer placements with as many weights streamed as devices lack bytes for, spread evenly.
 
         Args:
-            lacking: device -> bytes that it lacks, to begin with.
-            devices: of the operations.
-            slot: bytes of the largest weight that is streamed.
+            lacking: device -> bytes that it lacks, to begin with; raised in place.
+            devices: (operations,) devices.
+            slot: most bytes of a weight that is streamed.
         """
         operations, tried = self.arrays.named(devices), None
         for _ in range(2 * PARAMS.retries):
             spread = {d: self._spread(devices, d, nbytes, slot) for d, nbytes in lacking.items() if nbytes}
             if spread == tried:
-                return  # all that can be streamed is
+                return  # all weights that can be streamed are
             tried = spread
             streamed = [self.arrays.names[item] for items in spread.values() for item in items]
-            found = self._evaluate(reside(self.problem, operations, streamed))
-            if self.offer(found) or not found.excess or found.seconds >= self.seconds:
-                return  # what streams more takes no less
-            for key, over in found.excess.items():
+            evaluation = self._evaluate(reside(self.problem, operations, streamed))
+            if self.offer(evaluation) or not evaluation.excess or evaluation.seconds >= self.seconds:
+                return  # streaming more does not make it faster
+            for key, over in evaluation.excess.items():
                 d = self.arrays.number[key]
                 if self.arrays.accelerates[d]:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
                     lacking[d] = max(lacking.get(d, 0.0), freed) + over
 
     def _spread(self, devices: Ints, device: int, nbytes: float, slot: float) -> list[int]:
-        """Weights read on a device, at equal distances in its order, of so many bytes with two slots.
+        """Return weights to stream to a device, at equal distances in its order.
 
-        They are those that fill a slot, or all that go into it where these are not enough.
+        Their bytes are ``nbytes`` and two slots. They fill a slot, or just fit into one if those are too few.
         """
         arrays, frontier = self.arrays, self.guide
         units = np.unique(arrays.unit_of[devices == device])
-        mine = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
-        mine = [i for i in mine if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
-        filling = [i for i in mine if arrays.nbytes[i] * PARAMS.slot_ratio > slot]
+        own = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
+        own = [i for i in own if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
+        filling = [i for i in own if arrays.nbytes[i] * PARAMS.slot_ratio > slot]
         if np.isfinite(slot) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
-            mine = filling
-        total, found = arrays.stored_bytes(mine), list[int]()
-        if nbytes > total:  # own weights are not enough: those that others read too
+            own = filling
+        total, chosen = arrays.stored_bytes(own), list[int]()
+        if nbytes > total:  # own weights are not enough: stream shared ones too
             for item in arrays.shared:
-                here = any(devices[arrays.units[unit][0]] == device for unit in arrays.readers[item])
-                if here and frontier.is_streamable(item):
-                    found.append(item)
+                read_here = any(devices[arrays.units[unit][0]] == device for unit in arrays.readers[item])
+                if read_here and frontier.is_streamable(item):
+                    chosen.append(item)
         if not total:
-            return found
-        wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[mine].max()))
+            return chosen
+        wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[own].max()))
         due = 0.0
-        for item in mine:
+        for item in own:
             size = arrays.stored_bytes([item])
             due += wanted / total * size
             if due >= size * (1 - ROUNDING):
                 due -= size
-                found.append(item)
-        # whole weights are some less: one more
-        rest = sorted(set(mine) - set(found), key=arrays.nbytes.__getitem__)
+                chosen.append(item)
+        # whole weights fall short of the wanted bytes: stream one more
+        rest = sorted(set(own) - set(chosen), key=arrays.nbytes.__getitem__)
         enough = [item for item in rest if arrays.stored_bytes([item]) >= due] or rest[-1:]
-        return found + (enough[:1] if due > ROUNDING * wanted else [])
+        return chosen + (enough[:1] if due > ROUNDING * wanted else [])
 
     # -- beams ---------------------------------------------------------------------------------------
 
     def improve(self) -> None:
-        """Search configurations, the most promising first, then those beside the best."""
+        """Search configurations in the order of their bounds, then neighbours of the best, then wider."""
         if self.best is None and self.effort.over:
-            return  # no bound is asked for
+            return  # a bound without a placement is of no use
         with self.effort.share(0.25) as part:
             configurations = sorted(self._configurations(part), key=lambda one: one.bound)
         best = configurations[0] if configurations else None
@@ -293,12 +293,12 @@ class StreamedSearch:
                 best = self._search(one, PARAMS.first_width, part) or best
         if best is not None:
             with self.effort.share(0.3) as part:
-                best = self._beside(best, part)
+                best = self._search_neighbours(best, part)
             with self.effort.share(0.8) as part:
                 self._widen(best, part)
 
     def _configurations(self, effort: Effort) -> Iterator[Relaxation]:
-        """One for each home of the largest shared weight, number and size of the slots."""
+        """Yield one for each home of the largest shared weight and each number and size of slots."""
         frontiers = list(settled_frontiers(self.coarse, effort, streaming=True, guide=True))
         trials = [
             (stages, frontier, buffers)
@@ -311,27 +311,27 @@ class StreamedSearch:
             if effort.over and done:
                 return
             with effort.share(1 / (len(trials) - done)) as part:
-                found = _relaxed(frontier, stages, buffers, part)
-            if found.possible:
-                yield found
+                relaxation = _relaxed(frontier, stages, buffers, part)
+            if relaxation.possible:
+                yield relaxation
 
     @cached_property
     def _slot_sizes(self) -> list[float]:
-        """A few sizes of slots: the largest that weights need, and some that are clearly smaller."""
+        """A few slot sizes: the largest that a macro-operation needs, and some that are clearly smaller."""
         frontier = Frontier(self.coarse, streaming=True, guide=True)
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
         room = self.arrays.room[self.arrays.accelerates].max(initial=0.0)
-        found, left = list[float](), movable[movable <= room]
-        while len(left) and len(found) < PARAMS.slot_sizes:
-            found.append(float(left[-1]))
-            left = left[left * PARAMS.slot_ratio <= left[-1]]
-        return found
+        sizes, candidates = list[float](), movable[movable <= room]
+        while len(candidates) and len(sizes) < PARAMS.slot_sizes:
+            sizes.append(float(candidates[-1]))
+            candidates = candidates[candidates * PARAMS.slot_ratio <= candidates[-1]]
+        return sizes
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
-        """Prefetch buffers on each accelerator that holds them beside an operation; the neediest, if it can.
+        """Return prefetch buffers on each accelerator that holds them beside the least needy operation.
 
-        The others stream nothing; None where no accelerator streams.
+        Room for the neediest is reserved where there is enough. None if no accelerator streams.
         """
         keys, count = self.arrays.keys, frontier.devices
         needs = np.array([step.needs for step in frontier.steps if step.variable < frontier.units])
@@ -344,41 +344,41 @@ class StreamedSearch:
         return Buffers(np.where(streams, slots, 0), np.where(streams, nbytes, 0.0), beside)
 
     def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
-        """Search a configuration; the one that improved the best placement, if any did.
+        """Search a configuration; return its last relaxation if the best placement improved, else None.
 
-        Where exact peaks pass a budget, more is reserved for activations, at prices of their own.
+        Where exact peaks exceed a budget, more is reserved for activations, and prices are computed anew.
         """
-        before, asked = self.seconds, relaxation.buffers
-        assert asked is not None
-        configuration = (relaxation.frontier, *asked.slots.tolist(), *asked.nbytes.tolist())
-        if (known := self.beside.get(configuration)) is not None and (known > asked.beside).any():
-            tighter = replace(asked, beside=np.maximum(known, asked.beside))
+        before, requested = self.seconds, relaxation.buffers
+        assert requested is not None
+        configuration = (relaxation.frontier, *requested.slots.tolist(), *requested.nbytes.tolist())
+        if (measured := self.beside.get(configuration)) is not None and (measured > requested.beside).any():
+            tighter = replace(requested, beside=np.maximum(measured, requested.beside))
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         for _ in range(1 + PARAMS.retries):
             width = min(width, widest(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
                 break
-            found = search_labels(relaxation, width, 1.5 * self.seconds, effort)
-            if not found.completions:
+            result = search_labels(relaxation, width, 1.5 * self.seconds, effort)
+            if not result.completions:
                 break
-            first = self._judge(relaxation, found.completions[0])
+            first = self._judge(relaxation, result.completions[0])
             if self.offer(first) or not first.excess:
                 break
-            if min(first.seconds, found.completions[0].seconds) > self.seconds:
+            if min(first.seconds, result.completions[0].seconds) > self.seconds:
                 break
             buffers = relaxation.buffers
             assert buffers is not None
             beside = np.maximum(buffers.beside, relaxation.least)
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
-                beside[d] += over + max(0.0, float(found.completions[0].spare[d]))
+                beside[d] += over + max(0.0, float(result.completions[0].spare[d]))
             self.beside[configuration] = beside
             tighter = replace(buffers, beside=beside)
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         return relaxation if self.seconds < before else None
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
-        """A completion of the coarse problem, as a placement of the problem."""
+        """Evaluate a completion of the coarse problem as a placement of the problem."""
         frontier, arrays = relaxation.frontier, self.coarse
         operations = arrays.named(arrays.expand(completion.device[: frontier.units]))
         streamed = [
@@ -395,8 +395,8 @@ class StreamedSearch:
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.buffers.slots) if n}
         return self._evaluate(replace(reside(self.problem, operations, streamed, homes), slots=slots))
 
-    def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
-        """Change the buffers of one accelerator at a time, while that helps."""
+    def _search_neighbours(self, best: Relaxation, effort: Effort) -> Relaxation:
+        """Search neighbours: change the buffers of one accelerator at a time, while that helps."""
         tried, improved, gap = set[tuple[float, ...]](), True, PARAMS.sufficient_gap
         while improved and not effort.over:
             improved = False
@@ -405,10 +405,10 @@ class StreamedSearch:
                 if key in tried or effort.over:
                     continue
                 tried.add(key)
-                found = _relaxed(best.frontier, best.stages, trial, effort)
-                if not found.possible or found.bound >= self.seconds * (1 - gap):
+                relaxation = _relaxed(best.frontier, best.stages, trial, effort)
+                if not relaxation.possible or relaxation.bound >= self.seconds * (1 - gap):
                     continue
-                better = self._search(found, PARAMS.first_width, effort)
+                better = self._search(relaxation, PARAMS.first_width, effort)
                 if better is not None:
                     best, improved = better, True
                     break
@@ -427,7 +427,7 @@ class StreamedSearch:
                         yield replace(buffers, slots=changed[0], nbytes=changed[1])
 
     def _widen(self, best: Relaxation, effort: Effort) -> None:
-        """Search the best configuration wider and wider, at better prices."""
+        """Run wider and wider searches of the best configuration, at better prices."""
         best.improve(self.seconds, effort)
         width = PARAMS.first_width
         while not effort.over:
@@ -439,16 +439,16 @@ class StreamedSearch:
     # -- the bound -----------------------------------------------------------------------------------
 
     def prove(self, enough: float) -> None:
-        """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
+        """Raise the bound by the Lagrangian bound of the problem itself, for buffers of any size."""
         with self.effort.share(0.15) as part:
-            found = relax(self.proving, enough, part, streaming=True)
-        least = min((one.bound for one in found), default=np.inf)
+            relaxations = relax(self.proving, enough, part, streaming=True)
+        least = min((relaxation.bound for relaxation in relaxations), default=np.inf)
         if np.isfinite(least):
-            self.bound = self.bound.raised(least * (1 - ROUNDING), found[0].proof)
+            self.bound = self.bound.raised(least * (1 - ROUNDING), relaxations[0].proof)
 
 
 def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:
-    """A configuration with prices, a few rounds of them."""
-    found = Relaxation(frontier, stages, buffers)
-    found.improve(np.inf, effort, rounds=4)
-    return found
+    """Return the relaxation of a configuration, its prices improved by a few rounds."""
+    relaxation = Relaxation(frontier, stages, buffers)
+    relaxation.improve(np.inf, effort, rounds=4)
+    return relaxation

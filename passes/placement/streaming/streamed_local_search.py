@@ -1,9 +1,9 @@
-"""Iterated local search over placements with streaming, judged by the evaluator alone.
+"""Iterated local search over placements with streaming; the evaluator judges every move.
 
-Moves are the smallest there are: one slot more or fewer, a weight that comes to reside or to be streamed,
-two that change places, a macro-operation that goes to another device, another home for a shared weight.
-Where none helps, some operations of the best placement go elsewhere, and it is climbed from there, until
-that has not helped for some time (Lourenço, Martin and Stützle, "Iterated local search", 2003).
+Moves are the smallest there are: one slot more or fewer, one weight resident or streamed, two weights
+exchanged, one macro-operation on another device, another home for a shared weight. Where none helps, the
+incumbent is perturbed (some operations move at random) and climbed from again, until that has not helped for
+some time (Lourenço, Martin and Stützle, "Iterated local search", 2003).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
 def _is_better(one: Evaluation, other: Evaluation) -> bool:
-    """Whether a placement is less over the budgets than another, or faster, or streams less."""
+    """Whether a placement is better: fewer bytes over the budgets, then seconds, then streamed bytes."""
     if one.seconds > _most_seconds(other):
-        return False  # whatever its bytes
+        return False  # decided without measuring memory
     over, least = sum(one.excess.values()), sum(other.excess.values())
     if over != least:
         return over < least
@@ -33,29 +33,29 @@ def _is_better(one: Evaluation, other: Evaluation) -> bool:
     return _streamed_bytes(one) < _streamed_bytes(other)
 
 
-def _most_seconds(found: Evaluation) -> float:
-    """What is better than this takes no more seconds, unless this passes a budget."""
-    return math.inf if found.excess else found.seconds * (1 + ROUNDING)
+def _most_seconds(evaluation: Evaluation) -> float:
+    """Return the seconds that no better placement exceeds; infinite if this one exceeds a budget."""
+    return math.inf if evaluation.excess else evaluation.seconds * (1 + ROUNDING)
 
 
-def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
-    """Bytes that are copied, and bytes of the prefetch buffers."""
-    prefetch_buffers = found.schedule.prefetch_buffers
+def _streamed_bytes(evaluation: Evaluation) -> tuple[int, int]:
+    """Return the bytes that are streamed, and the bytes of the prefetch buffers."""
+    prefetch_buffers = evaluation.schedule.prefetch_buffers
     return sum(s.nbytes for buffer in prefetch_buffers for s in buffer.segments), sum(
         buffer.nbytes for buffer in prefetch_buffers
     )
 
 
 def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0) -> Evaluation:
-    """A placement that is at least as fast; of those over the budgets, one that is less so.
+    """Return a placement at least as good as ``start``: within the budgets or nearer to them, and faster.
 
-    Near enough to ``bound``, seconds that none is below, no other hills are climbed.
+    It ends within ``sufficient_gap`` of ``bound``, a lower bound in seconds.
     """
     return _Climb(arrays, start, effort).run(bound)
 
 
 class _Climb:
-    """From a placement ``now``; a move is an assignment of what it changes."""
+    """Climbs from a placement ``now``. A move is an assignment that holds only its changes."""
 
     def __init__(self, arrays: Arrays, start: Evaluation, effort: Effort) -> None:
         self.arrays, self.problem, self.now, self.effort = arrays, arrays.problem, start, effort
@@ -86,7 +86,7 @@ class _Climb:
         return best
 
     def _climb(self, draw: random.Random | None = None) -> None:
-        """Take moves that help, in a random order where there is one, so that climbs end on other hills."""
+        """Apply moves that help; in random order if ``draw`` is given, to end at other local optima."""
         improved = True
         while improved:
             improved = False
@@ -94,9 +94,9 @@ class _Climb:
                 for move in moves() if draw is None else _shuffled(moves(), draw):
                     if self.effort.over:
                         return
-                    found = self._evaluate(move, _most_seconds(self.now))
-                    if _is_better(found, self.now):
-                        self.now, improved = found, True
+                    evaluation = self._evaluate(move, _most_seconds(self.now))
+                    if _is_better(evaluation, self.now):
+                        self.now, improved = evaluation, True
 
     def _evaluate(self, change: Assignment, most_seconds: float = math.inf) -> Evaluation:
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
@@ -104,26 +104,26 @@ class _Climb:
         return evaluate_filled(self.problem, changed, self.arrays.unread, most_seconds)
 
     def _elsewhere(self, draw: random.Random) -> Assignment:
-        """Once or twice, some operations go to a device, and some of what it reads is streamed."""
-        found = self.now.assignment
+        """Return a perturbed assignment: once or twice a run moves to a device, which streams weights."""
+        perturbed = self.now.assignment
         for _ in range(draw.randint(1, 2)):
             d = draw.randrange(self.arrays.computing)
             key = self.arrays.keys[d]
             units = [unit for unit in self._some_units(draw) if self.frontier.clock[d, unit] < float("inf")]
-            found = _changed(found, self._moved(units, key))
+            perturbed = _changed(perturbed, self._moved(units, key))
             if self.arrays.accelerates[d]:
-                share, operations = draw.random(), found.operations
+                share, operations = draw.random(), perturbed.operations
                 read = [
                     name
                     for name, units in self.streamable.items()
                     if any(operations[self.members[unit][0]] == key for unit in units)
                 ]
                 streamed = {name: self.cpu for name in read if draw.random() < share}
-                found = _changed(found, Assignment({}, streamed, {key: draw.choice((1, 2))}))
-        return found
+                perturbed = _changed(perturbed, Assignment({}, streamed, {key: draw.choice((1, 2))}))
+        return perturbed
 
     def _some_units(self, draw: random.Random) -> Sequence[int]:
-        """A run of macro-operations, or the readers of a shared weight."""
+        """Return a random run of macro-operations, or the readers of a shared weight."""
         count, shared = len(self.members), self.frontier.shared
         start = draw.randrange(count + len(shared))
         if start >= count:
@@ -145,14 +145,14 @@ class _Climb:
                     yield Assignment({}, {}, {buffer.device: other})
 
     def _residences(self) -> Iterator[Assignment]:
-        """Streamed weights come to reside where they are read, the largest first."""
+        """Yield moves of streamed weights to where they are read, the largest first."""
         streamed = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
         streamed = [(u, n) for u, n in streamed if self._home(n) == self.cpu and self._device(u) != self.cpu]
         for unit, name in sorted(streamed, key=lambda pair: -self._nbytes(pair[1])):
             yield Assignment({}, {name: self._device(unit)})
 
     def _exchanges(self) -> Iterator[Assignment]:
-        """A resident weight is streamed, alone or in exchange for another of its device."""
+        """Yield moves that stream a resident weight, alone or in exchange for another of its device."""
         movable = [(self._device(u), name) for u, names in enumerate(self.movable) for name in names]
         for device, name in movable:
             if self._home(name) != device or device == self.cpu:
@@ -163,7 +163,7 @@ class _Climb:
                     yield Assignment({}, {name: self.cpu, other: device})
 
     def _devices(self) -> Iterator[Assignment]:
-        """A macro-operation goes to another device, with its weights resident there or streamed."""
+        """Yield moves of a macro-operation to another device, with its weights resident there or streamed."""
         for unit in range(len(self.members)):
             for d, key in enumerate(self.arrays.keys[: self.arrays.computing]):
                 if key == self._device(unit) or self.frontier.clock[d, unit] == float("inf"):
@@ -175,7 +175,7 @@ class _Climb:
                     yield replace(move, weights={**move.weights, **streamed})
 
     def _homes(self) -> Iterator[Assignment]:
-        """A shared weight resides with another of its readers, or in CPU memory."""
+        """Yield moves of a shared weight to another of its readers, or to CPU memory."""
         for item in self.frontier.shared:
             name = self.arrays.names[item]
             keys = dict.fromkeys(self._device(unit) for unit in self.frontier.readers[item])
@@ -202,6 +202,6 @@ def _changed(now: Assignment, change: Assignment) -> Assignment:
 
 
 def _shuffled(moves: Iterable[Assignment], draw: random.Random) -> list[Assignment]:
-    found = list(moves)
-    draw.shuffle(found)
-    return found
+    shuffled = list(moves)
+    draw.shuffle(shuffled)
+    return shuffled
