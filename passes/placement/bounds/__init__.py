@@ -1,4 +1,4 @@
-"""Bounds, and searches that are guided by them, over the frontier of live values and by integer programs.
+"""Lower bounds, and searches guided by them: dynamic programs over the frontier, and integer programs.
 
-In: `Arrays` of a problem. Out: seconds that no placement is below, and placements.
+In: `Arrays` of a problem. Out: lower bounds in seconds, and placements.
 """

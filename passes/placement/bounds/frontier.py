@@ -1,13 +1,12 @@
-"""The frontier of live values: what matters of the operations placed so far to those that follow.
+"""The frontier of live values: the states of partial placements, for dynamic programming.
 
-Macro-operations are placed in order; a weight that several of them read is a variable of its own, its home,
-placed before its first reader. Between two steps a *state* says which devices hold each value that is
-still to be read and, where links differ, which of them made it, and which devices are in use at all.
-Equal states have equal futures but for bytes, so that dynamic programming over states is exact.
+Macro-operations are placed in order. The home of a shared weight is a variable too, placed before its first
+reader. Between two steps a *state* says which devices hold each value that is still to be read and, where
+links differ, which device made it; and which devices are in use. Two partial placements of one state have the
+same continuations at the same cost, apart from bytes, so dynamic programming over states is exact.
 
-A state is a word of 62 bits. Where that is too few, or there are too many states, the cheapest values are
-relaxed: their copies cost nothing, and what is computed stays a lower bound. Exchangeable devices come into
-use in order.
+A state is a word of 62 bits. If these are too few, or there are too many states, the cheapest values are
+relaxed: their copies cost nothing, and the result stays a lower bound. Exchangeable devices are used in turn.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.params import PARAMS, Effort
 
-_WORD = 62  # bits that hold a state, the sign apart
+_WORD = 62  # bits of a state, without the sign
 
 
 @dataclass(slots=True)
 class _Value:
-    """What is copied to each device that reads it and did not make it.
+    """Tensors or weights with one maker and the same readers, which are copied together.
 
     Attributes:
-        maker: the step's variable; -1 for what has a fixed source.
-        readers: variables.
-        seconds: (devices, devices) from row to column; of a fixed source all rows are equal.
+        maker: the variable that makes it; -1 for a fixed source.
+        readers: the variables that read it.
+        seconds: (devices, devices) seconds of a copy from row to column; equal rows for a fixed source.
+        first: the first step that makes or reads it.
+        last: the last such step.
     """
 
     maker: int
@@ -57,10 +58,10 @@ class Touch:
     """A value that the variable of a step makes or reads.
 
     Attributes:
-        slot: where its bits are.
-        makes: whether it is made here, else read.
-        seconds: (devices, devices) of a copy, one row where the source does not matter; None where nothing
-            is copied yet: made and not read before, or read and not made before.
+        slot: position of its bits in the state.
+        makes: whether the step makes the value, else reads it.
+        seconds: (devices, devices) seconds of a copy, one row if the source does not matter; None if nothing
+            is copied yet: the value is made and was not read before, or is read and was not made before.
     """
 
     slot: int
@@ -70,18 +71,18 @@ class Touch:
 
 @dataclass(slots=True)
 class Step:
-    """Placing one variable: a macro-operation, or the home of a weight that several read.
+    """The step that places one variable: a macro-operation, or the home of a shared weight.
 
     Attributes:
-        variable: number of the macro-operation; beyond these, of the shared weight.
-        seconds: (devices,) infinite where it may not be.
-        nbytes: of the weights that reside with it.
-        movable: those of them that may be streamed instead.
-        copied: bytes of a copy of these.
+        variable: number of the macro-operation; numbers beyond these are shared weights.
+        seconds: (devices,) seconds, infinite where it may not be.
+        nbytes: bytes of the weights that reside with it.
+        movable: bytes of those of them that may be streamed instead.
+        copied: bytes of a copy of the movable weights.
         needs: (devices,) bytes of activations and workspace while it runs.
         touches: values that it makes or reads.
-        closed: slots of values that are read no more.
-        open: slots of live values after it, the cheapest first.
+        closed: slots of values that no later step reads.
+        open: slots of values that are live after it, the cheapest first.
     """
 
     variable: int
@@ -96,7 +97,7 @@ class Step:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for steps that lead from equal states to equal states in equal seconds."""
+        """A key that is equal for steps with the same transitions from equal states."""
         touches = tuple(
             (t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches
         )
@@ -107,21 +108,21 @@ class Frontier:
     """The steps of a problem.
 
     Args:
-        arrays: of the problem.
-        streaming: whether accelerators may read weights from CPU memory, copied beside what is computed.
-        guide: price copies of shared weights from CPU memory as if nothing hid them, and forbid large ones;
-            False for a lower bound, for which they cost nothing.
-        first: a shared weight (index among ``shared``) whose home is placed before everything else.
+        arrays: arrays of the problem.
+        streaming: whether accelerators may read weights from CPU memory through prefetch buffers.
+        guide: price copies of shared weights from CPU memory as if they overlapped with nothing, and forbid
+            large ones; False for a lower bound, for which these copies cost nothing.
+        first: a shared weight (index into ``shared``) whose home is placed before everything else.
 
     Attributes:
-        devices: how many compute.
-        classes: those that can be exchanged, together.
+        devices: number of devices that compute.
+        classes: classes of exchangeable devices.
         shared: items that are weights with several readers and no fixed home.
-        clock: (devices, macro-operations) seconds, with the copies of what no other step reads or makes.
+        clock: (devices, macro-operations) seconds, with the copies that depend on this step alone.
         fixed_queue: (devices, macro-operations) seconds of copying weights that are fixed in CPU memory.
         constant: seconds of copies that do not depend on the placement.
-        values: those that cross between steps.
-        steps: in order.
+        values: values that one step makes and others read, or that several read.
+        steps: the steps in order.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Frontier:
         self.width = self.devices * (2 if self.needs_home else 1)
         self.classes = device_classes(arrays)
         self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
-        if self.devices > _WORD:  # then no bits are left for which are in use
+        if self.devices > _WORD:  # no bits for the devices in use
             self.before = []
 
     # -- reading the problem -------------------------------------------------------------------------
@@ -157,28 +158,28 @@ class Frontier:
         )
 
     def _is_read_on_cpu_only(self, item: int) -> bool:
-        """Whether some reader of a weight may run on no accelerator: the weight may be with it."""
+        """Whether some reader of a weight runs on the CPU only, so that the weight may reside there."""
         readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
         return not np.isfinite(self.arrays.compute[self.accelerators][:, readers]).any(axis=0).all()
 
     def _read_values(self) -> list[_Value]:
-        """Those with one maker and the same readers are one; what crosses nothing is a cost of its step."""
+        """Return the values between steps; copies that depend on one step alone are added to its clock."""
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
-        found: dict[tuple[int, tuple[int, ...]], Floats] = {}
+        summed: dict[tuple[int, tuple[int, ...]], Floats] = {}
         self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
         self.clock = self.clock.reshape(count, self.units)
         self.fixed_queue = np.zeros((count, self.units))
         self.constant = 0.0
         for item in range(len(arrays.names)):
-            seconds = self._copies(item)
+            seconds = self._copy_seconds(item)
             maker = -1
             if arrays.fixed[item] < 0 and item < arrays.values:
                 maker = int(arrays.unit_of[arrays.source[item]])
             if item in returned:
                 if maker >= 0:
                     self.clock[:, maker] += seconds[:count, arrays.host]
-                elif item in arrays.loose:  # for a bound, from wherever it takes least
+                elif item in arrays.loose:  # a bound takes its fastest copy
                     self.constant += float(seconds[:count, arrays.host].min())
                 elif item < arrays.values or arrays.fixed[item] >= 0:
                     self.constant += seconds[arrays.fixed[item], arrays.host]
@@ -196,12 +197,12 @@ class Frontier:
                     self.clock[:, readers[0]] += seconds[0, :count]
                     continue
             key = maker, readers
-            known = found.get(key)
-            found[key] = seconds[:count, :count] + (0.0 if known is None else known)
-        return [_Value(*key, seconds) for key, seconds in found.items() if seconds.any()]
+            before = summed.get(key)
+            summed[key] = seconds[:count, :count] + (0.0 if before is None else before)
+        return [_Value(*key, seconds) for key, seconds in summed.items() if seconds.any()]
 
-    def _copies(self, item: int) -> Floats:
-        """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
+    def _copy_seconds(self, item: int) -> Floats:
+        """(devices, devices) seconds of a copy; 0 for streaming from the CPU, unless a guide prices it."""
         arrays = self.arrays
         seconds = arrays.copy_seconds(item)
         if item >= arrays.values and self.is_streamable(item) and arrays.problem.streaming:
@@ -229,7 +230,7 @@ class Frontier:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """In order; made when a search needs them."""
+        """The steps in order; lazy, since only label searches and relaxations need them."""
         first = self._first
         earlier: dict[int, list[int]] = defaultdict(list)
         front = [] if first is None else [self.units + first]
@@ -269,19 +270,19 @@ class Frontier:
         )
 
     def movable(self, unit: int) -> list[int]:
-        """The own weights of a macro-operation that are worth a copy at each forward pass."""
+        """Return the own weights of a macro-operation that may be streamed; a guide leaves out small ones."""
         nbytes = self.arrays.nbytes
         items = [item for item in self.own[unit] if self.is_streamable(item)]
-        if not self.guide:  # for a bound, all of them
+        if not self.guide:  # a bound must allow all of them
             return items
-        growing = sorted(items, key=lambda item: nbytes[item])
-        together = np.cumsum(nbytes[growing])
+        by_size = sorted(items, key=lambda item: nbytes[item])
+        total = np.cumsum(nbytes[by_size])
         least = PARAMS.negligible * nbytes[items].sum()
-        small = set(growing[: np.searchsorted(together, least, side="right")])
+        small = set(by_size[: np.searchsorted(total, least, side="right")])
         return [item for item in items if item not in small]
 
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
-        """A slot for each value while it is live; slot 0 says which devices are in use."""
+        """Assign a slot to each value while it is live; slot 0 holds the devices in use."""
         # the lowest first, so that equal layers have equal slots
         free = list(range(1, _WORD // self.width))
         slots: dict[int, int] = {}
@@ -312,7 +313,7 @@ class Frontier:
         return Touch(slot, False, value.seconds if self.needs_home else self._same_from_all(value))
 
     def _same_from_all(self, value: _Value) -> Floats:
-        """(1, devices) seconds of a copy, which do not depend on its source."""
+        """(1, devices) seconds of a copy if they do not depend on its source."""
         if value.maker < 0:
             return value.seconds[:1]
         makers = np.array(self._makers(value))
@@ -321,18 +322,18 @@ class Frontier:
         return np.asarray(np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :])
 
     def _makers(self, value: _Value) -> list[int]:
-        """Devices that a value may be made on."""
+        """Return the devices that a value may be made on."""
         if value.maker >= self.units:
             return list(range(self.devices))
         return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()
 
     def with_first(self, device: int) -> Frontier:
-        """The same steps, of which the first, a home, is settled."""
-        found = copy(self)
+        """Return the frontier with the home of the first step, a shared weight, fixed to a device."""
+        fixed = copy(self)
         seconds = np.full(self.devices, np.inf)
         seconds[device] = 0.0
-        found.steps = [replace(self.steps[0], seconds=seconds), *self.steps[1:]]
-        return found
+        fixed.steps = [replace(self.steps[0], seconds=seconds), *self.steps[1:]]
+        return fixed
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -341,15 +342,15 @@ class Frontier:
         return np.zeros(1, dtype=np.int64)
 
     def extend(self, step: Step, states: Ints, relaxed: Set[int] = frozenset()) -> tuple[Ints, Floats]:
-        """The states after a step on each device, and its seconds there.
+        """Extend states by a step on each device.
 
         Args:
-            step: what is placed.
-            states: (states,).
+            step: the step to place.
+            states: (states,) states before it.
             relaxed: slots of values whose copies cost nothing.
 
         Returns:
-            (devices, states), (devices, states).
+            (devices, states) states after it, and (devices, states) its seconds.
         """
         after = np.repeat(states[None], self.devices, axis=0)
         seconds = np.repeat(step.seconds[:, None], len(states), axis=1)
@@ -364,7 +365,7 @@ class Frontier:
             shift = touch.slot * self.width
             if touch.seconds is not None:
                 held = self._held(states, touch.slot)
-                if touch.makes:  # those who have read it before
+                if touch.makes:  # copies to devices that have read it before
                     for reader, cost in enumerate(touch.seconds.T):
                         seconds += np.where(held[reader], cost[:, None], 0.0)
                 else:
@@ -375,21 +376,21 @@ class Frontier:
         return self.without(after, frozenset(step.closed)), seconds
 
     def _held(self, states: Ints, slot: int) -> Bools:
-        """(devices, states) whether a device has a value."""
+        """(devices, states) whether a device holds the value of a slot."""
         places = slot * self.width + np.arange(self.devices)[:, None]
-        found: Bools = (states >> places & 1).astype(bool)
-        return found
+        held: Bools = (states >> places & 1).astype(bool)
+        return held
 
     def _arrival(self, seconds: Floats, states: Ints, shift: int) -> Floats:
-        """(devices, states) of a copy from where it was made."""
+        """(devices, states) seconds of a copy from the device that made the value."""
         if not self.needs_home:
             return np.asarray(seconds[0][:, None])
         home = states >> (shift + self.devices) & ((1 << self.devices) - 1)
-        made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
+        made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # index of the only set bit
         return np.asarray(np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None]))
 
     def without(self, states: Ints, slots: Set[int]) -> Ints:
-        """States of which nothing is known in these slots."""
+        """(states,) states with the bits of these slots cleared."""
         bits = sum((1 << self.width) - 1 << slot * self.width for slot in slots)
         return states & ~np.int64(bits)
 
@@ -399,10 +400,10 @@ class DpStage:
     """The states after a step, and the transitions to them.
 
     Attributes:
-        states: (states,) in growing order.
+        states: (states,) in ascending order.
         next_state: (devices, states before) index of the state after.
-        seconds: (devices, states before) infinite where it may not be.
-        relaxed: slots of values that are not followed after the step.
+        seconds: (devices, states before) seconds, infinite where the variable may not be.
+        relaxed: slots of values that are relaxed after the step.
     """
 
     states: Ints
@@ -411,20 +412,20 @@ class DpStage:
     relaxed: frozenset[int]
 
     def find(self, frontier: Frontier, states: Ints) -> Ints:
-        """Indices of the states that these exact ones are relaxed to."""
+        """(states,) indices of the states that these exact states are relaxed to."""
         return np.searchsorted(self.states, frontier.without(states, self.relaxed))
 
 
 def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
-    """A stage for each step; in a stack, a layer's are mostly those of the layer before."""
+    """Return a stage for each step; equal layers mostly share their stages."""
     stages: list[DpStage] = []
-    made: dict[Hashable, DpStage] = {}
+    cache: dict[Hashable, DpStage] = {}
     states, relaxed = frontier.start(), frozenset[int]()
     for step in frontier.steps:
         key = step.signature, relaxed, states.tobytes()
-        stage = made.get(key)
+        stage = cache.get(key)
         if stage is None:
-            stage = made[key] = _make_stage(frontier, step, states, relaxed, effort)
+            stage = cache[key] = _make_stage(frontier, step, states, relaxed, effort)
         stages.append(stage)
         states, relaxed = stage.states, stage.relaxed
     return stages
@@ -433,9 +434,9 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
 def settled_frontiers(
     arrays: Arrays, effort: Effort, *, streaming: bool = False, guide: bool = False
 ) -> Iterator[tuple[Frontier, list[DpStage]]]:
-    """A frontier with its stages; where a shared weight is large, one for each home of the largest.
+    """Yield a frontier with its stages; if a shared weight is large, one for each home of the largest.
 
-    One home of each class of devices is enough. Arguments are as of :class:`Frontier`.
+    One home of each device class is enough. The arguments are those of :class:`Frontier`.
     """
     sizes = {item: arrays.stored_bytes([item]) for item in arrays.large_shared}
     largest = max(sizes, key=sizes.__getitem__, default=None)
@@ -455,12 +456,12 @@ def _make_stage(
 ) -> DpStage:
     after, seconds = frontier.extend(step, states, relaxed)
     effort.charge(2000.0 + after.size)
-    known, relaxed = np.unique(after[np.isfinite(seconds)]), relaxed - set(step.closed)
+    unique, relaxed = np.unique(after[np.isfinite(seconds)]), relaxed - set(step.closed)
     for slot in step.open:
-        if len(known) * frontier.devices <= PARAMS.relaxed_states:
+        if len(unique) * frontier.devices <= PARAMS.relaxed_states:
             break
         relaxed |= {slot}
-        known = np.unique(frontier.without(known, {slot}))
-    # a state that no step reaches may be any: seconds are infinite there
-    next_state = np.searchsorted(known, frontier.without(after, relaxed)).clip(max=max(0, len(known) - 1))
-    return DpStage(known, next_state.astype(np.int32), seconds, relaxed)
+        unique = np.unique(frontier.without(unique, {slot}))
+    # the index of an unreachable state is arbitrary: seconds are infinite there
+    next_state = np.searchsorted(unique, frontier.without(after, relaxed)).clip(max=max(0, len(unique) - 1))
+    return DpStage(unique, next_state.astype(np.int32), seconds, relaxed)

@@ -1,15 +1,15 @@
 """Label-setting search over the frontier: a resource-constrained shortest path.
 
-A label is a placement of the first operations: its state, its clock, and the bytes that weights and the
-neediest operation take on each device. Labels grow by one step at a time, each on every device; of those
-that agree in state and bytes the fastest is kept (Irnich and Desaulniers, "Shortest path problems with
-resource constraints", 2005). A label's f-value, its priced clock plus the relaxation's cost to the end, is a
-lower bound of its completions: what cannot beat the best known placement is dropped. While no step has more
-labels than ``width`` the search is exact for the relaxed problem; where one has, it is a beam, and the least
-f-value dropped is the bound.
+A label is a partial placement: its state, its clock, and the bytes that weights and the neediest operation
+take on each device. It is extended by one step at a time, on every device. If labels differ in the clock
+only, the fastest dominates (Irnich and Desaulniers, "Shortest path problems with resource constraints",
+2005). A label's f-value, its priced clock plus the relaxation's cost-to-go, is a lower bound of its
+completions; a label that cannot beat the best known placement is pruned. While no step has more labels than
+``width`` the search is exact for the relaxed problem. Beyond that it is a beam, and the bound is the least
+f-value dropped.
 
 Where weights are streamed, a label also has the end of each device's copy queue and the times at which its
-prefetch slots are free; the f-value weighs the queue by its price, and proves nothing.
+prefetch slots are free. The f-value then weighs the queue by its price, and proves nothing.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from graphplan.passes.placement.arrays import Bools, Floats, Ints
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.params import PARAMS, Effort
 
-_NEVER = 1e9  # seconds of what cannot be: nothing takes as long, and sums of it are finite
+_NEVER = 1e9  # seconds of what is impossible: more than anything takes, with finite sums
 _MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A placement that a search has found.
+    """A complete placement that a search has found.
 
     Attributes:
-        seconds: by the clock of the labels.
-        device: (variables,) of each macro-operation, then the home of each shared weight.
-        streamed: (variables,) whether its movable weights are streamed.
-        spare: (devices,) bytes of the room that weights leave.
+        seconds: seconds by the clock of the labels.
+        device: (variables,) device of each macro-operation, then the home of each shared weight.
+        streamed: (variables,) 1 where its movable weights are streamed, else 0.
+        spare: (devices,) bytes that stay free.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class LabelSearch:
-    """The result: completions, the fastest first, and seconds that none can be below."""
+    """The result of a search: completions, the fastest first; a lower bound; whether no label was dropped."""
 
     completions: tuple[Completion, ...]
     bound: float
@@ -58,17 +58,17 @@ class LabelSearch:
 
 @dataclass(slots=True)
 class _Labels:
-    """Columns are labels.
+    """Labels, as columns of arrays.
 
     Attributes:
-        state: (labels,).
+        state: (labels,) states of the frontier.
         clock: (labels,) seconds.
-        nbytes: (devices, labels).
+        nbytes: (devices, labels) bytes of resident weights.
         needs: (devices, labels) bytes of the neediest operation beside the weights.
-        queue: (devices, labels) when the copies so far are done; no rows where nothing is streamed.
-        free: (devices, slots, labels) when each prefetch slot is free, the latest first.
+        queue: (devices, labels) seconds at which the copies so far are done; no rows without streaming.
+        free: (devices, slots, labels) seconds at which each prefetch slot is free, the latest first.
         parent: (labels,) index among the labels of the step before.
-        option: (labels,) twice the device, and one more where weights are streamed.
+        option: (labels,) twice the device, plus one where weights are streamed.
         value: (labels,) the f-value.
     """
 
@@ -108,28 +108,28 @@ def search_labels(
     *,
     every: bool = False,
 ) -> LabelSearch:
-    """Complete placements by label setting.
+    """Search complete placements by label setting.
 
     Args:
-        relaxation: with prices.
-        width: labels kept after a step.
-        below: seconds of a known placement; what cannot be faster is dropped.
-        effort: what is charged.
-        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound is then none.
-        every: whether dominated labels go on too, and all completions are returned: peaks tell them apart.
+        relaxation: the relaxation, with prices.
+        width: most labels kept after a step.
+        below: seconds of a known placement; labels that cannot be faster are pruned.
+        effort: the effort to charge.
+        margin: (devices,) bytes to leave free, where exact peaks exceeded a budget; the bound is then void.
+        every: whether to keep dominated labels, and to return all completions: their exact peaks differ.
     """
     return _LabelSearch(relaxation, width, below, effort, margin, every).run()
 
 
 def widest(relaxation: Relaxation, visits: float) -> int:
-    """Labels that a search with so many visits can keep after each step; below 1 where there are too few."""
+    """Return the width of a search with this many visits; below 1 if they are too few."""
     fixed = _visits(relaxation, 0)
     each = visits / max(1, len(relaxation.frontier.steps))
     return int((each - fixed) / (_visits(relaxation, 1) - fixed))
 
 
 def _visits(relaxation: Relaxation, labels: int) -> float:
-    """What a step takes: its weights stay, or are streamed."""
+    """Return the visits of one step; twice as many if its weights may be streamed too."""
     devices = relaxation.frontier.devices
     return (1 + relaxation.streams) * (1500.0 + 600.0 * devices + 4.0 * devices * labels)
 
@@ -179,12 +179,12 @@ class _LabelSearch:
         seconds = labels.clock + self.frontier.constant
         order = np.argsort(seconds, kind="stable")
         order = order if self.every else order[: PARAMS.completions]
-        found = tuple(self._trace(int(label), labels, seconds) for label in order)
+        completions = tuple(self._trace(int(label), labels, seconds) for label in order)
         bound = min(self.below, self.dropped, float(seconds.min()))
-        return LabelSearch(found, bound, not np.isfinite(self.dropped))
+        return LabelSearch(completions, bound, not np.isfinite(self.dropped))
 
     def _grow(self, i: int, labels: _Labels) -> _Labels:
-        """The labels after a step."""
+        """Return the labels after a step."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
@@ -193,42 +193,42 @@ class _LabelSearch:
         for d, streamed in product(range(self.frontier.devices), (False, True)):
             if not self._possible(i, d, streamed=streamed):
                 continue
-            roomy = self._have_room(i, d, labels, streamed=streamed)
-            able = np.flatnonzero(np.isfinite(seconds[d]) & roomy)
+            fits = self._have_room(i, d, labels, streamed=streamed)
+            able = np.flatnonzero(np.isfinite(seconds[d]) & fits)
             if len(able):
-                found = labels.take(able)
-                found.state, found.parent = after[d, able], able
-                found.clock = found.clock + seconds[d, able]
-                self._place(i, d, found, streamed=streamed)
-                grown.append(found)
+                children = labels.take(able)
+                children.state, children.parent = after[d, able], able
+                children.clock = children.clock + seconds[d, able]
+                self._place(i, d, children, streamed=streamed)
+                grown.append(children)
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
-        found = _Labels.joined(grown)
-        found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
-        rank = found.value
+        children = _Labels.joined(grown)
+        children.value = self._values(children, rest[stage.find(self.frontier, children.state)])
+        rank = children.value
         if self.detours is not None:
-            left = self.room[:, None] - found.needs - found.nbytes
+            left = self.room[:, None] - children.needs - children.nbytes
             rank = rank + self.detours.seconds(i + 1, left)
-        return self._best(found, rank)
+        return self._best(children, rank)
 
     def _possible(self, i: int, d: int, *, streamed: bool) -> bool:
-        """Whether a step's movable weights may be streamed to a device, or reside there."""
+        """Whether a step may be placed on a device, with its movable weights streamed or not."""
         if streamed:
             return bool(np.isfinite(self.relaxation.copy[d, i]))
         through_slots = self.streams and self.relaxation.fixed_queue[d, i]  # weights fixed in CPU memory
         return not through_slots or bool(self.buffers.slots[d])
 
     def _have_room(self, i: int, d: int, labels: _Labels, *, streamed: bool) -> Bools:
-        """(labels,) whether a step's weights fit beside those of the steps before."""
+        """(labels,) whether a step's weights and needs fit beside those of the steps before."""
         step, cpu = self.frontier.steps[i], self.relaxation.cpu
         nbytes = step.nbytes - (step.movable if streamed else 0.0)
-        found: Bools = labels.nbytes[d] + nbytes <= self.room[d] - np.maximum(labels.needs[d], step.needs[d])
+        fits: Bools = labels.nbytes[d] + nbytes <= self.room[d] - np.maximum(labels.needs[d], step.needs[d])
         if streamed:
-            found &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
-        return found
+            fits &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
+        return fits
 
     def _place(self, i: int, d: int, labels: _Labels, *, streamed: bool) -> None:
-        """Let labels, whose clocks have a step on a device already, have its weights there or streamed."""
+        """Update labels in place for a step on a device, whose seconds their clocks include already."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
         labels.needs[d] = np.maximum(labels.needs[d], step.needs[d])
         labels.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
@@ -246,16 +246,17 @@ class _LabelSearch:
             labels.free[d, 0] = labels.clock
 
     def _copy_seconds(self, i: int, d: int) -> float:
-        """Of streaming a step's weights; a single slot is waited for by the clock of the labels."""
+        """Return the seconds of streaming a step's weights; unlike ``Relaxation.copy``, without waits."""
         arrays, cpu = self.frontier.arrays, self.relaxation.cpu
         assert cpu is not None
         return float(arrays.latency[cpu, d] + self.frontier.steps[i].copied * arrays.per_byte[cpu, d])
 
     def _values(self, labels: _Labels, rest: Floats) -> Floats:
+        """(labels,) f-values, given the cost-to-go of their states."""
         priced = self.per_byte @ labels.nbytes + self.constant + rest
         if not self.streams:
             return np.asarray(labels.clock + priced)
-        # copying that is behind the clock by more than the buffers hold cannot catch up
+        # copies are ahead of the clock by what the buffers hold at most: longer idle time is lost
         least = labels.clock[None, :] - self.relaxation.ahead[:, None]
         last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
         queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
@@ -263,7 +264,7 @@ class _LabelSearch:
         return np.asarray(np.maximum(weighed + priced, labels.clock))
 
     def _best(self, labels: _Labels, rank: Floats) -> _Labels:
-        """Without dominated labels, and with no more than ``width``, those of the least ``rank``."""
+        """Return the labels of least ``rank``, at most ``width``, without pruned and dominated ones."""
         order = np.argsort(rank, kind="stable")
         order = order[labels.value[order] < self.below]
         if not self.every:
@@ -284,11 +285,11 @@ class _LabelSearch:
 
 
 class _Detours:
-    """What labels will pay that leave too little room for weights that no slot can take.
+    """Estimates the seconds that labels lose later if they leave no room for weights that fit no slot.
 
-    Prices say what bytes are worth on average: a label may spend what one large weight needs that comes last.
-    Steps whose weights must reside on accelerators fill what is left there as a knapsack; those that find no
-    place run elsewhere, the cheapest for their bytes first, in parts (Dantzig's bound).
+    Prices are means over all bytes: a label may spend bytes that one large, last weight needs. The steps left
+    whose weights must reside on accelerators are a knapsack for the bytes left there. Those without room run
+    elsewhere, the cheapest for their bytes first, in fractions (Dantzig's bound).
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
@@ -302,7 +303,7 @@ class _Detours:
         self.steps, self.kept, self.costs = steps[order], kept[steps][order], np.maximum(costs[order], 0.0)
 
     def seconds(self, i: int, left: Floats) -> Floats:
-        """(labels,) of the steps from ``i`` on, with ``left`` (devices, labels) bytes."""
+        """(labels,) seconds lost by the steps from ``i`` on, with ``left`` (devices, labels) bytes."""
         later = self.steps >= i
         kept, costs = self.kept[later].cumsum(), self.costs[later].cumsum()
         lacking = kept[-1:].sum() - left[self.on].sum(axis=0)
@@ -310,21 +311,21 @@ class _Detours:
 
 
 def _undominated(labels: _Labels, order: Ints) -> Ints:
-    """Of labels in the order of their f-values, the first of each state, bytes and needs."""
+    """Return the first label of each state, bytes and needs, in the given order."""
     rows = [row[order] for row in (labels.state, *labels.nbytes, *labels.needs)]
-    mixed = np.zeros(len(order), dtype=np.int64)
+    hashes = np.zeros(len(order), dtype=np.int64)
     for row in rows:
-        mixed = (mixed ^ (mixed >> 29)) * _MIX + row.astype(np.int64)
-    alike = np.argsort(mixed, kind="stable")
-    same = np.ones(max(0, len(alike) - 1), dtype=bool)
-    for row in (mixed, *rows):
-        same &= _same_as_next(row[alike])
+        hashes = (hashes ^ (hashes >> 29)) * _MIX + row.astype(np.int64)
+    by_hash = np.argsort(hashes, kind="stable")
+    same = np.ones(max(0, len(by_hash) - 1), dtype=bool)
+    for row in (hashes, *rows):
+        same &= _same_as_next(row[by_hash])
     keep = np.ones(len(order), dtype=bool)
-    keep[alike[1:][same]] = False
+    keep[by_hash[1:][same]] = False
     return order[keep]
 
 
 def _same_as_next(row: npt.NDArray[Any]) -> Bools:
-    """(all but the last,) whether an entry equals the one after it."""
-    found: Bools = row[:-1] == row[1:]
-    return found
+    """(entries - 1,) whether each entry equals the next."""
+    equal: Bools = row[:-1] == row[1:]
+    return equal

@@ -1,14 +1,14 @@
-"""Mixed-integer programs whose bounds are proven by duals in our own arithmetic.
+"""Mixed-integer programs whose bounds are proven by weak duality, computed here.
 
-HiGHS solves linear programs here, and nothing that it says of an optimum is believed: any duals of the right
-signs prove a bound, however they were found, by weak duality::
+HiGHS solves the linear relaxations, but its optimum is not trusted. Any duals of the right signs prove a
+bound, however they were found::
 
     min c x  over  A x <= b,  E x = e,  low <= x <= high
         >=  y b + z e + sum over j of min(r_j low_j, r_j high_j),   r = c - A'y - E'z,   y <= 0
 
-(HiGHS' own mixed-integer cuts have cut off optima: ERGO-Code/HiGHS issues 1725 and 2173.) Integers are
-settled by branch and bound, best bound first, on the variable that the duals weigh most (Land and Doig, "An
-automatic method of solving discrete programming problems", 1960).
+(HiGHS' own mixed-integer cuts have cut off optima: ERGO-Code/HiGHS issues 1725 and 2173.) Branch and bound is
+best bound first, on the integer variable that the duals weigh most (Land and Doig, "An automatic method of
+solving discrete programming problems", 1960).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from scipy.sparse import eye_array as identity
 from graphplan.passes.placement.arrays import Bools, Floats
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
-_WHOLE = 1e-6  # what differs less from a whole number is one
-_VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept
+_WHOLE = 1e-6  # a value that differs less from an integer counts as integer
+_VIOLATED = 1e-6  # infeasible if the least violation, summed over rows, is proven to be above this
 
 Terms = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A linear relaxation: a bound by its duals, a solution, and what rows would pay for a change of it."""
+    """A node of branch and bound: bound by duals, solution, weight of each variable in the duals, limits."""
 
     bound: float
     values: Floats
@@ -44,7 +44,7 @@ class Node:
 
 
 class LinearProgram:
-    """Variables between limits, and rows of at most or equal; the objective is one variable, to be small."""
+    """Variables with limits, inequality and equality rows; the objective is to minimise one variable."""
 
     def __init__(self) -> None:
         self.low: list[float] = []
@@ -53,26 +53,26 @@ class LinearProgram:
         self._rows: dict[bool, list[tuple[Terms, float]]] = {False: [], True: []}
 
     def variable(self, high: float, *, low: float = 0.0, integer: bool = False) -> int:
-        """A new variable; limits are finite, so that every dual proves something."""
+        """Add a variable and return its index. Limits are finite, so that all duals prove a finite bound."""
         self.low.append(low)
         self.high.append(high)
         self.integer.append(integer)
         return len(self.low) - 1
 
     def at_most(self, terms: Terms, limit: float) -> None:
-        """``sum of value * variable <= limit``."""
+        """Add the row ``sum of value * variable <= limit``."""
         self._rows[False].append((terms, limit))
 
     def at_least(self, terms: Terms, limit: float) -> None:
-        """``sum of value * variable >= limit``."""
+        """Add the row ``sum of value * variable >= limit``."""
         self.at_most([(variable, -value) for variable, value in terms], -limit)
 
     def equal(self, terms: Terms, value: float) -> None:
-        """``sum of value * variable == value``."""
+        """Add the row ``sum of value * variable == value``."""
         self._rows[True].append((terms, value))
 
     def freeze(self) -> None:
-        """Make matrices of the rows; none can be added after."""
+        """Build ``_less x <= _than`` and ``_same x = _as``; no row can be added afterwards."""
         self._less, self._than = self._matrix(self._rows[False])
         self._same, self._as = self._matrix(self._rows[True])
         self.entries = self._less.nnz + self._same.nnz
@@ -87,12 +87,12 @@ class LinearProgram:
         return matrix, np.array([limit for _, limit in rows])
 
     def solve(self, objective: int, low: Floats, high: Floats, effort: Effort) -> Node | None:
-        """The relaxation within these limits; None where it is proven that there is none.
+        """Solve the linear relaxation within these limits; return None if it is proven infeasible.
 
-        Where HiGHS gives up, or the effort is too small for it, the bound is minus infinity.
+        If HiGHS gives up, or the effort is too small, the bound is minus infinity.
         """
         unknown = Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
-        each = 0.05 * self.entries  # visits of an iteration, of which mostly about one for each row is needed
+        each = 0.05 * self.entries  # visits of an iteration; most programs need about one for each row
         if each * (len(self._than) + len(self._as)) > effort.visits:
             return unknown
         cost = np.zeros(len(low))
@@ -100,7 +100,7 @@ class LinearProgram:
         options: dict[str, float | bool] = {"presolve": False}
         if effort.seconds_left is not None:
             options["time_limit"] = max(0.01, effort.seconds_left)
-        found = linprog(
+        solution = linprog(
             cost,
             A_ub=self._less,
             b_ub=self._than,
@@ -110,21 +110,21 @@ class LinearProgram:
             method="highs",
             options=options,
         )
-        effort.charge(20_000.0 + each * found.nit)
-        if found.status == 2 and self._impossible(low, high, options):
+        effort.charge(20_000.0 + each * solution.nit)
+        if solution.status == 2 and self._is_infeasible(low, high, options):
             return None
-        if found.status != 0:
+        if solution.status != 0:
             return unknown
-        less = np.minimum(found.ineqlin.marginals, 0.0)
-        same = found.eqlin.marginals
+        less = np.minimum(solution.ineqlin.marginals, 0.0)
+        same = solution.eqlin.marginals
         bound = self._proven(cost, less, same, low, high)
         weight = abs(self._less).T @ -less + abs(self._same).T @ np.abs(same)
-        return Node(bound, np.asarray(found.x), np.asarray(weight), low, high)
+        return Node(bound, np.asarray(solution.x), np.asarray(weight), low, high)
 
-    def _impossible(self, low: Floats, high: Floats, options: dict[str, float | bool]) -> bool:
-        """Whether every point violates some row, as the duals of the least violation prove."""
+    def _is_infeasible(self, low: Floats, high: Floats, options: dict[str, float | bool]) -> bool:
+        """Whether the duals of the program of least violation prove that every point violates a row."""
         rows, same, variables = len(self._than), len(self._as), len(low)
-        found = linprog(
+        solution = linprog(
             np.concatenate([np.zeros(variables), np.ones(rows + 2 * same)]),
             A_ub=hstack([self._less, -identity(rows), csr_array((rows, 2 * same))]),
             b_ub=self._than,
@@ -134,14 +134,14 @@ class LinearProgram:
             method="highs",
             options={**options, "presolve": True},
         )
-        if found.status != 0:
+        if solution.status != 0:
             return False
-        less = np.clip(found.ineqlin.marginals, -1.0, 0.0)
-        equal = np.clip(found.eqlin.marginals, -1.0, 1.0)
+        less = np.clip(solution.ineqlin.marginals, -1.0, 0.0)
+        equal = np.clip(solution.eqlin.marginals, -1.0, 1.0)
         return self._proven(np.zeros(variables), less, equal, low, high) > _VIOLATED
 
     def _proven(self, cost: Floats, less: Floats, same: Floats, low: Floats, high: Floats) -> float:
-        """Weak duality, less an allowance for rounding."""
+        """Return the bound of these duals by weak duality, less an allowance for rounding."""
         reduced = cost - self._less.T @ less - self._same.T @ same
         parts = np.concatenate(
             [less * self._than, same * self._as, np.minimum(reduced * low, reduced * high)]
@@ -150,14 +150,14 @@ class LinearProgram:
 
 
 def branch_and_bound(program: LinearProgram, objective: int, enough: float, effort: Effort) -> float:
-    """A number that the objective variable cannot be below.
+    """Return a lower bound of the objective variable.
 
     Args:
-        program: its integer variables are branched on.
-        objective: the variable.
+        program: the program, whose integer variables are branched on.
+        objective: the objective variable.
         enough: a bound that needs no improvement.
-        effort: what is charged; ``milp_nodes`` limits the linear programs that raise the bound by a
-            ``negligible`` share of what is missing.
+        effort: the effort to charge; the search also ends after ``milp_nodes`` linear programs that raise the
+            bound by less than the share ``negligible`` of what is missing.
     """
     program.freeze()
     integer: Bools = np.array(program.integer, dtype=bool)
@@ -165,17 +165,17 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
     root = program.solve(objective, low, high, effort)
     if root is None:
         return np.inf
-    order, solved, seen = count(), 0, (0, root.bound)
+    order, solved, checkpoint = count(), 0, (0, root.bound)
     heap = [(root.bound, next(order), root)]
     while heap and heap[0][0] < enough and not effort.over:
         bound, _, node = heap[0]
-        if solved - seen[0] >= PARAMS.milp_nodes:
-            if bound - seen[1] < PARAMS.negligible * (enough - bound):
+        if solved - checkpoint[0] >= PARAMS.milp_nodes:
+            if bound - checkpoint[1] < PARAMS.negligible * (enough - bound):
                 break
-            seen = solved, bound
+            checkpoint = solved, bound
         fraction = np.abs(node.values - np.round(node.values))
         score = np.where(integer & (fraction > _WHOLE), fraction * (node.weight + ROUNDING), 0.0)
-        if not score.any():  # whole, or HiGHS gave up: the bound is what it is
+        if not score.any():  # all integer, or HiGHS gave up: the bound cannot be raised
             break
         heapq.heappop(heap)
         for limits in _split(node, int(score.argmax())):
@@ -187,7 +187,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
 
 
 def _split(node: Node, index: int) -> list[tuple[Floats, Floats]]:
-    """The limits of the two children."""
+    """Return the limits of the two children."""
     below, above = node.high.copy(), node.low.copy()
     below[index] = np.floor(node.values[index])
     above[index] = below[index] + 1.0

@@ -1,10 +1,10 @@
-"""A lower bound from how many operations of each class each device runs: a small mixed-integer program.
+"""A lower bound from the numbers of operations of each class on each device: a small mixed-integer program.
 
 Operations are of one class if everything that the program reads of them is equal: seconds on each device,
-their own weights one by one, working set, shared weights, copies of fixed weights, place in the order. A
-stack of equal layers has few classes. The program settles what each device keeps, what its copy queue brings
-meanwhile and through how large buffers, and what the CPU computes; each row holds for every placement, so
-that its optimum is a bound. The rows, with their proofs, are in docs/planner.md.
+own weights one by one, needs, shared weights, copies of fixed weights, window of the order. A stack of equal
+layers has few classes. The program decides how many of each class run on each device and how many weights are
+streamed, through how large buffers. Each row holds for every placement, so its optimum is a lower bound. The
+rows, with their proofs, are in docs/planner.md.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from graphplan.passes.schedule.prefetch_segments import SMALL
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Macro-operations that nothing tells apart.
+    """A class of macro-operations that are equal to the program.
 
     Attributes:
-        units: their numbers.
-        window: of the order.
-        sizes: of own weights that may be streamed: bytes of a copy, bytes where it resides, and how many each
-            has of them.
-        nbytes: of all own weights of each, where they reside.
+        units: the macro-operations.
+        window: their window of the order; -1 if they span several.
+        sizes: streamable own weights of each: bytes of a copy, bytes where it resides, number of them.
+        nbytes: bytes of all own weights of each, where they reside.
         read: bytes of copies of all weights that each reads.
-        shared: items that are shared weights.
+        shared: large shared weights that each reads.
     """
 
     units: tuple[int, ...]
@@ -46,9 +45,9 @@ class _Class:
 
 
 def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
-    """Seconds that no placement can be below; a known one takes ``enough``.
+    """Return a lower bound in seconds for every placement; a known one takes ``enough``.
 
-    ``streaming``: whether weights may be streamed, and shared ones reside in CPU memory.
+    ``streaming``: whether weights may be streamed, and shared weights reside in CPU memory.
     """
     return _Program(arrays, enough, streaming=streaming).solve(effort)
 
@@ -64,7 +63,7 @@ class _Program:
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
         prefetch_bytes = arrays.problem.prefetch_bytes
-        # existing buffers are counted in rows of their own
+        # existing prefetch buffers are counted in rows of their own
         self.room = arrays.room - arrays.fixed_bytes
         self.room += np.array([float(prefetch_bytes.get(spec.key, 0)) for spec in arrays.specs])
         room = float(self.room[arrays.accelerates].max(initial=0.0))
@@ -74,11 +73,11 @@ class _Program:
     # -- classes and places --------------------------------------------------------------------------
 
     def _classify(self) -> list[_Class]:
-        found = self._group(self._windows(1))
-        most_differ = 2 * len(found) > self.frontier.units
+        classes = self._group(self._windows(1))
+        most_differ = 2 * len(classes) > self.frontier.units
         if self.frontier.streaming and most_differ:
-            found = self._group(self._windows(PARAMS.milp_windows))
-        return found
+            classes = self._group(self._windows(PARAMS.milp_windows))
+        return classes
 
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
@@ -102,11 +101,11 @@ class _Program:
         return [replace(each, units=tuple(units)) for (each, *_), units in groups.items()]
 
     def _both_sizes(self, item: int) -> tuple[float, float]:
-        """Bytes of a weight's copy, and where it resides: training keeps more beside it."""
+        """Return the bytes of a weight's copy, and where it resides: training keeps more beside it."""
         return self.arrays.slot_bytes(item), self.arrays.stored_bytes([item])
 
     def _windows(self, count: int) -> Ints:
-        """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
+        """(macro-operations,) windows, cut at readers of large shared weights too; -1 for several."""
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
         large = [unit for item in arrays.large_shared for unit in arrays.readers[item]]
@@ -119,7 +118,7 @@ class _Program:
         return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
 
     def _places(self) -> list[list[int]]:
-        """Devices one by one, or those together that nothing tells apart."""
+        """Return each device as a place; or each device class, if there are many variables."""
         if len(self.classes) * self.frontier.devices <= PARAMS.milp_variables:
             return [[d] for d in range(self.frontier.devices)]
         return self.frontier.classes
@@ -159,12 +158,12 @@ class _Program:
         program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
 
     def _buffer_sizes(self) -> list[float]:
-        """Sizes that buffers may have to have, in growing order."""
+        """Return the slot sizes that streamed weights may need, in ascending order."""
         own = {size for each in self.classes for size, *_ in each.sizes}
         return sorted(own | {self.arrays.slot_bytes(i) for each in self.classes for i in each.shared})
 
     def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
-        """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
+        """Add the variables of what runs on a place and is streamed to it; return the terms of its bytes."""
         program, frontier, arrays, d, count = self.program, self.frontier, self.arrays, place[0], len(place)
         memory: list[tuple[int, float]] = []
         queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -193,7 +192,7 @@ class _Program:
                     if arrays.problem.streaming:
                         queue[each.window].append((streamed, seconds / self.scale))
                         self._needs_slot(slots, size, streamed, float(units * times))
-                    else:  # copied one by one, hidden by nothing, into memory that is free again after
+                    else:  # copied one by one, without overlap, into memory that is free again after
                         self.clock[each.window].append((streamed, seconds / self.scale))
         self.x.append(x)
         memory += self._shared(place, number, x, slots, queue)
@@ -205,21 +204,21 @@ class _Program:
         return memory
 
     def _copy_seconds(self, d: int, nbytes: float, read: float) -> float:
-        """On the queue: small weights share a copy, and so its latency, up to what segments join."""
+        """Return the queue seconds of a weight: small weights of a segment share one latency."""
         arrays, cpu = self.arrays, self.cpu
         assert cpu is not None
         latency, per_byte = float(arrays.latency[cpu, d]), float(arrays.per_byte[cpu, d])
         joined = max(read, SMALL * latency / per_byte)
-        # bytes of weights are rounded up here, those of a copy are not
+        # ``nbytes`` is rounded up to whole 512s; a copy is not
         exact = max(0.0, nbytes - 511.0)
         return exact * per_byte + latency * exact / max(joined, 1.0)
 
     def _needs_slot(self, slots: list[int], size: float, streamed: int, most: float) -> None:
-        """Where a weight is streamed, a slot is at least as large."""
+        """Add the row that a streamed weight needs a slot of at least its size."""
         self.program.at_most([(streamed, 1.0), (slots[self.sizes.index(size)], -most)], 0.0)
 
     def _buffers(self, place: list[int], slots: list[int]) -> int:
-        """Bytes of prefetch buffers: one slot at least as large as what is streamed."""
+        """Return the variable of prefetch buffer bytes: at least the largest slot."""
         problem, keys = self.arrays.problem, self.arrays.keys
         there = sum(problem.prefetch_bytes.get(keys[d], 0) for d in place)
         room = float(max(self.room[place[0]], 0.0))
@@ -231,7 +230,7 @@ class _Program:
         return variable
 
     def _in_time(self, place: list[int], queue: dict[int, list[tuple[int, float]]], buffers: int) -> None:
-        """What windows read is copied while they last, but for what the buffers hold before."""
+        """Add the rows that what windows read is loaded while they last, or is in the buffers before."""
         program, count = self.program, float(len(place))
         everything = [term for terms in queue.values() for term in terms]
         program.at_most([*everything, (self.makespan, -count)], 0.0)
@@ -253,14 +252,14 @@ class _Program:
         slots: list[int],
         queue: dict[int, list[tuple[int, float]]],
     ) -> list[tuple[int, float]]:
-        """Weights that several classes read: at home on one place, copied where else they are read."""
+        """Add the rows of large shared weights, copied to where they are read; return terms of bytes."""
         program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
         for item, homes in self.homes.items():
             size, held = self._both_sizes(item)
             memory.append((homes[number], held / self.byte_scale))
             taken = program.variable(1.0)
             for index, each in enumerate(self.classes):
-                if item in each.shared:  # a device of the place reads it if an operation of the class does
+                if item in each.shared:  # a device of the place reads it if a member of the class runs there
                     program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
             moved = program.variable(1.0)
             terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
@@ -282,7 +281,7 @@ class _Program:
         return memory
 
     def _working_sets(self, d: int, number: int, memory: list[tuple[int, float]], room: float) -> None:
-        """Weights leave room for what the neediest operations take while they run."""
+        """Add the rows that weights leave room for the needs of each class while it runs."""
         needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
         for index in range(len(self.classes)):
             if needs[index] > PARAMS.negligible * room:
@@ -292,32 +291,32 @@ class _Program:
                 self.program.at_most([*memory, (there, float(needs[index]))], room)
 
     def _moves(self) -> None:
-        """Where more values are read than made, so many have to arrive."""
+        """Add the rows of copies: values read on a device and not made there must arrive."""
         class_of = {unit: index for index, c in enumerate(self.classes) for unit in c.units}
         values: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Floats]]] = defaultdict(list)
         for value in self.frontier.values:
             if 0 <= value.maker < self.frontier.units:
                 key = class_of[value.maker], *sorted(class_of[unit] for unit in value.readers)
                 values[key].append((value.maker, value.readers, value.seconds))
-        for (maker, *others), found in values.items():
-            makers, readers = [each[0] for each in found], [unit for each in found for unit in each[1]]
+        for (maker, *others), equal in values.items():
+            makers, readers = [each[0] for each in equal], [unit for each in equal for unit in each[1]]
             if len(set(makers)) < len(makers) or len(set(readers)) < len(readers):
-                continue  # an operation reads or makes two of these: counting does not tell
+                continue  # an operation reads or makes two of these: counts prove nothing
             for place, x in zip(self.places, self.x, strict=True):
                 d = place[0]
-                costs = [each[2][h, d] for each in found for h in range(self.frontier.devices) if h != d]
+                costs = [each[2][h, d] for each in equal for h in range(self.frontier.devices) if h != d]
                 seconds = min(costs, default=0.0)
                 if not np.isfinite(seconds) or seconds <= 0:
                     continue
-                arrived = self.program.variable(float(len(found)))
+                arrived = self.program.variable(float(len(equal)))
                 self.clock[-1].append((arrived, float(seconds) / self.scale))
                 for reader, each in Counter(others).items():
-                    beside = len(self.classes[reader].units) - each * len(found)  # which read none of these
+                    beside = len(self.classes[reader].units) - each * len(equal)  # readers of none of these
                     terms = [(arrived, float(each)), (x[reader], -1.0), (x[maker], float(each))]
                     self.program.at_least(terms, -float(beside))
 
     def solve(self, effort: Effort) -> float:
-        """Seconds below which no placement can be."""
+        """Return the lower bound in seconds."""
         enough = 1.0 - PARAMS.sufficient_gap / 2
-        found = branch_and_bound(self.program, self.makespan, enough, effort)
-        return found * self.scale
+        bound = branch_and_bound(self.program, self.makespan, enough, effort)
+        return bound * self.scale

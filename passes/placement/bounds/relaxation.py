@@ -1,4 +1,4 @@
-"""The Lagrangian relaxation: bytes have a price instead of a limit, and so have seconds of copying.
+"""The Lagrangian relaxation: prices on bytes and on seconds of copying replace their limits.
 
 With prices ``price[d] >= 0`` per byte and ``share[d] >= 0`` of the clock, ``sum(share) <= 1``, every
 placement within the budgets takes at least::
@@ -6,10 +6,10 @@ placement within the budgets takes at least::
     min over all placements of  (1 - sum(share)) * clock + sum over d of share[d] * queue[d]
                                 + price[d] * (bytes[d] - room[d])
 
-since it takes at least its clock and at least each device's copying, and passes no room. The minimum is a
-shortest path over the frontier's states; the costs to the end guide the label-setting search. The best
-prices are found by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960),
-from those of the linear program that divides operation classes over devices in fractions, copies left out.
+since it takes at least its clock and at least each device's copying, and exceeds no room. The minimum is a
+shortest path over the frontier's states; their cost-to-go guides the label-setting search. The best prices
+are found by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960), from the
+duals of a linear program that divides operation classes over devices in fractions, without copies.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What is reserved of the accelerators' memory before a search.
+    """Memory of the accelerators that is reserved before a search.
 
     Attributes:
-        slots: (devices,) of the prefetch buffers; 0 where nothing is streamed.
-        nbytes: (devices,) of each slot.
-        beside: (devices,) for activations; at least what the least needy operation takes.
+        slots: (devices,) number of prefetch slots; 0 where nothing is streamed.
+        nbytes: (devices,) bytes of each slot.
+        beside: (devices,) bytes for activations, where more than the least needy operation takes.
     """
 
     slots: Ints
@@ -43,7 +43,7 @@ class Buffers:
 
     @classmethod
     def none(cls, devices: int) -> Buffers:
-        """Nothing is streamed."""
+        """Return buffers that reserve nothing."""
         return cls(np.zeros(devices, dtype=np.int64), np.zeros(devices), np.zeros(devices))
 
     @property
@@ -54,31 +54,31 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds per byte of each device, and the share of the clock that its copying is weighed by."""
+    """(devices,) seconds per byte, and (devices,) share of the clock that weighs the copy queue."""
 
     per_byte: Floats
     queue: Floats
 
 
 class Relaxation:
-    """A frontier with a configuration of memory.
+    """The Lagrangian relaxation of a frontier with a memory configuration.
 
     Args:
-        frontier: whose steps are placed.
-        stages: of it.
-        buffers: prefetch buffers that are reserved; None for a bound that holds whatever their sizes.
+        frontier: the frontier whose steps are placed.
+        stages: the stages of the frontier.
+        buffers: reserved prefetch buffers; None for a bound that holds for buffers of any size.
 
     Attributes:
         least: (devices,) bytes that are reserved for activations.
-        room: (devices,) bytes for weights at most.
-        ahead: (devices,) seconds by which copies may be ahead of the clock: of filling all slots.
-        on_clock: whether copies are hidden by nothing.
-        copy: (devices, steps) seconds of streaming the movable weights; infinite where they may not be.
+        room: (devices,) most bytes of weights.
+        ahead: (devices,) prefetch slack, the seconds to fill all slots; infinite if their sizes are open.
+        on_clock: whether copies overlap with nothing.
+        copy: (devices, steps) seconds of streaming the movable weights; infinite where this is not possible.
         bound: the highest lower bound so far, seconds.
         proof: the method that found it.
-        prices: of that bound.
-        rest: (states,) before each step and after the last, the priced cost to the end.
-        possible: whether some placement may exist.
+        prices: the prices of that bound.
+        rest: for each step, and after the last: (states,) cost-to-go of each state at these prices.
+        possible: whether a placement may exist.
     """
 
     def __init__(self, frontier: Frontier, stages: list[DpStage], buffers: Buffers | None) -> None:
@@ -102,20 +102,20 @@ class Relaxation:
         self.possible = has_room and all(len(stage.states) for stage in stages)
 
     def _set_room(self) -> bool:
-        """Reserve bytes; whether all prefetch buffers have room."""
+        """Set the room for weights; return whether the prefetch buffers fit."""
         arrays = self.frontier.arrays
-        # a device where weights reside runs something: at least the least needy operation
+        # a device with resident weights runs something: at least its least needy operation
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
         least = needs.min(axis=1, initial=np.inf)
         least = np.where(np.isfinite(least), least, 0.0)
-        if self.cpu is not None:  # but for CPU memory, which holds streamed weights while nothing runs there
+        if self.cpu is not None:  # the CPU may hold streamed weights and run nothing
             least[self.cpu] = 0.0
         if self.buffers is not None:
             least = np.maximum(least, self.buffers.beside)
         room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
-        # a device without room for anything is not used, and then takes no bytes
+        # a device without room is not used, and then holds no bytes
         self.least, self.room = least, np.maximum(room - reserved, 0.0)
         return bool((room >= reserved)[reserved > 0].all())
 
@@ -123,7 +123,7 @@ class Relaxation:
         arrays = self.frontier.arrays
         self.copy = np.full(self.seconds.shape, np.inf)
         self.ahead = np.full(self.frontier.devices, np.inf)
-        self.on_clock = not arrays.problem.streaming  # weights are copied one by one, and hidden by nothing
+        self.on_clock = not arrays.problem.streaming  # weights are copied one by one
         if self.cpu is None:
             return
         per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
@@ -150,7 +150,7 @@ class Relaxation:
     # -- prices --------------------------------------------------------------------------------------
 
     def improve(self, enough: float, effort: Effort, rounds: int | None = None) -> None:
-        """Look for prices with a higher bound, up to ``enough`` seconds, by so many cutting planes."""
+        """Raise the bound, up to ``enough`` seconds, by better prices from ``rounds`` cutting planes."""
         if not self.possible:
             self.bound = np.inf
             return
@@ -160,7 +160,7 @@ class Relaxation:
             prices = self._as_prices(point)
             point = self._as_point(prices)
             bound, rest, slope = self._dual(prices)
-            slope = self._even(slope)
+            slope = self._class_means(slope)
             effort.charge(sum(100.0 + 0.2 * stage.seconds.size for stage in self.stages))
             if not np.isfinite(bound):
                 self.possible, self.bound = False, np.inf
@@ -177,59 +177,60 @@ class Relaxation:
 
     @property
     def _scale(self) -> Floats:
-        """(devices,) seconds that all bytes of a device are worth at a price of one."""
+        """(devices,) bytes of each device; a point holds prices of all of its bytes."""
         return np.asarray(np.maximum(self.frontier.arrays.room, 1.0))
 
     def _as_point(self, prices: Prices) -> Floats:
         return np.concatenate([prices.per_byte * self._scale, prices.queue])
 
-    def _even(self, point: Floats) -> Floats:
-        """The mean over the devices of each class: what is best for all of them is best for their mean."""
-        count, even = self.frontier.devices, point.copy()
+    def _class_means(self, point: Floats) -> Floats:
+        """Return the mean over each class: symmetry breaking needs equal prices, and the dual is concave."""
+        count, means = self.frontier.devices, point.copy()
         for members in self.frontier.classes:
-            for part in (0, count):
-                even[[m + part for m in members]] = point[[m + part for m in members]].mean()
-        return even
+            for offset in (0, count):
+                means[[m + offset for m in members]] = point[[m + offset for m in members]].mean()
+        return means
 
     def _as_prices(self, point: Floats) -> Prices:
-        count, even = self.frontier.devices, self._even(point)
-        queue = np.clip(even[count:], 0.0, 1.0) * self._weighable
-        return Prices(np.maximum(even[:count], 0.0) / self._scale, queue / max(1.0, float(queue.sum())))
+        count, means = self.frontier.devices, self._class_means(point)
+        queue = np.clip(means[count:], 0.0, 1.0) * self._has_queue
+        return Prices(np.maximum(means[:count], 0.0) / self._scale, queue / max(1.0, float(queue.sum())))
 
     @property
-    def _weighable(self) -> Bools:
+    def _has_queue(self) -> Bools:
+        """(devices,) whether its copy queue may be used."""
         able = np.isfinite(self.copy) & (not self.on_clock)
         return np.asarray((able | (self.fixed_queue > 0)).any(axis=1))
 
     def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
-        """The highest bound that the cutting planes leave possible, and its prices."""
+        """Return the highest bound that the cutting planes allow, and its point."""
         count = self.frontier.devices
-        unit = max(self.bound, 1e-12)  # for HiGHS, whose tolerances are absolute
-        # no price is higher than the slowest forward pass for all bytes of a device
+        unit = max(self.bound, 1e-12)  # scales for HiGHS, whose tolerances are absolute
+        # no useful price of all bytes of a device is above the seconds of the slowest forward pass
         highest = float(np.where(np.isfinite(self.seconds), self.seconds, 0.0).max(axis=0).sum()) / unit
         slopes = np.array([slope for _, slope in cuts])
         slopes[:, count:] /= unit
         rows = np.hstack([np.ones((len(cuts), 1)), -slopes])
-        one_clock = np.concatenate([[0.0], np.zeros(count), np.ones(count)])
-        found = linprog(
+        share_row = np.concatenate([[0.0], np.zeros(count), np.ones(count)])
+        solution = linprog(
             np.concatenate([[-1.0], np.zeros(2 * count)]),
-            A_ub=np.vstack([rows, one_clock]),
+            A_ub=np.vstack([rows, share_row]),
             b_ub=np.append([height / unit for height, _ in cuts], 1.0),
             bounds=[
                 (None, 4.0),
                 *[(0.0, max(highest, 1.0))] * count,
-                *[(0.0, float(w)) for w in self._weighable],
+                *[(0.0, float(w)) for w in self._has_queue],
             ],
             method="highs",
         )
-        if found.x is None:
+        if solution.x is None:
             return self.bound, self._as_point(self.prices)
-        proposed = np.asarray(found.x[1:])
+        proposed = np.asarray(solution.x[1:])
         proposed[:count] *= unit
-        return -float(found.fun) * unit, proposed
+        return -float(solution.fun) * unit, proposed
 
     def _options(self, prices: Prices) -> tuple[Floats, Floats]:
-        """(devices, steps) priced bytes and copying of weights that reside there, and that are streamed."""
+        """(devices, steps) priced bytes and copying of weights: all resident; the movable ones streamed."""
         per_byte, queue = prices.per_byte[:, None], prices.queue[:, None]
         stay = per_byte * self.nbytes + queue * self.fixed_queue
         weight = np.ones_like(queue) if self.on_clock else queue
@@ -239,7 +240,7 @@ class Relaxation:
         return stay, np.where(np.isfinite(self.copy), away, np.inf)
 
     def _clock(self, stage: DpStage, prices: Prices) -> Floats:
-        """(devices, states) seconds of a step, less the copying that they hide."""
+        """(devices, states) seconds of a step, less the weighed copying that they hide."""
         possible = np.isfinite(stage.seconds)
         seconds = np.where(possible, stage.seconds, 0.0)
         hidden = sum(
@@ -248,7 +249,7 @@ class Relaxation:
         return np.where(possible, seconds - hidden, np.inf)
 
     def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
-        """The bound at these prices, the costs to the end, and the slope of the bound in the prices."""
+        """Return the bound at these prices, the cost-to-go of all states, and the slope of the bound."""
         stay, away = self._options(prices)
         extra = np.minimum(stay, away)
         clocks: dict[int, Floats] = {}
@@ -287,7 +288,7 @@ class Relaxation:
         return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope
 
     def _first_prices(self) -> Floats:
-        """From the linear program of operation classes over devices; none where it has no solution."""
+        """Return the duals of the linear program over operation classes; zeros if it is not solved."""
         count = self.frontier.devices
         columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.copy])
         _, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
@@ -309,7 +310,7 @@ class Relaxation:
             memory.append(row(nbytes * one, away, 0.0) / self._scale[d])
         each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
         variables = row(np.where(able, np.inf, 0.0), np.where(may_copy, np.inf, 0.0), np.inf)
-        found = linprog(
+        solution = linprog(
             np.arange(len(variables)) == len(variables) - 1,
             A_ub=sparse.csr_matrix(np.array([clock, *queues, *memory])),
             b_ub=np.concatenate([np.zeros(1 + count), self.room / self._scale]),
@@ -318,26 +319,26 @@ class Relaxation:
             bounds=np.column_stack([np.zeros(len(variables)), variables]),
             method="highs",
         )
-        if found.x is None:  # HiGHS' word is not a proof: begin without prices
+        if solution.x is None:  # start without prices
             return np.zeros(2 * count)
-        duals = np.maximum(-found.ineqlin.marginals, 0.0)
+        duals = np.maximum(-solution.ineqlin.marginals, 0.0)
         return np.concatenate([duals[1 + count :], duals[1 : 1 + count]])
 
 
 def least_seconds(arrays: Arrays) -> Bound:
-    """The bound at prices of zero with free copies: each operation where it takes least. It takes no time."""
+    """Return the bound of zero prices and free copies: each operation on its fastest device."""
     seconds = float(arrays.compute.min(axis=0, initial=np.inf).sum())
     return Bound(seconds * (1 - ROUNDING), "least seconds of each operation", Scope.ANY)
 
 
 def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:
-    """A relaxation with prices for each home of the largest shared weight; the least bound is the problem's.
+    """Return a relaxation for each home of the largest shared weight; the least bound is the problem's.
 
-    No bound needs to pass ``enough`` seconds.
+    A bound of ``enough`` seconds is not raised further.
     """
     frontiers = settled_frontiers(arrays, effort, streaming=streaming)
-    found = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]
-    for done, relaxation in enumerate(found):
-        with effort.share(1 / (len(found) - done)) as part:
+    relaxations = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]
+    for done, relaxation in enumerate(relaxations):
+        with effort.share(1 / (len(relaxations) - done)) as part:
             relaxation.improve(enough, part)
-    return found
+    return relaxations

@@ -1,8 +1,9 @@
-"""Devices and operations that nothing tells apart.
+"""Device classes: sets of exchangeable devices.
 
 Two devices are of one class if exchanging them changes nothing that the objective or a constraint reads:
-speed, budget, every link in both directions, the operations that may run there, weights that are fixed
-there, prefetch buffers that exist. A key that left any of these out would make lower bounds false.
+seconds of every operation, room, type, every link in both directions, existing prefetch buffers and their
+limits; and neither is the host's or holds fixed weights. A comparison that left any of these out would make
+lower bounds false.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from graphplan.passes.placement.problem import Problem
 
 
 def device_classes(arrays: Arrays) -> list[list[int]]:
-    """Indices of the devices that compute, those together that can be exchanged; in the caller's order."""
+    """Return the classes of exchangeable devices that compute, as indices in the caller's order."""
     classes: list[list[int]] = []
     for device in range(arrays.computing):
         for members in classes:
@@ -26,9 +27,9 @@ def device_classes(arrays: Arrays) -> list[list[int]]:
 
 
 def _exchangeable(arrays: Arrays, one: int, other: int) -> bool:
-    if _own(arrays.problem, arrays.specs[one]) != _own(arrays.problem, arrays.specs[other]):
+    if _properties(arrays.problem, arrays.specs[one]) != _properties(arrays.problem, arrays.specs[other]):
         return False
-    if not _named(arrays.problem).isdisjoint((arrays.keys[one], arrays.keys[other])):
+    if not _named_devices(arrays.problem).isdisjoint((arrays.keys[one], arrays.keys[other])):
         return False
     swapped = list(range(len(arrays.keys)))
     swapped[one], swapped[other] = other, one
@@ -38,12 +39,12 @@ def _exchangeable(arrays: Arrays, one: int, other: int) -> bool:
     return bool((arrays.compute[one] == arrays.compute[other]).all())
 
 
-def _own(problem: Problem, spec: DeviceSpec) -> object:
-    """What is known of a device by itself; seconds of operations are compared apart."""
+def _properties(problem: Problem, spec: DeviceSpec) -> object:
+    """Return the properties of a device itself, apart from links and seconds of operations."""
     buffers, limits = problem.prefetch_bytes.get(spec.key), problem.prefetch_limits.get(spec.key)
     return spec.type, spec.room, buffers, limits
 
 
-def _named(problem: Problem) -> set[object]:
-    """Devices that the problem names: the host's, and homes of fixed weights."""
+def _named_devices(problem: Problem) -> set[object]:
+    """Return the devices that the problem names: the host, and homes of fixed weights."""
     return {problem.host, *problem.fixed_weights.values()}
