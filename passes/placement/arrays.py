@@ -1,7 +1,7 @@
 """A problem as flat arrays: exact seconds and peaks of placements in which nothing is streamed.
 
-The evaluator writes a schedule and takes milliseconds; here a placement is a vector of devices, and
-takes a fraction of one. Items are what can be copied: tensors that operations make, inputs, and weights.
+A placement is a vector of devices and is evaluated in a fraction of a millisecond; the evaluator writes a
+schedule and takes milliseconds. Items are what can be copied: tensors that operations make, inputs, weights.
 An item has one source, and costs one copy for each further device that reads it::
 
     seconds = sum over operations of compute[device, operation]
@@ -36,29 +36,30 @@ class Arrays:
     """Flat arrays of a problem.
 
     Args:
-        problem: what they are of.
+        problem: the problem.
         folded: whether operations are in the order of :mod:`graphplan.passes.placement.folding`.
 
     Attributes:
-        keys: devices: those that compute come first, then the others, the host's last.
-        specs: of the devices that compute.
+        keys: device keys: devices that compute first, then the others, the host last if it is none of these.
+        specs: specs of the devices that compute.
         accelerates: (devices that compute,) whether each is an accelerator.
-        cpu: index of the CPU; None where it does not compute.
+        cpu: index of the CPU; None if it does not compute.
         host: index of the caller's device.
-        running: (operations,) indices of operations in the order in which they run.
-        compute: (devices that compute, operations) seconds, infinite where it may not run.
+        running: (operations,) indices of operations in the order of execution.
+        compute: (devices that compute, operations) seconds, infinite where an operation may not run.
         latency: (devices, devices) seconds from row to column.
         per_byte: (devices, devices) seconds per byte.
-        names: of items: tensors first, then weights.
-        values: how many items are tensors.
+        names: names of items: tensors first, then weights.
+        values: number of items that are tensors.
         nbytes: (items,) bytes of a copy.
-        source: (items,) the operation that makes it, or the first that reads a weight; -1 for what is fixed.
-        fixed: (items,) device of what is fixed, else -1.
-        item, reader: (reads,) pairs; the reader ``operations`` stands for the end, on the host.
-        made_bytes: (items, devices) that an allocator takes where an item is made; 0 for views.
-        copied_bytes: (items, devices) that it takes for a copy.
+        source: (items,) the operation that makes a tensor, or the first that reads a weight; -1 for what is
+            fixed.
+        fixed: (items,) device of inputs and of weights with a fixed home, else -1.
+        item, reader: (reads,) pairs; the reader ``count`` stands for the end, on the host.
+        made_bytes: (items, devices) bytes that an allocator takes for an item where it is made; 0 for views.
+        copied_bytes: (items, devices) bytes that an allocator takes for a copy.
         workspace: (devices that compute, operations + 1) bytes that each operation takes while it runs.
-        units: macro-operations in order, their operations; those that make host scalars are in none.
+        units: the operations of each macro-operation, in order; those that make host scalars are in none.
         readers: item -> the macro-operations that read it, in order.
         shared: weights without a fixed home that several macro-operations read.
     """
@@ -90,7 +91,7 @@ class Arrays:
         self._list_reads()
         self._add_write_backs()
         self._allocations: dict[tuple[str, int], int] = {}
-        self._measure()
+        self._count_bytes()
         self.units = self._make_units()
         self.readers = self._find_readers()
         free = [v for v in range(self.values, len(self.names)) if self.fixed[v] < 0]
@@ -99,7 +100,7 @@ class Arrays:
 
     @classmethod
     def of_search(cls, problem: Problem) -> Arrays:
-        """Those that placements are searched on: of a training step, folded."""
+        """Return the arrays that placements are searched on: those of a training step are folded."""
         folded = problem.graph.trains
         return cls(fold(problem) if folded else problem, folded=folded)
 
@@ -128,7 +129,7 @@ class Arrays:
         self.item_of = {name: v for v, name in enumerate(self.names)}
         self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
         self.source = np.full(len(self.names), -1)
-        self.loose = list[int]()  # weights that are returned and read by nobody: their home is chosen here
+        self.loose = list[int]()  # returned, unread weights, whose home is chosen here
         self.fixed = np.full(len(self.names), -1)
         for v, value in enumerate(tensors):
             maker = graph.producer.get(value.name)
@@ -148,32 +149,32 @@ class Arrays:
                     self.fixed[v] = self.number[fixed[first]]
                 else:
                     self.source[v] = self.index[graph.readers[first][0]]
-            else:  # returned, and read by nobody: near the caller
+            else:  # returned and unread: near the caller
                 self.fixed[v] = self._nearest(float(weight.nbytes)) if cpu is None else self.number[cpu]
                 self.loose.append(v)
 
     def _nearest(self, nbytes: float) -> int:
-        """The device from which a weight comes to the caller in the least time, of equals the roomiest."""
+        """Return the device with the fastest copy to the host; among equals, that with most room."""
         seconds = self.latency[:, self.host] + nbytes * self.per_byte[:, self.host]
         return min(range(self.computing), key=lambda d: (seconds[d], -self.specs[d].room))
 
     def _list_reads(self) -> None:
-        reads, looks = list[tuple[int, int]](), list[tuple[int, int]]()
+        reads, size_reads = list[tuple[int, int]](), list[tuple[int, int]]()
         for i, operation in enumerate(self.operations):
-            into = looks if operation.host_only else reads
+            into = size_reads if operation.host_only else reads
             into += [(self.item_of[name], i) for name in operation.inputs if name in self.item_of]
         if self.problem.returns_to_host:
-            made = [n for n in self.graph.outputs if n in self.item_of]
-            reads += [(self.item_of[name], self.count) for name in dict.fromkeys(made)]
-        # gradients go, as soon as they are made, to where their parameters reside
-        of = [(self.item_of[v.name], self.item_of[v.gradient_of]) for v in self.tensors if v.gradient_of]
+            returned = [n for n in self.graph.outputs if n in self.item_of]
+            reads += [(self.item_of[name], self.count) for name in dict.fromkeys(returned)]
+        # a gradient is moved to its parameter's device as soon as it is made
+        pairs = [(self.item_of[v.name], self.item_of[v.gradient_of]) for v in self.tensors if v.gradient_of]
         self.item, self.reader = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-        # by operations that only read sizes
-        self.looked_at, self.looking = np.array(looks, dtype=np.int64).reshape(-1, 2).T
-        self.gradient, self.parameter = np.array(of, dtype=np.int64).reshape(-1, 2).T
+        # reads by operations that only read sizes
+        self.looked_at, self.looking = np.array(size_reads, dtype=np.int64).reshape(-1, 2).T
+        self.gradient, self.parameter = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
     def _add_write_backs(self) -> None:
-        """What a forward pass changes of its inputs is copied back: a cost of the operation that does."""
+        """Charge the copy back of each input that the pass changes to the first operation that changes it."""
         self.written: list[tuple[int, int]] = []
         for name in self.graph.changed_inputs:
             first = next(
@@ -186,9 +187,9 @@ class Arrays:
             self.written.append((item, first))
 
     def copy_seconds(self, item: int) -> Floats:
-        """(devices, devices) of a copy, from row to column; none from a device to itself."""
-        found: Floats = self.latency + self.nbytes[item] * self.per_byte
-        return found
+        """(devices, devices) seconds of a copy of an item, from row to column."""
+        seconds: Floats = self.latency + self.nbytes[item] * self.per_byte
+        return seconds
 
     def _make_units(self) -> list[list[int]]:
         group = {name: members for members in self.graph.together for name in members}
@@ -205,23 +206,23 @@ class Arrays:
         return units
 
     def _find_readers(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, dict[int, None]] = {}
+        readers: dict[int, dict[int, None]] = {}
         for item, reader in zip(self.item.tolist(), self.reader.tolist(), strict=True):
             if reader < self.count:
-                found.setdefault(item, {})[int(self.unit_of[reader])] = None
-        return {item: tuple(units) for item, units in found.items()}
+                readers.setdefault(item, {})[int(self.unit_of[reader])] = None
+        return {item: tuple(units) for item, units in readers.items()}
 
     @cached_property
     def crossing(self) -> Floats:
-        """(positions,) bytes of tensors that are made on one side and read on the other."""
+        """(positions,) bytes of tensors that are made before a position and read after it, or in reverse."""
         last, inner = self.source.copy(), self.reader < self.count
         first = self.source.copy()
         np.maximum.at(last, self.item[inner], self.reader[inner])
         np.minimum.at(first, self.item[inner], self.reader[inner])
-        made = np.flatnonzero((self.source[: self.values] >= 0) & (last > first)[: self.values])
+        tensors = np.flatnonzero((self.source[: self.values] >= 0) & (last > first)[: self.values])
         change = np.zeros(self.count + 2)
-        np.add.at(change, first[made] + 1, self.nbytes[made])
-        np.add.at(change, last[made] + 1, -self.nbytes[made])
+        np.add.at(change, first[tensors] + 1, self.nbytes[tensors])
+        np.add.at(change, last[tensors] + 1, -self.nbytes[tensors])
         return change.cumsum()[: self.count + 1]
 
     # -- placements ---------------------------------------------------------------------------------
@@ -230,21 +231,21 @@ class Arrays:
         """(items,) the device of each item's source.
 
         Args:
-            devices: (operations,) indices.
-            chosen: (items,) homes that are decided, -1 where the first reader decides.
+            devices: (operations,) device indices.
+            chosen: (items,) decided homes; -1 where the first reader decides.
         """
-        found: Ints = np.where(self.fixed >= 0, self.fixed, devices[self.source])
-        return found if chosen is None else np.where((chosen >= 0) & (self.fixed < 0), chosen, found)
+        home: Ints = np.where(self.fixed >= 0, self.fixed, devices[self.source])
+        return home if chosen is None else np.where((chosen >= 0) & (self.fixed < 0), chosen, home)
 
     def seconds(self, devices: Ints, chosen: Ints | None = None) -> float:
-        """Estimated seconds of a forward pass."""
+        """Return the estimated seconds of a forward pass."""
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
         target, source = where[self.reader], home[self.item]
         moved = target != source
-        goes = home[self.parameter] != home[self.gradient]
+        gradient_moves = home[self.parameter] != home[self.gradient]
         copies = np.unique(
-            np.concatenate([self.item[moved], self.gradient[goes]]) * len(self.keys)
-            + np.concatenate([target[moved], home[self.parameter[goes]]])
+            np.concatenate([self.item[moved], self.gradient[gradient_moves]]) * len(self.keys)
+            + np.concatenate([target[moved], home[self.parameter[gradient_moves]]])
         )
         item, target = np.divmod(copies, len(self.keys))
         source = home[item]
@@ -252,37 +253,37 @@ class Arrays:
         return float(self.compute[devices, np.arange(self.count)].sum() + moves.sum())
 
     def _allocated(self, spec: DeviceSpec, nbytes: int) -> int:
-        """Bytes that an allocator takes for a storage."""
+        """Return the bytes that an allocator takes for a storage."""
         size = spec.type, nbytes
-        found = self._allocations.get(size)
-        if found is None:
-            found = self._allocations[size] = spec.allocated(nbytes) if nbytes else 0
-        return found
+        allocated = self._allocations.get(size)
+        if allocated is None:
+            allocated = self._allocations[size] = spec.allocated(nbytes) if nbytes else 0
+        return allocated
 
     def _least_held(self, name: str) -> int:
-        """Bytes that a device holds at least where a value is read: its storage, or a copy of a base."""
-        values, found = self.graph.values, self.graph.values[name].copy_bytes
+        """Return the least bytes that a device holds where a value is read: its storage, or a base's copy."""
+        values, least = self.graph.values, self.graph.values[name].copy_bytes
         while (base := values[name].alias_of) is not None and base in values:
             name = base
-            found = min(found, values[name].copy_bytes)
-        return found if name in self.graph.inputs else min(found, values[name].nbytes)
+            least = min(least, values[name].copy_bytes)
+        return least if name in self.graph.inputs else min(least, values[name].nbytes)
 
     @cached_property
     def working_sets(self) -> Floats:
-        """(devices that compute, macro-operations) bytes of the neediest operation, beside all weights.
+        """(devices that compute, macro-operations) least bytes of the neediest operation, beside all weights.
 
-        At least: inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
+        They are inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
         """
-        found = np.zeros((self.computing, len(self.units)))
+        largest = np.zeros((self.computing, len(self.units)))
         for unit, members in enumerate(self.units):
             for i in members:
-                np.maximum(found[:, unit], self._working_set(self.operations[i]), out=found[:, unit])
-        return found
+                np.maximum(largest[:, unit], self._working_set(self.operations[i]), out=largest[:, unit])
+        return largest
 
     def _working_set(self, operation: Operation) -> Floats:
-        """(devices that compute,) bytes: see :attr:`working_sets`."""
+        """(devices that compute,) least bytes of an operation: see :attr:`working_sets`."""
         graph, fixed = self.graph, self.problem.fixed_weights
-        made = [graph.values[name].nbytes for name in operation.outputs]
+        outputs = [graph.values[name].nbytes for name in operation.outputs]
         read: dict[str, int] = {}
         copied: list[tuple[DeviceKey, int]] = []
         for name in operation.inputs:
@@ -291,27 +292,27 @@ class Arrays:
                 copied.append((fixed[name], graph.weights[name].nbytes))
             elif value is not None and value.is_tensor and root not in graph.weights:
                 read[root] = max(read.get(root, 0), self._least_held(name))
-        found = np.zeros(self.computing)
-        for spec, alike in self._kinds:
-            sizes = [*read.values(), *made, operation.workspace_on(spec.type)]
-            found[alike] = sum(self._allocated(spec, nbytes) for nbytes in sizes)
+        total = np.zeros(self.computing)
+        for spec, same_type in self._device_types:
+            sizes = [*read.values(), *outputs, operation.workspace_on(spec.type)]
+            total[same_type] = sum(self._allocated(spec, nbytes) for nbytes in sizes)
             for home, nbytes in copied:
-                found[alike & self._copies_from[home]] += self._allocated(spec, nbytes)
-        if self.host < self.computing:  # where inputs are already
+                total[same_type & self._copies_from[home]] += self._allocated(spec, nbytes)
+        if self.host < self.computing:  # inputs are there in any case, and counted apart
             spec = self.specs[self.host]
-            given = [nbytes for name, nbytes in read.items() if name in graph.inputs]
-            found[self.host] -= sum(self._allocated(spec, nbytes) for nbytes in given)
-        return found
+            inputs = [nbytes for name, nbytes in read.items() if name in graph.inputs]
+            total[self.host] -= sum(self._allocated(spec, nbytes) for nbytes in inputs)
+        return total
 
     @cached_property
-    def _kinds(self) -> list[tuple[DeviceSpec, Bools]]:
-        """Of each type of device, one, and which are such: allocators of these round alike."""
-        kinds = {spec.type: spec for spec in reversed(self.specs)}
-        return [(one, np.array([spec.type == kind for spec in self.specs])) for kind, one in kinds.items()]
+    def _device_types(self) -> list[tuple[DeviceSpec, Bools]]:
+        """One spec of each device type, and the mask of its devices: allocators of one type round alike."""
+        spec_of = {spec.type: spec for spec in reversed(self.specs)}
+        return [(one, np.array([spec.type == kind for spec in self.specs])) for kind, one in spec_of.items()]
 
     @cached_property
     def _copies_from(self) -> dict[DeviceKey, Bools]:
-        """Home of weights -> which devices hold a copy: what is in CPU memory may pass prefetch buffers."""
+        """Home of fixed weights -> mask of devices that copy them; prefetch buffers copy from CPU memory."""
         cpu, homes = self.problem.topology.cpu, set(self.problem.fixed_weights.values())
         return {
             home: np.array(
@@ -320,21 +321,21 @@ class Arrays:
             for home in homes
         }
 
-    def _measure(self) -> None:
+    def _count_bytes(self) -> None:
         self.made_bytes, self.copied_bytes = np.zeros((2, len(self.names), len(self.keys)))
         self.workspace = np.zeros((self.computing, self.count + 1))
         sizes = self.nbytes.astype(np.int64).tolist()
-        for spec, alike in self._kinds:
+        for spec, same_type in self._device_types:
             made = [self._allocated(spec, value.nbytes) for value in self.tensors]
             copied = [self._allocated(spec, nbytes) for nbytes in sizes]
             workspace = [operation.workspace_on(spec.type) for operation in self.operations]
-            for d in np.flatnonzero(alike):
+            for d in np.flatnonzero(same_type):
                 self.made_bytes[: self.values, d], self.copied_bytes[:, d] = made, copied
                 self.workspace[d, :-1] = [self._allocated(spec, nbytes) for nbytes in workspace]
 
     @cached_property
     def views(self) -> tuple[Ints, list[Ints]]:
-        """(items,) what each is a view of; the items at each depth of views of views."""
+        """(items,) base of each view, else -1; and the views at each depth of views of views."""
         base, depth = np.full(len(self.names), -1), np.zeros(len(self.names), dtype=np.int64)
         for v, value in enumerate(self.tensors):
             if value.alias_of in self.item_of and self.source[v] >= 0:
@@ -344,72 +345,71 @@ class Arrays:
 
     @cached_property
     def staying(self) -> Ints:
-        """Items that are live at the end where they are made."""
-        found = [self.item_of[value.name] for value in self.tensors if value.stays and not value.gradient_of]
+        """Tensors that are still live at the end on the device where they are made."""
+        items = [self.item_of[value.name] for value in self.tensors if value.stays and not value.gradient_of]
         if not self.problem.returns_to_host:
-            found += [self.item_of[name] for name in self.graph.outputs if name in self.item_of]
-        return np.array(found, dtype=np.int64)
+            items += [self.item_of[name] for name in self.graph.outputs if name in self.item_of]
+        return np.array(items, dtype=np.int64)
 
     @cached_property
     def _is_cpu(self) -> Bools:
-        """(devices,) whether each is the CPU."""
         return np.array([key == self.problem.topology.cpu for key in self.keys], dtype=bool)
 
     @cached_property
     def staying_gradients(self) -> Bools:
-        """(gradients,) those that are live at the end where their parameter resides."""
+        """(gradients,) whether each is still live at the end, where its parameter resides."""
         return np.array([self.tensors[item].stays for item in self.gradient], dtype=bool)
 
     def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
-        """(devices that compute,) most bytes at once."""
-        found = self.read_peaks(devices, chosen)
+        """(devices that compute,) peak bytes."""
+        total = self.read_peaks(devices, chosen)
         if self.unread:
             extra = np.zeros(len(self.keys))
             sizes = {weight.name: weight.held_bytes for weight in self.unread}
             home = self.homes(devices, chosen)
-            for name, key in self._fill(found, home).items():
+            for name, key in self._fill(total, home).items():
                 extra[self.number[key]] += round_up(sizes[name])
-            found += self.resident(home, extra) - self.resident(home)
-        return found
+            total += self.resident(home, extra) - self.resident(home)
+        return total
 
     @cached_property
     def _time(self) -> Ints:
-        """(operations + 1,) when each runs; of the end, when results return: after the forward pass."""
-        found = np.full(self.count + 1, self.count)
-        found[self.running] = np.arange(self.count)
+        """(operations + 1,) step of each operation; at the end, the step after which results return."""
+        time = np.full(self.count + 1, self.count)
+        time[self.running] = np.arange(self.count)
         backward = [i for i, operation in enumerate(self.operations) if operation.backward]
-        found[self.count] = found[backward].min(initial=self.count)
-        return found
+        time[self.count] = time[backward].min(initial=self.count)
+        return time
 
     @cached_property
     def _timed_reads(self) -> tuple[Ints, Ints, Ints]:
-        """Items, readers and times of the reads, in order of time."""
+        """(reads,) items, readers and their steps, in order of execution."""
         order = np.argsort(self._time[self.reader], kind="stable")
         return self.item[order], self.reader[order], self._time[self.reader[order]]
 
     def read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
-        """As :meth:`peaks`, without the weights that nobody reads."""
+        """(devices that compute,) peak bytes without unread weights."""
         width, end, time = len(self.keys), self.count, self._time
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
-        item, reader, when = self._timed_reads
+        item, reader, read_time = self._timed_reads
         target, returned = where[reader], reader == end
         moved = target != home[item]
         instance = item * width + target
         born, last = np.full(len(self.names) * width, -1), np.full(len(self.names) * width, -2)
-        born[instance[::-1]] = when[::-1]  # a copy is made right before its first reader
-        last[instance] = when
+        born[instance[::-1]] = read_time[::-1]  # a copy is made right before its first reader
+        last[instance] = read_time
         last[instance[returned]] = end
         at_home = np.arange(len(self.names)) * width + home
         born[at_home] = np.where(self.fixed >= 0, -1, time[self.source])
-        born[at_home[self.values :]] = -1  # weights are there all the time
+        born[at_home[self.values :]] = -1  # weights are always live
         np.maximum.at(last, self.looked_at * width + home[self.looked_at], time[self.looking])
-        leaves = born[instance] - returned  # results before anything else runs
+        leaves = born[instance] - returned  # results are moved before anything else runs
         np.maximum.at(last, item[moved] * width + home[item[moved]], leaves[moved])
         last[at_home[self.staying]] = end
-        gradient, beside = self.gradient[self.staying_gradients], home[self.parameter[self.staying_gradients]]
-        copied = gradient * width + beside
-        # host memory is kept from step to step
-        born[copied] = np.where(self._is_cpu[beside], 0, time[self.source[gradient]])
+        gradient, goal = self.gradient[self.staying_gradients], home[self.parameter[self.staying_gradients]]
+        copied = gradient * width + goal
+        # gradients in CPU memory stay allocated between training steps
+        born[copied] = np.where(self._is_cpu[goal], 0, time[self.source[gradient]])
         born[at_home[gradient]] = time[self.source[gradient]]
         last[copied] = end
         for written, operation in self.written:
@@ -426,42 +426,42 @@ class Arrays:
         live = np.flatnonzero((root == np.arange(len(last))) & (born >= 0) & (nbytes > 0))
         live = live[live % width < self.computing]
         device = live % width
-        made, freed = np.zeros((2, self.computing, end + 2))
-        np.add.at(made, (device, born[live]), nbytes[live])
+        allocated, freed = np.zeros((2, self.computing, end + 2))
+        np.add.at(allocated, (device, born[live]), nbytes[live])
         np.add.at(freed, (device, last[live] + 1), nbytes[live])
-        live_bytes = (made - freed).cumsum(axis=1)[:, : end + 1]
+        live_bytes = (allocated - freed).cumsum(axis=1)[:, : end + 1]
         acting = devices[self.running][None, :] == np.arange(self.computing)[:, None]
         acting = np.concatenate([acting, np.zeros((self.computing, 1), dtype=bool)], axis=1)
         if self.host < self.computing:
             acting[self.host, time[end]] = True
-        # a copy that is made is live from its move on, which is a step of the target's
+        # a copy is live from its move on, which is a step of the target device
         busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
-        found: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
-        self._count_gradients(found, live_bytes - freed[:, 1:], home)
-        if self._steps.any() or self.staying_gradients.any():
-            found = np.maximum(found, live_bytes[:, end] + self._stepping(home))
-        return found + self.resident(home)
+        peaks: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
+        self._count_gradients(peaks, live_bytes - freed[:, 1:], home)
+        if self._optimizer_bytes.any() or self.staying_gradients.any():
+            peaks = np.maximum(peaks, live_bytes[:, end] + self._optimizer_peak(home))
+        return peaks + self.resident(home)
 
     def _count_gradients(self, peaks: Floats, between: Floats, home: Ints) -> None:
-        """Count gradients that come to another device, where they are added up before anything else runs.
+        """Raise peaks to those of gradients from other devices: they are added before anything else runs.
 
         Args:
             peaks: (devices that compute,), raised in place.
-            between: (devices that compute, operations + 1) bytes after each operation.
+            between: (devices that compute, operations + 1) live bytes after each operation.
             home: (items,) device of each item's source.
         """
         target = home[self.parameter]
-        come = (target != home[self.gradient]) & (target < self.computing)
-        item, target = self.gradient[come], target[come]
+        arrives = (target != home[self.gradient]) & (target < self.computing)
+        item, target = self.gradient[arrives], target[arrives]
         nbytes = between[target, self._time[self.source[item]]]
-        nbytes += np.where(self.staying_gradients[come], 0.0, self.copied_bytes[item, target])
+        nbytes += np.where(self.staying_gradients[arrives], 0.0, self.copied_bytes[item, target])
         np.maximum.at(peaks, target, nbytes)
 
     @cached_property
-    def _steps(self) -> Floats:
+    def _optimizer_bytes(self) -> Floats:
         """(2, devices that compute, weights) bytes that the optimizer takes beside its state.
 
-        Where it changes one weight after the other, and each weight's part where it changes all at once.
+        Row 0: where it updates weights one by one. Row 1: each weight's share where it updates all at once.
         """
         return np.array(
             [
@@ -473,15 +473,15 @@ class Arrays:
             ]
         ).reshape(2, self.computing, len(self.weights))
 
-    def _stepping(self, home: Ints) -> Floats:
-        """(devices that compute,) bytes that the optimizer takes for the weights that reside there."""
+    def _optimizer_peak(self, home: Ints) -> Floats:
+        """(devices that compute,) peak bytes of the optimizer for the weights that reside there."""
         here = home[self.values :] == np.arange(self.computing)[:, None]
-        alone, together = self._steps * here
+        alone, together = self._optimizer_bytes * here
         return np.asarray(np.maximum(alone.max(axis=1, initial=0.0), together.sum(axis=1)))
 
     @cached_property
-    def _apart(self) -> Bools:
-        """(weights,) those with an allocation of their own: constants, caches, parts of sliced weights."""
+    def _separate(self) -> Bools:
+        """(weights,) whether each has a storage of its own: constants, caches, parts of sliced weights."""
         return np.array(
             [bool(w.part_of) or w.kind in ("constant", "cache") for w in self.weights], dtype=bool
         )
@@ -492,85 +492,85 @@ class Arrays:
 
     @cached_property
     def copies(self) -> Ints:
-        """(weights,) how often each is copied if it is streamed: if folded, in each pass that reads it."""
+        """(weights,) copies of each if it is streamed: if folded, one in each pass that reads it."""
         if not self.folded:
             return np.ones(len(self.weights), dtype=np.int64)
         operations, readers = self.graph.operations, self.graph.readers
         passes = [{operations[r].backward for r in readers.get(w.name, ())} for w in self.weights]
-        return np.array([max(1, len(found)) for found in passes], dtype=np.int64)
+        return np.array([max(1, len(reading)) for reading in passes], dtype=np.int64)
 
     @cached_property
     def weight_bytes(self) -> Floats:
-        """(weights,) bytes in a device's storage of weights, and beside it."""
+        """(weights,) bytes where each resides, with its gradient and optimizer state."""
         return np.array([float(sum(map(round_up, (w.nbytes, *w.beside)))) for w in self.weights])
 
     @cached_property
     def large_shared(self) -> list[int]:
-        """The shared weights that are more than a negligible share of all weights."""
+        """Shared weights of at least the share ``negligible`` of all weight bytes."""
         least = max(1.0, PARAMS.negligible * float(self.weight_bytes.sum()))
         return [item for item in self.shared if self.stored_bytes([item]) >= least]
 
     def stored_bytes(self, items: Sequence[int]) -> float:
-        """Bytes of these weights in a device's storage of weights."""
+        """Return the bytes of these weights where they reside, with gradients and optimizer state."""
         return float(sum(self.weight_bytes[item - self.values] for item in items))
 
     def slot_bytes(self, item: int) -> float:
-        """Bytes of a copy of a weight in a slot of a prefetch buffer."""
+        """Return the bytes of a weight in a slot of a prefetch buffer."""
         return float(self._arena_bytes[item - self.values])
 
     @cached_property
     def _input_bytes(self) -> Floats:
         """(devices that compute,) bytes of the caller's inputs."""
-        found = np.zeros(self.computing)
+        total = np.zeros(self.computing)
         if self.host < self.computing:
             spec, values = self.specs[self.host], self.graph.values
-            found[self.host] = sum(spec.allocated(values[name].nbytes) for name in self.graph.inputs)
-        return found
+            total[self.host] = sum(spec.allocated(values[name].nbytes) for name in self.graph.inputs)
+        return total
 
     def resident(self, home: Ints, extra: Floats | None = None) -> Floats:
-        """(devices that compute,) bytes of the weights that reside there, and of the caller's inputs.
+        """(devices that compute,) bytes of resident weights, prefetch buffers of other plans, and inputs.
 
         Args:
             home: (items,) device of each item's source.
             extra: (devices,) bytes of further weights in the same storages.
         """
-        where, found = home[self.values :], self._input_bytes.copy()
+        where, total = home[self.values :], self._input_bytes.copy()
         stored = np.zeros(len(self.keys)) if extra is None else extra.copy()
-        stored += np.bincount(where[~self._apart], self._arena_bytes[~self._apart], len(self.keys))
+        stored += np.bincount(where[~self._separate], self._arena_bytes[~self._separate], len(self.keys))
         for d, spec in enumerate(self.specs):
-            alone = np.flatnonzero(self._apart & (where == d)).tolist()
+            separate = np.flatnonzero(self._separate & (where == d)).tolist()
             buffer = self.problem.prefetch_bytes.get(spec.key)
-            sizes = [self.weights[w].nbytes for w in alone] + ([buffer] if buffer else [])
-            for w in self._with_beside:
+            sizes = [self.weights[w].nbytes for w in separate] + ([buffer] if buffer else [])
+            for w in self._with_training_state:
                 sizes += self.weights[w].beside if where[w] == d else ()
-            found[d] += spec.resident([int(stored[d]), *sizes])
-        return found
+            total[d] += spec.resident([int(stored[d]), *sizes])
+        return total
 
     @cached_property
-    def _with_beside(self) -> list[int]:
+    def _with_training_state(self) -> list[int]:
         return [w for w, weight in enumerate(self.weights) if weight.beside]
 
     @cached_property
     def fixed_bytes(self) -> Floats:
-        """(devices that compute,) bytes that are there in every placement: fixed weights, buffers, inputs.
+        """(devices that compute,) least bytes of every placement: fixed weights, buffers, inputs.
 
-        At least: what an allocator takes beyond whole 512s depends on what is allocated together.
+        What an allocator takes beyond whole 512s depends on what is allocated together, and is left out.
         """
-        where = self.fixed[self.values :].copy()
-        where[[v - self.values for v in self.loose]] = -1
-        counted = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))
+        home = self.fixed[self.values :].copy()
+        home[[v - self.values for v in self.loose]] = -1
+        counted = np.bincount(home[home >= 0], self.weight_bytes[home >= 0], len(self.keys))
         prefetch_bytes = np.array(
             [float(self.problem.prefetch_bytes.get(spec.key, 0)) for spec in self.specs]
         )
-        found: Floats = counted[: self.computing] + prefetch_bytes + self._input_bytes
-        return found
+        total: Floats = counted[: self.computing] + prefetch_bytes + self._input_bytes
+        return total
 
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
         """Whether every budget is kept."""
         return bool((self.peaks(devices, chosen) <= self.room).all())
 
     def _fill(self, peaks: Floats, home: Ints) -> dict[str, DeviceKey]:
-        """Homes of the weights that nobody reads, beside these peaks, and beside weights that are at home."""
+        """Return the homes of unread weights, given peaks with the resident bytes of ``home``."""
         free = self.room[: self.computing] - peaks + self.resident(home)
         keys = [spec.key for spec in self.specs]
 
@@ -584,31 +584,31 @@ class Arrays:
 
     @cached_property
     def able(self) -> Bools:
-        """(devices that compute, macro-operations) where all of its operations may run."""
+        """(devices that compute, macro-operations) whether all of its operations may run there."""
         finite = [np.isfinite(self.compute[:, members]).all(axis=1) for members in self.units]
         return np.array(finite, dtype=bool).reshape(len(self.units), self.computing).T
 
     def expand(self, units: Ints) -> Ints:
         """(operations,) devices, from those of macro-operations; host scalars go with what they read.
 
-        A macro-operation that may not run on its device goes to the first where it may.
+        A macro-operation that may not run on its device goes to the first device on which it may.
         """
-        lost = ~self.able[units, np.arange(len(units))] & self.able.any(axis=0)
-        units = np.where(lost, self.able.argmax(axis=0), units)
+        misplaced = ~self.able[units, np.arange(len(units))] & self.able.any(axis=0)
+        units = np.where(misplaced, self.able.argmax(axis=0), units)
         placed = {
             self.operations[i].name: self.keys[d]
             for members, d in zip(self.units, units.tolist(), strict=True)
             for i in members
         }
-        found = self.problem.obey(follow(self.graph, placed))
-        return np.array([self.number[found[operation.name]] for operation in self.operations], dtype=np.int64)
+        keys = self.problem.obey(follow(self.graph, placed))
+        return np.array([self.number[keys[operation.name]] for operation in self.operations], dtype=np.int64)
 
     def named(self, devices: Ints) -> dict[str, DeviceKey]:
-        """Operation -> the caller's key of its device."""
+        """Return operation -> the caller's key of its device."""
         return {op.name: self.keys[d] for op, d in zip(self.operations, devices.tolist(), strict=True)}
 
     def assignment(self, devices: Ints, chosen: Ints | None = None) -> Assignment:
-        """For the evaluator."""
+        """Return the placement as an assignment for the evaluator."""
         homes: dict[str, DeviceKey] = {}
         if self.unread:
             homes = self._fill(self.read_peaks(devices, chosen), self.homes(devices, chosen))
@@ -619,6 +619,6 @@ class Arrays:
         return reside(self.problem, self.named(devices), homes=homes)
 
     def devices(self, assignment: Assignment) -> Ints:
-        """(operations,) of an assignment."""
-        found = [self.number[assignment.operations[operation.name]] for operation in self.operations]
-        return np.array(found, dtype=np.int64)
+        """(operations,) devices of an assignment."""
+        indices = [self.number[assignment.operations[operation.name]] for operation in self.operations]
+        return np.array(indices, dtype=np.int64)

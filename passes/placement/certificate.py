@@ -1,4 +1,4 @@
-"""What the planner answers: a placement, and a lower bound that holds for every other."""
+"""The planner's output: a placement, and a lower bound on the seconds of every other placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphplan.warnings import warn
 
 
 class Scope(Enum):
-    """The placements that a bound holds for, each class a part of the one before it."""
+    """The set of placements that a bound holds for. Each member is a subset of the one before it."""
 
     ANY = "weights may reside anywhere"
     SEARCHED = "weights reside where they are read, those of several where anything runs; or on the CPU"
@@ -21,10 +21,10 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Seconds that no placement of a problem takes less than.
+    """A lower bound on the seconds of a problem's placements.
 
     Attributes:
-        seconds: of a forward pass.
+        seconds: the bound, for one forward pass.
         proof: the method that proved it.
         scope: the placements that it holds for.
     """
@@ -34,37 +34,37 @@ class Bound:
     scope: Scope = Scope.SEARCHED
 
     def raised(self, seconds: float, proof: str) -> Bound:
-        """The higher of two bounds for the same placements."""
+        """Return the higher of this bound and another for the same placements."""
         return replace(self, seconds=seconds, proof=proof) if seconds > self.seconds else self
 
     @property
     def text(self) -> str:
-        """The method, and the placements if they are a class that users know."""
+        """The proof, with the scope if users know it by name."""
         narrow = self.scope in (Scope.ON_ACCELERATORS, Scope.WITHOUT_OFFLOAD)
         return f"{self.proof}, {self.scope.value}" if narrow else self.proof
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement within the budgets, and a bound on how much faster another could be."""
+    """A placement within the budgets, and a lower bound on the seconds of every other."""
 
     evaluation: Evaluation
     bound: Bound
 
     @property
     def gap(self) -> float:
-        """Share of the seconds that lies above the bound."""
+        """Relative gap: the share of the placement's seconds that lies above the bound."""
         seconds = self.evaluation.seconds
         return 1 - self.bound.seconds / seconds if seconds else 0.0
 
 
 def certify(evaluation: Evaluation, bound: Bound) -> Solution:
-    """A placement with its bound, as far as :func:`checked` lets it pass."""
+    """Return the placement with its bound, as :func:`checked` returns that."""
     return Solution(evaluation, checked(bound, evaluation.seconds))
 
 
 def checked(bound: Bound, seconds: float) -> Bound:
-    """The bound of a plan. One that is above its seconds is a bug, which must show: it is never clamped."""
+    """Return the bound of a plan; warn and return none if it is above the plan's seconds, which is a bug."""
     if bound.seconds > seconds * (1 + ROUNDING):
         warn(
             f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.text}) and found a plan of "

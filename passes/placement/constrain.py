@@ -1,8 +1,8 @@
-"""The caller's constraints as rules for the solver: what is allowed where, and what stays together.
+"""The caller's constraints as rules for the planner: allowed devices, fixed weights, tied operations.
 
 ::
 
-    pin={"lm_head": 0}            operations of lm_head run on 0, its weights live there
+    pin={"lm_head": 0}            operations of lm_head run on 0, its weights reside there
     together=["model.layers.3"]   operations of that module share a device
 """
 
@@ -20,11 +20,10 @@ from graphplan.passes.placement.problem import Problem
 
 
 def constrain(problem: Problem, constraints: Constraints) -> Problem:
-    """The same problem with the caller's rules.
+    """Return the problem with the caller's constraints.
 
     Raises:
-        PlanError: a name that is not in the graph, a device that is not in the plan, or constraints that
-            contradict each other.
+        PlanError: a name is not in the graph, a device is not in the plan, or constraints contradict.
     """
     graph = _tied(problem.graph, constraints.groups)
     allowed: dict[str, frozenset[DeviceKey]] = {}
@@ -34,16 +33,16 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
         _check_no_offload(constraints, problem.topology, accelerators)
     if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
-    allowed.update(_where_written(graph, fixed))
+    allowed.update(_beside_fixed_weights(graph, fixed))
     cpu = problem.topology.cpu
     if cpu is not None:
-        kept = (name for name, operation in graph.operations.items() if operation.offloads)
-        allowed.update(dict.fromkeys(kept, frozenset({cpu})))
+        offloading = (name for name, operation in graph.operations.items() if operation.offloads)
+        allowed.update(dict.fromkeys(offloading, frozenset({cpu})))
     pinned = _Pinned(graph, problem.topology, fixed)
     for name in sorted(constraints.pin, key=partial(depth, graph), reverse=True):
         pinned.pin(name, constraints.pin[name])
     allowed.update(pinned.allowed)
-    _agree(graph, allowed, constraints)
+    _intersect(graph, allowed, constraints)
     return where_buffers_suffice(
         replace(
             problem,
@@ -57,29 +56,29 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
 
 
 def where_buffers_suffice(problem: Problem) -> Problem:
-    """The same problem, where no device runs what reads a weight that is too large for its prefetch buffer.
+    """Return the problem with readers kept off accelerators whose prefetch limit is too small for a weight.
 
-    They are weights in CPU memory, or on disk, by an earlier plan. Where none is left, nothing is ruled out.
+    The weights are in CPU memory or on disk by an earlier plan. A rule that leaves no device is dropped.
     """
     if not problem.streaming:
         return problem
     graph, topology, allowed = problem.graph, problem.topology, dict(problem.allowed)
-    away = [name for name, key in problem.fixed_weights.items() if key in (topology.cpu, DISK)]
+    streamed = [name for name, key in problem.fixed_weights.items() if key in (topology.cpu, DISK)]
     limits = {key: limit for key, limit in problem.prefetch_limits.items() if topology[key].is_accelerator}
-    for name in (name for name in away if name in graph.streamable):
+    for name in (name for name in streamed if name in graph.streamable):
         nbytes = round_up(graph.weights[name].nbytes)
-        full = {key for key, limit in limits.items() if nbytes > limit}
-        if not full:
+        too_small = {key for key, limit in limits.items() if nbytes > limit}
+        if not too_small:
             continue
         for reader in graph.readers.get(name, ()):
             able = allowed.get(reader, frozenset(spec.key for spec in topology.computing))
             for member in next((group for group in graph.together if reader in group), (reader,)):
-                allowed[member] = able - full or able
+                allowed[member] = able - too_small or able
     return replace(problem, allowed=allowed)
 
 
-def _where_written(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:
-    """The device of each operation that writes to what an earlier plan has put somewhere: it stays there."""
+def _beside_fixed_weights(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:
+    """Return operation -> the home of a fixed weight that it reads and that is never streamed."""
     homes: dict[str, dict[DeviceKey, str]] = {}
     for name, key in fixed.items():
         if name in graph.weights and not graph.weights[name].streamable:
@@ -109,14 +108,14 @@ def _check_no_offload(
 
 @dataclass(frozen=True, slots=True)
 class _Pinned:
-    """What pins have fixed: of names within each other, the innermost, which comes first.
+    """Applies pins. Pins are given innermost first, and an inner pin wins over those around it.
 
     Attributes:
-        graph: whose operations and weights are pinned.
+        graph: the graph whose operations and weights are pinned.
         topology: the devices.
-        fixed: weight -> where it lives, by earlier plans too.
-        allowed: operation -> where it runs.
-        names: weight -> the pins that have fixed it; all of its names, if it is pinned itself.
+        fixed: weight -> its device, by pins and by earlier plans.
+        allowed: operation -> the device of its pin.
+        names: weight -> names of the pins that have fixed it; all of its own names if it is pinned itself.
     """
 
     graph: Graph
@@ -126,7 +125,7 @@ class _Pinned:
     names: dict[str, list[str]] = field(default_factory=dict)
 
     def pin(self, name: str, key: DeviceKey) -> None:
-        """What no pin of something inside it has fixed goes to a device."""
+        """Pin a weight, operation or module to a device, except for what an inner pin has fixed."""
         graph, topology = self.graph, self.topology
         if key not in topology:
             listed = ", ".join(map(repr, topology.keys))
@@ -141,12 +140,12 @@ class _Pinned:
             owned, readers = weights_within(graph, name), operations_named(graph, name)
             if not owned and not readers:
                 raise _unknown(graph, name, f"pin={{{name!r}: {key!r}}}")
-            for one in owned:
-                self._own(one, name, key)
+            for owned_weight in owned:
+                self._pin_weight(owned_weight, name, key)
         for reader in readers:
             self.allowed.setdefault(reader, frozenset({key}))
 
-    def _own(self, weight: str, module: str, key: DeviceKey) -> None:
+    def _pin_weight(self, weight: str, module: str, key: DeviceKey) -> None:
         inner = self.names.setdefault(weight, [])
         if any(not module or name.startswith(module + ".") for name in inner):
             return
@@ -157,11 +156,11 @@ class _Pinned:
 
 
 def _operations(graph: Graph, name: str, where: str) -> list[str]:
-    """The operations of a module, or the one of this name."""
-    found = operations_named(graph, name)
-    if not found:
+    """Return the operations of a module, or the one with this name; raise `PlanError` if there are none."""
+    operations = operations_named(graph, name)
+    if not operations:
         raise _unknown(graph, name, where)
-    return found
+    return operations
 
 
 def _unknown(graph: Graph, name: str, where: str) -> PlanError:
@@ -170,7 +169,7 @@ def _unknown(graph: Graph, name: str, where: str) -> PlanError:
 
 
 def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
-    """The graph with the caller's groups beside those that memory ties."""
+    """Return the graph with the caller's groups beside those that aliasing ties."""
     if not groups:
         return graph
     members = (
@@ -180,8 +179,8 @@ def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     return graph.tied(members)
 
 
-def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], constraints: Constraints) -> None:
-    """Let every member of a group be allowed what all are."""
+def _intersect(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], constraints: Constraints) -> None:
+    """Restrict every member of a group to the devices that all members may run on."""
     for group in graph.together:
         rules = [allowed[name] for name in group if name in allowed]
         if not rules:
@@ -193,19 +192,19 @@ def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], constraints: 
 
 
 def _contradiction(graph: Graph, group: frozenset[str], constraints: Constraints) -> str:
-    """Which of the caller's names send the members of a group to different devices."""
-    asked = [list(names) for names in constraints.groups if any(_meets(graph, name, group) for name in names)]
-    pins = {name: key for name, key in constraints.pin.items() if _meets(graph, name, group)}
-    said = [f"together={names!r}" for names in asked]
-    said += [f"pin={pins!r}"] if pins else []
-    said += ["cpu_compute=False"] if not constraints.cpu_compute else []
+    """Return the message of the constraints that send members of a group to different devices."""
+    groups = [list(names) for names in constraints.groups if any(_concerns(graph, n, group) for n in names)]
+    pins = {name: key for name, key in constraints.pin.items() if _concerns(graph, name, group)}
+    rules = [f"together={names!r}" for names in groups]
+    rules += [f"pin={pins!r}"] if pins else []
+    rules += ["cpu_compute=False"] if not constraints.cpu_compute else []
     if len(set(pins.values())) < 2:  # weights that are written stay where an earlier plan has put them
-        said.append("the device of weights that they write to")
+        rules.append("the device of weights that they write to")
     listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")
-    return f"{' and '.join(said)} contradict each other: {listed} must share a device"
+    return f"{' and '.join(rules)} contradict each other: {listed} must share a device"
 
 
-def _meets(graph: Graph, name: str, group: frozenset[str]) -> bool:
+def _concerns(graph: Graph, name: str, group: frozenset[str]) -> bool:
     weight = graph.weight_named(name)
     readers = graph.consumers.get(weight.name, ()) if weight is not None and not weight.streamable else ()
     return not group.isdisjoint([*operations_named(graph, name), *readers])

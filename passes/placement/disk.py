@@ -1,8 +1,8 @@
 """Weights that stay on disk, where accelerators and the CPU together do not hold them.
 
-The disk is a slower and larger part of the CPU's memory: the solver places for a CPU that is larger by
-what may stay on disk, and then the weights that cost least there leave the CPU, until its own budget is
-kept. Before and after, for a CPU that holds two of three weights::
+The disk is a slower and larger part of the CPU's memory. The planner first places for a CPU that is larger by
+the bytes that may stay on disk. Then the weights that cost least on disk leave the CPU, until its own budget
+is kept. Before and after, for a CPU that holds two of three weights::
 
     wa on the CPU, streamed to 0            wa on disk, streamed to 0
     wb on the CPU, streamed to 0            wb on the CPU, streamed to 0
@@ -38,14 +38,14 @@ def place_or_map(
     """Place a graph, with weights on disk if it does not fit otherwise.
 
     Args:
-        problem: what to place; without ``"disk"`` among its devices this is :func:`place`.
-        mappable: the parameters that can stay on disk: those that a checkpoint has as the model has
-            them. None: there is no checkpoint yet, so all.
+        problem: the problem; without ``"disk"`` among its devices this is :func:`place`.
+        mappable: the parameters that can stay on disk: those that a checkpoint stores in the model's dtype.
+            None, for no checkpoint yet, means all.
         limits: as in :func:`graphplan.passes.placement.driver.place`.
-        near: likewise, where nothing stays on disk.
+        near: as in :func:`place`; ignored with a disk.
 
     Raises:
-        InfeasibleError: with budgets that would do.
+        InfeasibleError: no placement was found; it names sufficient budgets if they were found.
     """
     if DISK not in problem.topology:
         return place(problem, limits, near=near)
@@ -71,11 +71,11 @@ class _DiskPlacement:
                 raise self._infeasible(error, extra) from None
         wider = self._widened(extra, settled)
         if not settled:
-            found = self._in_memory_if_it_fits()
-            if found is not None and found.bound.scope is Scope.WITHOUT_OFFLOAD:
-                return found
-            if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
-                return certify(found.evaluation, self._bound(wider[0], found.evaluation))
+            in_memory = self._in_memory_if_it_fits()
+            if in_memory is not None and in_memory.bound.scope is Scope.WITHOUT_OFFLOAD:
+                return in_memory
+            if in_memory is not None:  # a placement with weights on disk may be faster: the CPU has more room
+                return certify(in_memory.evaluation, self._bound(wider[0], in_memory.evaluation))
         failure: InfeasibleError | None = None
         nearest: list[Evaluation] = []
         for wide in wider:
@@ -90,9 +90,9 @@ class _DiskPlacement:
             nearest.append(evaluation)
         raise self._infeasible(failure, extra, nearest)
 
-    def _bound(self, wide: Problem, found: Evaluation) -> Bound:
-        """Of the problem in which the disk is as fast as the CPU's memory, whatever rules were tried."""
-        bound = bound_with_offload(wide, found.seconds, self.limits)
+    def _bound(self, wide: Problem, evaluation: Evaluation) -> Bound:
+        """Return the bound of the problem in which the disk is as fast as the CPU's memory."""
+        bound = bound_with_offload(wide, evaluation.seconds, self.limits)
         return replace(bound, proof=bound.proof + _AS_FAST)
 
     def _may_leave(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class _DiskPlacement:
         )
 
     def _in_memory_if_it_fits(self) -> Solution | None:
-        """With nothing on disk; None where memory does not hold the weights, or no placement is found."""
+        """Return a solution with nothing on disk; None if the weights do not fit, or none is found."""
         room = sum(spec.room for spec in self.problem.topology.computing)
         if self.problem.graph.weight_bytes > room:
             return None
@@ -118,18 +118,18 @@ class _DiskPlacement:
 
     def _in_memory(self) -> Solution:
         topology = _without_disk(self.problem.topology)
-        found = place(replace(self.problem, topology=topology), self.limits)
-        return replace(found, evaluation=evaluate(self.problem, found.evaluation.assignment))
+        solution = place(replace(self.problem, topology=topology), self.limits)
+        return replace(solution, evaluation=evaluate(self.problem, solution.evaluation.assignment))
 
     def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
-        """Problems in which the disk is a part of the CPU: as asked, with nothing computed there, and all."""
+        """Return problems with the disk as part of the CPU: as given, without CPU compute, all on the CPU."""
         problem, topology = self.problem, self.problem.topology
         cpu = topology.cpu
         accelerators = topology.accelerator_keys
         if cpu is None:
             disk = topology[DISK]
-            beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too
-            memory = DeviceSpec(DISK, CPU, extra + beside + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
+            staging = 2 * STAGED_BYTES * len(topology.devices)  # which the evaluator counts there too
+            memory = DeviceSpec(DISK, CPU, extra + staging + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
             devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
             alone = replace(problem, topology=replace(topology, devices=devices))
             return [alone.on(accelerators)]
@@ -139,28 +139,28 @@ class _DiskPlacement:
         return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))] if accelerators else [wide]
 
     def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
-        """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
+        """Move the weights that cost least on disk off the CPU, until its budget is kept."""
         cpu = self.problem.topology.cpu
         homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
-        found = evaluate(self.problem, replace(assignment, weights=homes))
-        together: dict[tuple[str, ...], list[str]] = {}  # the weights of one operation share a copy
+        evaluation = evaluate(self.problem, replace(assignment, weights=homes))
+        together: dict[tuple[str, ...], list[str]] = {}  # weights of one operation share a copy
         for name in free:
             if homes[name] == cpu:
                 together.setdefault(self.problem.graph.consumers.get(name, ()), []).append(name)
-        left = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
+        queue = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
         for _ in range(2 * PARAMS.retries):
-            over = 0 if cpu is None else found.excess.get(cpu, 0)
-            if over <= 0 or not left:
+            over = 0 if cpu is None else evaluation.excess.get(cpu, 0)
+            if over <= 0 or not queue:
                 break
-            while over > 0 and left:
-                for name in left.pop():
+            while over > 0 and queue:
+                for name in queue.pop():
                     homes[name] = DISK
                     over -= round_up(self.problem.graph.weights[name].nbytes)
-            found = evaluate(self.problem, replace(assignment, weights=dict(homes)))
-        return found
+            evaluation = evaluate(self.problem, replace(assignment, weights=dict(homes)))
+        return evaluation
 
     def _price(self, names: list[str], assignment: Assignment) -> tuple[float, int]:
-        """Bytes read in a forward pass for each byte of weights, then the small ones before the large."""
+        """Return a sort key: bytes read in a pass for each byte of weights; of equals, large ones first."""
         graph, read = self.problem.graph, 0
         nbytes = sum(graph.weights[name].nbytes for name in names)
         for reader in graph.readers.get(names[0], ()):
@@ -171,15 +171,15 @@ class _DiskPlacement:
     def _infeasible(
         self, failure: InfeasibleError | None, extra: int, nearest: Sequence[Evaluation] = ()
     ) -> InfeasibleError:
-        """The error of the wide problem in terms of the given budgets."""
+        """Return the error of the widened problem in terms of the given budgets."""
         topology = self.problem.topology
         available = topology.budgets
         needed = self._needed(failure, extra)
         if nearest:
-            least = min(nearest, key=lambda one: sum(one.excess.values()))
+            least = min(nearest, key=lambda evaluation: sum(evaluation.excess.values()))
             needed = peaks_or_given(topology, least)
         if self.limits.advises:
-            needed = self._tried(needed)
+            needed = self._grow_until_placed(needed)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
         hint = f". Budgets that would do: max_memory={needed}" if needed else ""
@@ -197,8 +197,8 @@ class _DiskPlacement:
         text = f"{what}; the budgets are {available}{hint}"
         return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
 
-    def _tried(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
-        """Budgets grown until a placement is found within them; none where that takes too many steps."""
+    def _grow_until_placed(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
+        """Return budgets grown until a placement is found within them; empty if that takes too many steps."""
         limits = replace(self.limits, proves=False, advises=False)
         for _ in range(PARAMS.retries if needed else 0):
             problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
@@ -220,7 +220,7 @@ class _DiskPlacement:
         needed = {**failure.needed, DISK: max(disk.memory, failure.needed.get(DISK, 0))}
         if cpu is not None:
             accelerators = len(self.problem.topology.accelerators)
-            buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # that the wide problem has not
+            buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # which the widened problem does not count
             needed[cpu] = max(0, needed[cpu] - extra) + buffers
         return needed
 

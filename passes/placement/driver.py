@@ -1,8 +1,8 @@
-"""The driver: which search a problem gets, in which order, within one effort.
+"""The driver: which searches a problem gets, in which order, within one effort.
 
-Accelerators come first: where they hold the model, the CPU computes nothing, and weights are streamed only
-if operations then run on faster accelerators, and no further calls follow from this one. Within that,
-seconds decide.
+Accelerators come first. Where they hold the model, the CPU computes nothing, and weights are streamed only if
+operations then run on faster accelerators and the weights serve no other forward passes. Within these rules
+the fastest placement is taken.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ def place(
     """Place a graph.
 
     Args:
-        problem: what to place, and on what.
-        limits: when to stop; the best placement by then is returned, with a bound that holds.
-        near: a placement to begin with as well, from a plan for other budgets, say.
+        problem: the graph, the devices and the rules.
+        limits: when to stop; the best placement by then is returned, with a valid bound.
+        near: another placement to start from, for instance from a plan for other budgets.
 
     Raises:
-        InfeasibleError: with budgets that would do.
+        InfeasibleError: no placement was found; it names sufficient budgets.
     """
-    found = attempt(problem, limits, near)
-    if found is not None:
-        return _searched_on(found, problem, limits)
-    # the search is no proof: what fits larger budgets may fit the given ones
+    solution = attempt(problem, limits, near)
+    if solution is not None:
+        return _search_further(solution, problem, limits)
+    # the search proves nothing: a placement for larger budgets may fit the given ones
     effort = Limits(limits.deadline).work(len(problem.graph.operations), PARAMS.advice_effort)
     advice = smallest_budgets(problem, effort, probe, closely=not limits.retries)
     if advice is not None:
-        again = evaluate(problem, advice.evaluation.assignment)
-        if again.feasible:
-            return certify(again, Bound())
+        evaluation = evaluate(problem, advice.evaluation.assignment)
+        if evaluation.feasible:
+            return certify(evaluation, Bound())
     raise explain_infeasible(problem, advice)
 
 
-def _searched_on(found: Solution, problem: Problem, limits: Limits) -> Solution:
-    """Searched with more work where the gap is large, unless earlier plans leave little to choose."""
-    settled = bool(problem.prefetch_limits) or problem.balance
-    if found.gap <= PARAMS.large_gap or settled or limits.left is not None or not limits.proves:
-        return found
+def _search_further(solution: Solution, problem: Problem, limits: Limits) -> Solution:
+    """Search with more work if the gap is large, unless earlier plans or limits restrict the search."""
+    restricted = bool(problem.prefetch_limits) or problem.balance
+    if solution.gap <= PARAMS.large_gap or restricted or limits.left is not None or not limits.proves:
+        return solution
     more = replace(limits, effort=limits.effort * PARAMS.more_work)
-    again = attempt(problem, more, found.evaluation.assignment)
-    return found if again is None or again.evaluation.seconds > found.evaluation.seconds else again
+    second = attempt(problem, more, solution.evaluation.assignment)
+    return solution if second is None or second.evaluation.seconds > solution.evaluation.seconds else second
 
 
 def probe(
@@ -81,17 +81,17 @@ def probe(
     *,
     climbs: bool = False,
 ) -> Evaluation | None:
-    """A placement that fits, found with a tenth of the default work; None where that finds none.
+    """Return a placement that fits, found with a tenth of the default work; None if that finds none.
 
     Args:
-        problem: what to place.
-        effort: what is charged, if it is limited.
-        deadline: ``time.monotonic()`` at which to stop, where no effort is given.
-        climbs: whether one that streams weights is improved, with half of the default work.
+        problem: the problem to place.
+        effort: the effort to charge, if it is limited.
+        deadline: ``time.monotonic()`` at which to stop, if no effort is given.
+        climbs: whether to improve a placement that streams weights, with half of the default work.
     """
-    if not _runs(problem):
-        only = _without_operations(problem)
-        return only if only.feasible else None
+    if not _has_device_operations(problem):
+        trivial = _place_without_operations(problem)
+        return trivial if trivial.feasible else None
     visits = PARAMS.visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem):
@@ -100,37 +100,37 @@ def probe(
         if not search.begin():
             search.improve()
         effort.charge(part.done)
-        found = search.best if isinstance(search, StreamedSearch) else search.evaluation()
-        if found is not None and found.feasible:
+        evaluation = search.best if isinstance(search, StreamedSearch) else search.evaluation()
+        if evaluation is not None and evaluation.feasible:
             if climbs and isinstance(search, StreamedSearch):
-                return climb_streamed(search.arrays, found, Effort(5 * visits, deadline))
-            return found
+                return climb_streamed(search.arrays, evaluation, Effort(5 * visits, deadline))
+            return evaluation
     return None
 
 
-def _runs(problem: Problem) -> bool:
-    """Whether any operation does more than read sizes."""
+def _has_device_operations(problem: Problem) -> bool:
+    """Whether any operation does more than make host scalars."""
     return any(not operation.host_only for operation in problem.graph.operations.values())
 
 
-def _without_operations(problem: Problem) -> Evaluation:
-    """A placement of a model that returns its inputs or weights as they are, or sizes of them."""
+def _place_without_operations(problem: Problem) -> Evaluation:
+    """Return the placement of a model that returns its inputs or weights as they are, or sizes of them."""
     key = problem.topology.computing[0].key
     return evaluate_filled(problem, on_one_device(problem, key), unread_weights(problem))
 
 
-def _bound_without_operations(found: Evaluation) -> Bound:
-    """Nothing is faster than what takes no time; where results come from elsewhere, another home may be."""
-    return Bound(0.0, "no operations") if found.seconds == 0.0 else Bound()
+def _bound_without_operations(evaluation: Evaluation) -> Bound:
+    """Return a tight bound of zero if the placement takes no time, else none: another home may be faster."""
+    return Bound(0.0, "no operations") if evaluation.seconds == 0.0 else Bound()
 
 
 def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
-    """Problems to try in turn, and whether with streaming."""
+    """Yield the problems to try in turn, and whether each allows streaming."""
     alone = accelerators_alone(problem)
     if alone is not None:
-        yield alone, _streams_anyway(alone)
+        yield alone, _streams_by_pins(alone)
     if _may_offload(problem):
-        # each weight resides somewhere, streamed ones in CPU memory
+        # streamed weights need room as well, in CPU memory
         if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.computing):
             yield problem, True
     elif alone is None:
@@ -142,23 +142,20 @@ def _may_offload(problem: Problem) -> bool:
     return problem.offload and topology.cpu is not None and bool(topology.accelerators)
 
 
-def _streams_anyway(problem: Problem) -> bool:
-    """Whether accelerators may read weights that reside in CPU memory, by pins: their own or a reader's."""
+def _streams_by_pins(problem: Problem) -> bool:
+    """Whether accelerators may read weights in CPU memory because of pins, of the weight or of a reader."""
     graph, cpu = problem.graph, problem.topology.cpu
     keys = problem.topology.accelerator_keys
     for name in graph.streamable if cpu is not None else ():
         on_accelerators = [bool(problem.allowed.get(r, keys) & keys) for r in graph.readers.get(name, ())]
-        there = problem.fixed_weights.get(name)
-        if any(on_accelerators) and (there == cpu or (there is None and not all(on_accelerators))):
+        home = problem.fixed_weights.get(name)
+        if any(on_accelerators) and (home == cpu or (home is None and not all(on_accelerators))):
             return True
     return False
 
 
 def accelerators_alone(problem: Problem) -> Problem | None:
-    """The same problem with nothing on the CPU but what the caller has pinned there; None if it cannot fit.
-
-    The CPU may hold what nobody reads.
-    """
+    """Return the problem with only pins and unread weights on the CPU; None if the weights cannot fit."""
     keys = problem.topology.accelerator_keys
     if not keys:
         return None
@@ -168,50 +165,50 @@ def accelerators_alone(problem: Problem) -> Problem | None:
 
 
 def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
-    """Bytes of the weights that only these devices may read, and nothing else may hold."""
-    graph, found = problem.graph, 0
+    """Return the bytes of weights that only these devices may read, so that one of them must hold each."""
+    graph, total = problem.graph, 0
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
         if readers and weight.name not in problem.fixed_weights:
-            found += weight.held_bytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
-    return found
+            total += weight.held_bytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
+    return total
 
 
 def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
-    """As :func:`place`; None where nothing is found."""
-    if not _runs(problem):
-        only = _without_operations(problem)
-        return certify(only, _bound_without_operations(only)) if only.feasible else None
+    """Return the solution as :func:`place`, without further search; None if nothing is found."""
+    if not _has_device_operations(problem):
+        trivial = _place_without_operations(problem)
+        return certify(trivial, _bound_without_operations(trivial)) if trivial.feasible else None
     for candidate, streaming in _attempts(problem):
         if streaming:
             if candidate.balance:
                 warn(_NOT_EVEN)
-            found = _place_streamed(candidate, problem, limits, near)
+            solution = _place_streamed(candidate, problem, limits, near)
         else:
-            found = _place_resident(candidate, problem, limits, near)
-        if found is not None:
-            return found
+            solution = _place_resident(candidate, problem, limits, near)
+        if solution is not None:
+            return solution
     return None
 
 
 def _on_faster_accelerators(
-    search: ResidentSearch, found: Evaluation, problem: Problem, limits: Limits
+    search: ResidentSearch, resident: Evaluation, problem: Problem, limits: Limits
 ) -> Solution | None:
-    """Streamed, where operations would be faster on other accelerators, and that takes less; else None.
+    """Return a streamed placement with operations on faster accelerators, if it is faster, else None.
 
-    Not where a cache or an optimizer's step makes the same weights serve calls of another kind: the tokens
-    after a prompt would stream them too, and the CPU would change them.
+    It is not tried where the weights serve other forward passes: the tokens after a prompt would stream them
+    too. Nor in training: the CPU would update them.
     """
-    least = PARAMS.sufficient_gap * found.seconds
-    if search.beyond_fastest <= least or not _may_stream_alone(problem):
+    least = PARAMS.sufficient_gap * resident.seconds
+    if search.beyond_fastest <= least or not _may_stream_anyway(problem):
         return None
-    there = replace(problem, allowed=search.problem.allowed)
-    streamed = _place_streamed(there, problem, limits, found.assignment)
-    return None if streamed is None or streamed.evaluation.seconds >= found.seconds else streamed
+    candidate = replace(problem, allowed=search.problem.allowed)
+    streamed = _place_streamed(candidate, problem, limits, resident.assignment)
+    return None if streamed is None or streamed.evaluation.seconds >= resident.seconds else streamed
 
 
-def _may_stream_alone(problem: Problem) -> bool:
-    """Whether weights may be streamed where unlike accelerators hold them, and serve this call alone."""
+def _may_stream_anyway(problem: Problem) -> bool:
+    """Whether streaming may pay though mixed accelerators hold the weights, which serve this pass only."""
     graph = problem.graph
     speeds = {(spec.flops, spec.bandwidth) for spec in problem.topology.accelerators}
     further = problem.further_calls or any(value.stays for value in graph.values.values())
@@ -223,11 +220,11 @@ def _may_stream_alone(problem: Problem) -> bool:
 def _place_resident(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
-    """Segments and local search, then labels and bounds, then head-room."""
+    """Place without streaming: segments and local search, then label setting and bounds, then head-room."""
     if candidate.balance and len(candidate.topology.accelerators) > 1:
         return _place_evenly(candidate, problem, limits, near)
-    mine = limits.until(0.5) if limits.left is not None and _may_stream_alone(problem) else limits
-    effort = mine.work(len(candidate.graph.operations))
+    own_limits = limits.until(0.5) if limits.left is not None and _may_stream_anyway(problem) else limits
+    effort = own_limits.work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _begin(search, near):
         return None
@@ -235,8 +232,8 @@ def _place_resident(
         small = len(search.proving.units) * search.proving.computing <= PARAMS.milp_variables
         if small and not effort.late:
             with effort.share(0.3) as part:
-                found = bound_by_classes(search.proving, search.seconds, part, streaming=False)
-            search.bound = search.bound.raised(found, _MILP)
+                proven = bound_by_classes(search.proving, search.seconds, part, streaming=False)
+            search.bound = search.bound.raised(proven, _MILP)
         search.improve()
     search.balance()
     evaluation = search.evaluation()
@@ -247,20 +244,20 @@ def _place_resident(
 
 
 def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
-    """Find a placement at all, in half of the time; the budgets of an error take the rest.
+    """Find a first placement in half of the time, since the budgets of an error need the rest.
 
-    An error costs the caller more than a longer search: a small effort does not end before the default has.
+    A small effort is raised to the default if nothing is found: an error costs the caller more than time.
     """
     whole = search.effort
     default = PARAMS.visits(len(search.problem.graph.operations))
     search.effort = replace(whole, deadline=whole.until(0.5))
-    found = search.begin(near)
+    fits = search.begin(near)
     whole.charge(search.effort.done)
-    if not found and whole.total < default:
+    if not fits and whole.total < default:
         search.effort = replace(search.effort, visits=default)
-        found = search.begin(near)
+        fits = search.begin(near)
         whole.charge(search.effort.done)
-    if not found:
+    if not fits:
         search.effort = replace(search.effort, visits=max(whole.visits, default) / 2)
         search.improve()
         whole.charge(search.effort.done)
@@ -271,7 +268,7 @@ def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> 
 def _place_evenly(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
-    """Segments of which the longest is as short as can be; the bound is of the fastest placement."""
+    """Place segments with the shortest longest one; the bound is of the fastest placement."""
     effort = limits.work(len(candidate.graph.operations))
     search = ResidentSearch(candidate, effort)
     evaluation = search.evaluation() if search.begin() else None
@@ -284,36 +281,36 @@ def _place_evenly(
 
 
 def _prove(search: StreamedSearch, seconds: float) -> None:
-    """Raise the bound of a streamed search, towards the seconds of a known placement."""
+    """Raise the bound of a streamed search towards ``seconds``, those of a known placement."""
     if search.effort.late:
         least = least_seconds(search.arrays)
         search.bound = search.bound.raised(least.seconds, least.proof)
         return
     with search.effort.share(0.1) as part:
-        found = bound_by_classes(search.proving, seconds, part, streaming=True)
-    search.bound = search.bound.raised(found, _MILP)
+        proven = bound_by_classes(search.proving, seconds, part, streaming=True)
+    search.bound = search.bound.raised(proven, _MILP)
     search.prove(seconds)
 
 
 def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Bound:
-    """A bound on every placement, those included that offload though the accelerators hold the model.
+    """Return a bound for all placements, including those that offload though accelerators hold the model.
 
-    A known one takes so many seconds.
+    ``seconds`` are those of a known placement.
     """
-    if not _runs(problem):
-        return _bound_without_operations(_without_operations(problem))
+    if not _has_device_operations(problem):
+        return _bound_without_operations(_place_without_operations(problem))
     search = StreamedSearch(problem, limits.work(len(problem.graph.operations), PARAMS.streaming_effort))
     _prove(search, seconds)
     return search.bound
 
 
-def holds_for(scope: Scope, problem: Problem, found: Evaluation) -> bool:
-    """Whether a bound of this scope holds for a placement of the problem, from any search."""
+def holds_for(scope: Scope, problem: Problem, evaluation: Evaluation) -> bool:
+    """Whether a bound of this scope holds for a placement of the problem, whichever search found it."""
     if scope is Scope.ANY:
         return True
-    if not is_searched(problem, found):
+    if not is_searched(problem, evaluation):
         return False
-    alone, now = accelerators_alone(problem), found.assignment
+    alone, now = accelerators_alone(problem), evaluation.assignment
     if alone is None or scope is Scope.SEARCHED:
         return True
     keys, readers = problem.topology.accelerator_keys, problem.graph.readers
@@ -325,13 +322,14 @@ def holds_for(scope: Scope, problem: Problem, found: Evaluation) -> bool:
     return at_home and all(now.operations[name] in rule for name, rule in alone.allowed.items())
 
 
-def is_searched(problem: Problem, found: Evaluation) -> bool:
-    """Whether each weight that one group of operations reads resides with it, on the CPU, or as it is fixed.
+def is_searched(problem: Problem, evaluation: Evaluation) -> bool:
+    """Whether a placement is in ``Scope.SEARCHED``: each weight resides where a search may put it.
 
-    Other calls over the same weights may leave it on another accelerator, from where no search streams it.
-    A weight that several groups read may reside where anything runs: memory beside it is counted only there.
+    An own weight resides with its reader, on the CPU, or where it is fixed. Other passes over the same
+    weights may leave it on another accelerator, from which no search streams it. A shared weight resides
+    where something runs: only there do bounds count working memory.
     """
-    graph, now = problem.graph, found.assignment
+    graph, now = problem.graph, evaluation.assignment
     group_of = {name: number for number, group in enumerate(graph.together) for name in group}
     busy = {now.operations[name] for name, operation in graph.operations.items() if not operation.host_only}
     for name in graph.weights:
@@ -344,20 +342,20 @@ def is_searched(problem: Problem, found: Evaluation) -> bool:
     return True
 
 
-def _certified(found: Evaluation, bound: Bound, candidate: Problem, problem: Problem) -> Solution:
-    """A placement with its bound, and the class of placements that it holds for, if this is one of them."""
-    if not is_searched(problem, found):  # repair may leave shared weights where nothing runs
+def _certified(evaluation: Evaluation, bound: Bound, candidate: Problem, problem: Problem) -> Solution:
+    """Return a placement with its bound and scope; with the least bound if the scope excludes it."""
+    if not is_searched(problem, evaluation):  # repair may leave shared weights where nothing runs
         bound = least_seconds(Arrays(problem))
     elif candidate is not problem and problem.offload and problem.topology.cpu is not None:
         scope = Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD
         bound = replace(bound, scope=scope)
-    return certify(found, bound)
+    return certify(evaluation, bound)
 
 
 def _place_streamed(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
-    """Accelerators in turn; segments, beams over configurations of buffers; the smallest moves; bounds."""
+    """Place with streaming: accelerators in turn, segments, bounds, beam searches, local search."""
     effort = limits.work(len(candidate.graph.operations), PARAMS.streaming_effort)
     turns = _in_turns(candidate, effort)
     search = StreamedSearch(candidate, effort)
@@ -368,7 +366,7 @@ def _place_streamed(
         _prove(search, min(search.seconds, np.inf if turns is None else turns.seconds))
     if not search.proven:
         search.improve()
-    if turns is not None:  # no earlier: beams go by the best that they find themselves
+    if turns is not None:  # only now: beams are steered by the seconds of their own best placement
         search.offer(turns)
     assert search.best is not None
     if not search.proven:
@@ -378,8 +376,8 @@ def _place_streamed(
 
 def _in_turns(candidate: Problem, effort: Effort) -> Evaluation | None:
     if candidate.fixed_weights.keys() >= set(candidate.graph.streamable):
-        return None  # operations follow the weights that an earlier plan has placed
-    # half of little time: what the other searches begin with is several times slower
+        return None  # an earlier plan has placed the weights, and operations follow them
+    # half of a time limit: the first placements of the other searches are several times slower
     with effort.share(PARAMS.turns_share if effort.deadline is None else 0.5) as part:
         search = StreamedSearch(candidate, part)
         search.take_turns()

@@ -1,4 +1,4 @@
-"""The only judge of a placement: it writes the schedule, counts its bytes and runs its clocks."""
+"""The evaluator, the only judge of a placement: it writes the schedule, counts bytes and runs the clocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from graphplan.passes.schedule.transfers import build_schedule
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An assignment's schedule and estimated seconds; bytes are counted when they are asked for.
+    """The schedule and estimated seconds of an assignment; its memory is measured on first use.
 
     Attributes:
-        problem: whose assignment it is.
-        schedule: every step of it.
-        seconds: that a forward pass takes.
+        problem: the problem that the assignment places.
+        schedule: the schedule of the assignment.
+        seconds: estimated seconds of a forward pass.
         highest: device -> its peak, where that is not the schedule's own.
     """
 
@@ -35,77 +35,77 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> Memory:
-        """The bytes at each step: most moves of a search are refused for their seconds, without them."""
-        found = measure_memory(self.problem.graph, self.problem.topology, self.schedule)
-        return replace(found, peaks={**found.peaks, **self.highest})
+        """The bytes at each step; lazy because most moves of a search are rejected by their seconds alone."""
+        measured = measure_memory(self.problem.graph, self.problem.topology, self.schedule)
+        return replace(measured, peaks={**measured.peaks, **self.highest})
 
     @cached_property
     def excess(self) -> dict[DeviceKey, int]:
-        """Each device over its budget -> the bytes by which it is over."""
+        """Device -> bytes by which it exceeds its budget, or its prefetch buffer exceeds its limit."""
         problem, peaks = self.problem, self.memory.peaks
         over = ((spec.key, peaks[spec.key].nbytes - spec.room) for spec in problem.topology.devices)
-        found = {key: nbytes for key, nbytes in over if nbytes > 0}
+        exceeded = {key: nbytes for key, nbytes in over if nbytes > 0}
         for buffer in self.schedule.prefetch_buffers:
             beyond = buffer.nbytes - problem.prefetch_limits.get(buffer.device, buffer.nbytes)
             if beyond > 0:
-                found[buffer.device] = max(beyond, found.get(buffer.device, 0))
-        return found
+                exceeded[buffer.device] = max(beyond, exceeded.get(buffer.device, 0))
+        return exceeded
 
     @property
     def feasible(self) -> bool:
-        """Whether every budget is kept and every operation runs where it may."""
+        """Whether every budget is kept and every operation is allowed on its device."""
         return not self.excess and math.isfinite(self.seconds)
 
     @property
     def assignment(self) -> Assignment:
-        """What was judged."""
+        """The assignment that the schedule carries out."""
         return self.schedule.assignment
 
     def peak(self, key: DeviceKey) -> Peak:
-        """The peak of one device."""
+        """Return the peak of a device."""
         return self.memory.peaks[key]
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
-    """Judge an assignment.
+    """Evaluate an assignment.
 
-    Prefetch buffers of which it says nothing get one slot where two do not fit.
+    A prefetch buffer whose slots the assignment does not give gets two, or one where two do not fit.
     """
     return _with_fewer_slots(_judge(problem, assignment))
 
 
-def _with_fewer_slots(found: Evaluation) -> Evaluation:
-    """What was judged, with one slot where its assignment says nothing and two do not fit: no faster."""
-    problem, assignment = found.problem, found.assignment
-    free = [b.device for b in found.schedule.prefetch_buffers if len(b.slots) > 1]
-    tight = {key: 1 for key in free if key not in assignment.slots and key in found.excess}
-    if not tight:
-        return found
-    again = _judge(problem, replace(assignment, slots={**assignment.slots, **tight}))
-    return again if sum(again.excess.values()) < sum(found.excess.values()) else found
+def _with_fewer_slots(evaluation: Evaluation) -> Evaluation:
+    """Return the evaluation with one slot in buffers that exceed a budget and whose slots are not given."""
+    problem, assignment = evaluation.problem, evaluation.assignment
+    growable = [b.device for b in evaluation.schedule.prefetch_buffers if len(b.slots) > 1]
+    single_slots = {key: 1 for key in growable if key not in assignment.slots and key in evaluation.excess}
+    if not single_slots:
+        return evaluation
+    retried = _judge(problem, replace(assignment, slots={**assignment.slots, **single_slots}))
+    return retried if sum(retried.excess.values()) < sum(evaluation.excess.values()) else evaluation
 
 
 def evaluate_filled(
     problem: Problem, assignment: Assignment, unread: Sequence[Weight], most_seconds: float = math.inf
 ) -> Evaluation:
-    """As :func:`evaluate`; weights that nobody reads leave devices without room for those that have some.
+    """Evaluate an assignment; move unread weights to devices with room if a budget is exceeded.
 
-    ``unread``: as :func:`~graphplan.passes.placement.residence.unread_weights` finds them. A placement of
-    more than ``most_seconds`` is judged by its seconds alone: no other slots or homes would make it faster.
+    ``unread``: as :func:`~graphplan.passes.placement.residence.unread_weights` returns them. If the placement
+    takes more than ``most_seconds`` it is returned as it is: no other slots or homes make it faster.
     """
-    found = _judge(problem, assignment)
-    if found.seconds > most_seconds:
-        return found
-    found = _with_fewer_slots(found)
-    if not unread or not found.excess:
-        return found
+    evaluation = _judge(problem, assignment)
+    if evaluation.seconds > most_seconds:
+        return evaluation
+    evaluation = _with_fewer_slots(evaluation)
+    if not unread or not evaluation.excess:
+        return evaluation
     free = {
-        spec.key: spec.room - found.peak(spec.key).nbytes
+        spec.key: spec.room - evaluation.peak(spec.key).nbytes
         for spec in problem.topology.devices
         if spec.computes
     }
     for weight in unread:
-        home = found.assignment.weights[weight.name]
+        home = evaluation.assignment.weights[weight.name]
         free[home] += round_up(weight.held_bytes)
     homes = fill(
         unread, problem.topology.cpu, lambda placed, nbytes: {k: free[k] - placed[k] - nbytes for k in free}
@@ -130,7 +130,7 @@ def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
 
 
 def _with_slots(problem: Problem, assignment: Assignment) -> Assignment:
-    """With none where nothing is streamed, and with at least one of each prefetch buffer elsewhere."""
+    """Return the assignment with no slots if the problem has no streaming, else with at least one of each."""
     if not problem.streaming:
         return replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
     if all(assignment.slots.values()):

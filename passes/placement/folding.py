@@ -1,14 +1,14 @@
-"""A training step folded at its middle: the backward pass of each operation lies beside the operation.
+"""A training step folded at its middle: each operation is placed together with its backward pass.
 
-A device that runs a part of the forward pass has that part's weights, and what it saves, so it runs the same
-part of the backward pass; and segments of a stack are contiguous in the forward pass only. So placements are
-searched in another order, in which an operation and what computes its gradient are one macro-operation
+A device that runs a part of the forward pass holds that part's weights and saved activations, so it should
+run the same part of the backward pass: two stretches of the order of execution. Placements are therefore
+searched in a folded order, in which an operation and those that compute its gradient are one macro-operation
 (the V-shaped order of Narayanan et al., "PipeDream", 2019)::
 
-    runs         a  b  loss  loss'  b'  a'
-    is searched  a a'  b b'  loss loss'
+    order of execution  a  b  loss  loss'  b'  a'
+    folded order        a a'  b b'  loss loss'
 
-Bounds are proven on the problem itself, and peaks are those of the order in which operations run.
+Bounds are of the problem itself, unfolded. Peaks are those of the order of execution.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from graphplan.passes.placement.problem import Problem
 
 
 def fold(problem: Problem) -> Problem:
-    """The same problem, with what belongs to an operation of the forward pass tied to it."""
+    """Return the problem with each forward operation tied to its gradient computation and its repetition."""
     groups: dict[str, list[str]] = {}
     for operation in problem.graph.operations.values():
-        first = operation.forward
-        if first in problem.graph.operations and _alike(problem, first, operation.name):
-            groups.setdefault(first, [first]).append(operation.name)
+        forward = operation.forward
+        if forward in problem.graph.operations and _may_be_tied(problem, forward, operation.name):
+            groups.setdefault(forward, [forward]).append(operation.name)
     return replace(problem, graph=problem.graph.tied(groups.values()))
 
 
-def _alike(problem: Problem, one: str, other: str) -> bool:
-    """Whether the same devices may run two operations."""
+def _may_be_tied(problem: Problem, first: str, second: str) -> bool:
+    """Whether two operations may run on the same devices, and neither makes host scalars."""
     operations = problem.graph.operations
-    hosts = operations[one].host_only, operations[other].host_only
-    return not any(hosts) and problem.allowed.get(one) == problem.allowed.get(other)
+    hosts = operations[first].host_only, operations[second].host_only
+    return not any(hosts) and problem.allowed.get(first) == problem.allowed.get(second)
 
 
 def folded_order(graph: Graph) -> list[str]:
-    """The operations, each of the backward pass beside the one that it belongs to."""
+    """Return the operations in folded order: each backward operation follows its forward operation."""
     position = {name: index for index, name in enumerate(graph.operations)}
     place, last = dict[str, int](), 0
     for name, operation in graph.operations.items():

@@ -1,4 +1,4 @@
-"""Which budgets would do, where the given ones do not."""
+"""Sufficient budgets, where no placement fits the given ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Probe = Callable[[Problem, Effort], Evaluation | None]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What would do.
+    """Sufficient budgets, and a placement for them.
 
     Attributes:
-        evaluation: a placement that passes the given budgets by little.
-        budgets: key -> bytes, with which a placement is found; none below the given.
+        evaluation: a placement that exceeds the given budgets by little.
+        budgets: device -> bytes within which a placement is found; none is below the given one.
     """
 
     evaluation: Evaluation
@@ -33,63 +33,62 @@ class Advice:
 def smallest_budgets(
     problem: Problem, effort: Effort, probe: Probe, *, closely: bool = True
 ) -> Advice | None:
-    """A placement within the smallest growth of all budgets in proportion that is found in time.
+    """Return a placement within the smallest proportional growth of all budgets that is found in time.
 
-    Growth begins where the weights fit at all, goes on with an eighth for activations, and doubles its steps
-    until a placement is found; between the last two, bisection, if ``closely``. ``probe`` finds a placement
-    with little work.
+    Growth begins where the weights fit, continues with an eighth for activations, and doubles its steps until
+    ``probe``, a short search, finds a placement. If ``closely``, the last two steps are bisected.
     """
-    # budgets of nothing cannot grow in proportion: they start at one allocation
+    # a budget of zero cannot grow in proportion: it starts at one allocation
     empty = {s.key: ALIGNMENT for s in problem.topology.computing if s.memory == 0}
     topology, step = problem.topology.with_memory(empty), 0.125
-    room = sum(spec.room for spec in topology.devices)
-    low = high = max(1.0, problem.graph.held_bytes / max(1, room))
-    found = probe(replace(problem, topology=topology.scaled(high)), effort)
-    while found is None and high < low * (1 << 20) and not effort.over:
+    capacity = sum(spec.room for spec in topology.devices)
+    low = high = max(1.0, problem.graph.held_bytes / max(1, capacity))
+    best = probe(replace(problem, topology=topology.scaled(high)), effort)
+    while best is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
         step *= 2
-        found = probe(replace(problem, topology=topology.scaled(high)), effort)
-    while closely and found is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
+        best = probe(replace(problem, topology=topology.scaled(high)), effort)
+    while closely and best is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
         middle = (low + high) / 2.0
         closer = probe(replace(problem, topology=topology.scaled(middle)), effort)
         if closer is None:
             low = middle
         else:
-            high, found = middle, closer
-    if found is None:
+            high, best = middle, closer
+    if best is None:
         return _everything_on_one(problem)
     if not closely:
-        return Advice(found, topology.scaled(high).budgets)
-    return _sufficient(problem, found, topology.scaled(high), effort, probe)
+        return Advice(best, topology.scaled(high).budgets)
+    return _sufficient(problem, best, topology.scaled(high), effort, probe)
 
 
 def _everything_on_one(problem: Problem) -> Advice | None:
-    """All that may run there on one device, whatever it takes: an answer that needs no search."""
+    """Return the placement on one device that exceeds budgets least; it needs no search."""
     unread, keys = unread_weights(problem), [spec.key for spec in problem.topology.computing]
-    found = [evaluate_filled(problem, on_one_device(problem, key), unread) for key in keys]
-    finite = [one for one in found if math.isfinite(one.seconds)]
-    least = min(finite, key=lambda one: sum(one.excess.values()), default=None)
+    evaluations = [evaluate_filled(problem, on_one_device(problem, key), unread) for key in keys]
+    possible = [one for one in evaluations if math.isfinite(one.seconds)]
+    least = min(possible, key=lambda one: sum(one.excess.values()), default=None)
     return None if least is None else Advice(least, peaks_or_given(problem.topology, least))
 
 
-def peaks_or_given(topology: Topology, found: Evaluation) -> dict[DeviceKey, int]:
-    """The given budgets, those that a placement passes raised to its peaks."""
+def peaks_or_given(topology: Topology, best: Evaluation) -> dict[DeviceKey, int]:
+    """Return the given budgets, those that the placement exceeds raised to its peaks."""
     return {
-        spec.key: max(spec.memory, found.peak(spec.key).nbytes + spec.withheld) for spec in topology.devices
+        spec.key: max(spec.memory, best.peak(spec.key).nbytes + spec.withheld) for spec in topology.devices
     }
 
 
-def _sufficient(problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe) -> Advice:
-    """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
-    budgets = peaks_or_given(problem.topology, found)
+def _sufficient(problem: Problem, best: Evaluation, limit: Topology, effort: Effort, probe: Probe) -> Advice:
+    """Return the placement's peaks as budgets if a placement is found within them, else the grown budgets."""
+    budgets = peaks_or_given(problem.topology, best)
     exactly = replace(problem, topology=problem.topology.with_memory(budgets))
     if not effort.over and probe(exactly, effort) is not None:
-        return Advice(found, budgets)
-    return Advice(found, limit.budgets)
+        return Advice(best, budgets)
+    return Advice(best, limit.budgets)
 
 
 def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleError:
-    """The error, with the budgets that would do."""
+    """Return the error, with the budgets of the advice."""
     topology = problem.topology
     available = topology.budgets
     if advice is None:
@@ -117,8 +116,8 @@ def _listed(budgets: Mapping[DeviceKey, int]) -> str:
     return "{" + ", ".join(f"{key!r}: {nbytes}" for key, nbytes in budgets.items()) + "}"
 
 
-def _described(problem: Problem, operation: str) -> str:
-    found = problem.graph.operations.get(operation)
-    if found is None:
+def _described(problem: Problem, name: str) -> str:
+    operation = problem.graph.operations.get(name)
+    if operation is None:
         return "its weights"
-    return f"{operation!r} (in {found.module_path})" if found.module_path else repr(operation)
+    return f"{name!r} (in {operation.module_path})" if operation.module_path else repr(name)

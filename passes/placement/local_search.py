@@ -1,8 +1,8 @@
-"""Hill climbing over placements without streaming: runs of operations, and homes of shared weights, move.
+"""Local search over placements without streaming: moves of runs of operations and of shared weights' homes.
 
-A move is priced by the copies that it changes, and judged by exact peaks only where it helps. Three goals
-share the moves: fewer seconds, fewer bytes over a budget (repair), and more head-room on the fullest device
-at the same seconds.
+A move is priced by the copies that it changes; its exact peaks are computed only if it helps. There are three
+objectives: fewer seconds, fewer bytes over the budgets (repair), and more head-room on the fullest device at
+the same seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Operations ``start .. start + length - 1``, and what must be with them, go to a device."""
+    """Move operations ``start .. start + length - 1``, and those tied to them, to a device."""
 
     seconds: float
     start: int
@@ -32,10 +32,10 @@ class LocalSearch:
     """A placement that is improved in place.
 
     Args:
-        arrays: of the problem.
-        devices: (operations,) where to begin.
-        effort: what is charged.
-        chosen: (items,) homes of shared weights that are decided, -1 elsewhere; None for none.
+        arrays: arrays of the problem.
+        devices: (operations,) the devices to start from.
+        effort: the effort to charge.
+        chosen: (items,) decided homes of shared weights, else -1; None for none.
     """
 
     def __init__(self, arrays: Arrays, devices: Ints, effort: Effort, chosen: Ints | None = None) -> None:
@@ -81,7 +81,7 @@ class LocalSearch:
 
     @property
     def excess(self) -> float:
-        """Bytes over all budgets."""
+        """The sum of bytes over the budgets."""
         return self._over(self.peaks)
 
     def _over(self, peaks: Floats) -> float:
@@ -89,13 +89,13 @@ class LocalSearch:
 
     @property
     def fullness(self) -> float:
-        """Share of its budget that the fullest accelerator uses."""
+        """The largest share of its budget that an accelerator uses."""
         return float(_used(self.arrays, self.peaks).max())
 
     # -- goals ---------------------------------------------------------------------------------------
 
     def climb(self) -> None:
-        """Take moves that save seconds and keep the budgets, until none does."""
+        """Apply moves that save seconds and keep the budgets, until none does."""
         improved = True
         while improved and not self.effort.over:
             improved = False
@@ -105,20 +105,20 @@ class LocalSearch:
                 improved |= self._try(move, self._fits, -ROUNDING * self.seconds)
 
     def repair(self) -> bool:
-        """Save bytes over the budgets, at any seconds; whether none is left."""
+        """Reduce the bytes over the budgets at any cost in seconds; return whether all budgets are kept."""
         self._exchange(lambda *_: 0.0)
         return not self.excess
 
     def exchange(self) -> None:
-        """Save seconds within the budgets, where no move by itself does: two runs take each other's room."""
+        """Save seconds by exchanges of two runs, where no single move keeps the budgets."""
         self._exchange(self.arrays.seconds)
 
     def _exchange(self, seconds: Callable[[Ints, Ints], float]) -> None:
-        """Stochastic hill climbing on the bytes over the budgets, then on seconds, sideways too.
+        """Stochastic hill climbing on the bytes over the budgets, then on seconds; equal is accepted.
 
-        Runs leave devices that are over, others may take their room, and homes of shared weights move: the
-        shifts and swaps of the generalised assignment problem [Osman 1995]. It ends when each variable has
-        been tried on each device ``retries`` times without progress.
+        Moves are shifts of runs off devices over their budget, swaps of two runs, and new homes of shared
+        weights (shifts and swaps of the generalised assignment problem, Osman 1995). It ends after
+        ``retries`` draws for each variable and device without progress.
         """
         arrays, draw = self.arrays, random.Random(0)
         variables = len(arrays.units) + len(arrays.shared)
@@ -131,7 +131,7 @@ class LocalSearch:
             if draw.randrange(variables) < len(arrays.shared):
                 chosen[draw.choice(arrays.shared)] = draw.choice(homes)
             else:
-                devices = self._run_elsewhere(draw)
+                devices = self._shift_or_swap(draw)
             self.effort.charge(float(10 * arrays.count))
             now = seconds(devices, chosen)
             if now > least and not over:
@@ -145,20 +145,20 @@ class LocalSearch:
             over, least = self._over(peaks), now
         self._reset()
 
-    def _run_elsewhere(self, draw: random.Random) -> Ints:
-        """The devices, with a run off one that is over if any is; each second time another takes its room."""
+    def _shift_or_swap(self, draw: random.Random) -> Ints:
+        """Return the devices with a run moved off one over its budget, if any; or with two runs swapped."""
         devices, able = self.devices.copy(), self.arrays.able[:, self.arrays.unit_of]
         full = np.flatnonzero(self.peaks > self.arrays.room)
         source = draw.choice((full if len(full) else np.unique(devices)).tolist())
         target = draw.choice([d for d in range(self.arrays.computing) if d != source])
-        run = self._any_run(draw, devices == source)
+        run = self._draw_run(draw, devices == source)
         if draw.random() < 0.5:
-            devices[self._any_run(draw, devices == target) & able[source]] = source
+            devices[self._draw_run(draw, devices == target) & able[source]] = source
         devices[run & able[target]] = target
         return devices
 
-    def _any_run(self, draw: random.Random, among: Bools) -> Bools:
-        """(operations,) 1, 2, 4, ... macro-operations in a row, up to the root of all, some of ``among``."""
+    def _draw_run(self, draw: random.Random, among: Bools) -> Bools:
+        """(operations,) mask of 1, 2, 4, ..., sqrt(all) macro-operations in a row, some of ``among``."""
         unit, count = self.arrays.unit_of, len(self.arrays.units)
         heads = np.unique(unit[(unit >= 0) & among])
         length = 1 << draw.randrange((count.bit_length() + 1) // 2)
@@ -166,9 +166,9 @@ class LocalSearch:
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
 
     def balance(self, most: float) -> None:
-        """Take moves that leave the fullest accelerator more room, while seconds are at most ``most``.
+        """Apply moves that free memory on the fullest accelerator, while seconds are at most ``most``.
 
-        Less than ``negligible`` of a budget is no head-room: it parts no operations.
+        A gain of less than ``negligible`` of the budget is not worth separating operations.
         """
         improved = True
         while improved and not self.effort.over:
@@ -179,30 +179,30 @@ class LocalSearch:
             for move in moves:
                 if full[move.device] or self.effort.over:
                     continue
-                if self._try(move, self._empties, most - self.seconds):
+                if self._try(move, self._adds_head_room, most - self.seconds):
                     improved = True
                     break
 
     def _fits(self, peaks: Floats) -> bool:
         return bool((peaks <= self.arrays.room).all())
 
-    def _empties(self, peaks: Floats) -> bool:
+    def _adds_head_room(self, peaks: Floats) -> bool:
         least = PARAMS.negligible
         return self._fits(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
 
     # -- moves ---------------------------------------------------------------------------------------
 
     def _moves(self, off: Bools | None = None) -> Iterator[_Move]:
-        """Runs of one, two, four, ... operations, next to where they would go, by their own seconds."""
+        """Yield moves of 1, 2, 4, ... operations, long ones to a neighbour's device, with compute seconds."""
         arrays, count = self.arrays, self.arrays.count
         own = arrays.compute[self.devices, np.arange(count)]
         with np.errstate(invalid="ignore"):
             change = np.where(np.isfinite(arrays.compute), arrays.compute - own, np.inf)
-        able = np.concatenate([np.zeros((arrays.computing, 1)), np.isinf(change).cumsum(axis=1)], axis=1)
+        barred = np.concatenate([np.zeros((arrays.computing, 1)), np.isinf(change).cumsum(axis=1)], axis=1)
         total = np.where(np.isinf(change), 0.0, change)
         total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
         saved = np.concatenate([[0.0], self._copies_at().cumsum()])
-        left_over = arrays.room - arrays.resident(np.array(self.home))
+        free_bytes = arrays.room - arrays.resident(np.array(self.home))
         added = np.where(self.devices == np.arange(arrays.computing)[:, None], 0.0, self.own_bytes)
         added = np.concatenate([np.zeros((arrays.computing, 1)), added.cumsum(axis=1)], axis=1)
         length = 1
@@ -212,25 +212,25 @@ class LocalSearch:
             self.effort.charge(arrays.computing * len(starts))
             for device in range(arrays.computing):
                 seconds = total[device, starts + length] - total[device, starts]
-                fine = able[device, starts + length] == able[device, starts]
-                fine &= added[device, starts + length] - added[device, starts] <= left_over[device]
+                fine = barred[device, starts + length] == barred[device, starts]
+                fine &= added[device, starts + length] - added[device, starts] <= free_bytes[device]
                 left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
                 right = np.where(
                     starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1
                 )
                 ends = (self.devices[starts] != device) | (self.devices[starts + length - 1] != device)
-                if off is None:  # no move saves more than the copies of what it touches
+                if off is None:  # a move saves at most the copies of what it touches
                     fine &= (seconds < saved[starts + length] - saved[starts]) & ends
                     fine &= (left == device) | (right == device) | (length <= 2)
                 else:
                     fine &= off[self.devices[starts]] | off[self.devices[starts + length - 1]]
                     fine &= (left == device) | (right == device) | (length <= 2) | (starts % length == 0)
-                for at in np.flatnonzero(fine).tolist():
-                    yield _Move(float(seconds[at]), int(starts[at]), length, device)
+                for index in np.flatnonzero(fine).tolist():
+                    yield _Move(float(seconds[index]), int(starts[index]), length, device)
             length *= 2
 
     def _copies_at(self) -> Floats:
-        """(operations,) seconds of the copies of what each reads, and of what it makes."""
+        """(operations,) seconds of the copies of what each reads and makes."""
         arrays = self.arrays
         where, home = np.append(self.devices, arrays.host), np.array(self.home)
         target, source = where[arrays.reader], home[arrays.item]
@@ -238,20 +238,20 @@ class LocalSearch:
             arrays.latency[source, target] + arrays.nbytes[arrays.item] * arrays.per_byte[source, target]
         )
         seconds = np.where(source == target, 0.0, seconds)
-        found = np.bincount(arrays.reader, seconds, arrays.count + 1)[:-1]
+        total = np.bincount(arrays.reader, seconds, arrays.count + 1)[:-1]
         made = arrays.source[arrays.item]
-        found += np.bincount(made[made >= 0], seconds[made >= 0], arrays.count)
-        return np.asarray(found)
+        total += np.bincount(made[made >= 0], seconds[made >= 0], arrays.count)
+        return np.asarray(total)
 
     def _run(self, move: _Move) -> list[int]:
-        """The operations of a move, whole macro-operations, as far as they are elsewhere."""
+        """Return the operations of a move's macro-operations that are not on its device yet."""
         units = dict.fromkeys(self.unit[move.start : move.start + move.length])
         return [
             i for unit in units if unit >= 0 for i in self.arrays.units[unit] if self.where[i] != move.device
         ]
 
     def _delta(self, run: list[int], device: int) -> float:
-        """Seconds that moving these operations adds."""
+        """Return the seconds that moving these operations adds."""
         compute, where = self.arrays.compute, self.where
         changed: dict[int, list[int]] = {}
         homes: dict[int, int] = {}
@@ -281,14 +281,14 @@ class LocalSearch:
         return float(delta)
 
     def _copies(self, item: int, home: int, counts: list[int]) -> float:
-        """Seconds of the copies of an item to the devices that read it."""
+        """Return the seconds of the copies of an item to the devices that read it."""
         latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
         return math.fsum(
             latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
         )
 
     def _try(self, move: _Move, accepts: Callable[[Floats], bool], most: float) -> bool:
-        """Take a move if it adds less than ``most`` seconds and its exact peaks are accepted."""
+        """Apply a move and return True if it adds less than ``most`` seconds and its peaks are accepted."""
         run = self._run(move)
         if not run or not np.isfinite(self.arrays.compute[move.device, run]).all():
             return False
@@ -305,5 +305,5 @@ class LocalSearch:
 
 
 def _used(arrays: Arrays, peaks: Floats) -> Floats:
-    """(devices,) the share of its budget that each accelerator uses."""
+    """(devices,) the share of its budget that each accelerator uses; 0 for others."""
     return np.asarray(peaks / np.maximum(arrays.room, 1.0) * arrays.accelerates)

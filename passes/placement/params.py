@@ -1,4 +1,4 @@
-"""The numbers that steer the search, and what it is limited by: work, and time."""
+"""Parameters of the search, and its limits: work and time."""
 
 from __future__ import annotations
 
@@ -12,50 +12,53 @@ ROUNDING = 1e-9  # relative: sums of seconds or bytes in another order differ by
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:
-    """How far the search goes. Work is counted in visits: a state or a piece, looked at on one device.
+    """Parameters of the search. Work is counted in visits: one state or piece examined on one device.
 
-    A million visits take some 70 milliseconds of one core; the same input gives the same plan.
+    A million visits take some 70 milliseconds of one core. The same input gives the same plan.
 
     Attributes:
-        segment_cuts: positions at which the segment DP cuts at most; more change plans by less than 0.1 %.
-        segment_share: of all work that one run of the segment DP may take; with many mixed devices it then
-            cuts at fewer positions.
-        relaxed_states: states between two steps, times devices; where there are more, the cheapest values
-            are relaxed, which keeps the bound valid.
+        segment_cuts: most positions at which the segment DP cuts; more change plans by less than 0.1 %.
+        segment_share: share of all work that one run of the segment DP may take; with many mixed devices it
+            then cuts at fewer positions.
+        relaxed_states: most states between two steps, times devices; beyond it the cheapest values are
+            relaxed, which keeps the bound valid.
         price_rounds: cutting planes of the Lagrangian dual, after which prices hardly change.
-        first_width: labels kept between two steps in the first search.
-        width_growth: factor from one search to the next wider one.
-        completions: labels of a finished search that are judged exactly.
-        retries: times that a search is repeated with larger margins, where exact peaks pass a budget.
-        local_share: of the work that is left, for one run of the local search.
-        turns_share: of all work, for accelerators that compute in turn.
-        exchange_effort: times the work of a search, for exchanges of runs after its label searches.
-        restarts: climbs in a row that are no better, after which the local search with streaming ends, where
-            the effort is the default one; in proportion where it is more.
+        first_width: labels kept after each step of the first label search.
+        width_growth: factor from one label search to the next wider one.
+        completions: completed labels of a search whose exact seconds and peaks are computed.
+        retries: repetitions of a search with larger margins, where exact peaks exceed a budget.
+        local_share: share of the remaining work for one run of the local search.
+        turns_share: share of all work for placements in which accelerators compute in turn.
+        exchange_effort: work of exchanges after the label searches, as a multiple of the whole search's.
+        restarts: climbs in a row without a gain, after which the local search with streaming ends, at the
+            default effort; in proportion to a larger effort.
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
-        negligible: share below which a weight is not told apart: of all weights, for the home of a shared
-            one; of the largest beside it, for a copy of its own at each forward pass. Of what a bound
-            lacks, the least that is progress; of a budget, the least head-room that is worth a move; beyond
-            the best seconds, how far a placement is climbed from.
-        slot_sizes: sizes of prefetch buffers that are tried.
-        slot_ratio: from one of these to the next smaller one, at least.
-        coarse_least: operations up to which each is placed by itself where weights are streamed.
-        coarse_longest: operations that are placed as one at most.
-        milp_variables: operations times devices up to which the integer program is tried where nothing is
-            streamed, and classes times devices up to which it tells exchangeable devices apart.
-        milp_nodes: linear programs of one branch and bound, before it may go on only while it progresses.
-        milp_windows: stretches of the order in which copies have to be done.
-        visits_per_operation: default effort.
-        least_visits: of that, whatever the graph; so that small graphs are solved to optimality.
-        most_visits: of that, some two seconds.
-        visits_per_second: that are planned for within a time limit; the clock ends the search in any case.
-        streaming_effort: times the default where weights are streamed: copies and buffers are searched too.
-        advice_effort: times the default for the budgets of an error: half of it ended before any bisection,
-            more finds no smaller ones.
-        call_effort: times the default for each search of one call among several: more makes the calls'
-            own placements better, and not what they have in common.
-        large_gap: relative gap above which a placement is searched for again, from the one that was found.
-        more_work: times the default for that: it has halved the time of some, and takes up to a minute.
+        negligible: a share that is ignored. Of all weights: a shared weight below it gets no home first. Of
+            an operation's weights: those below it together are never streamed. Of what a bound lacks: a
+            smaller gain is no progress. Of a budget: less head-room is not worth a move. Of the best
+            seconds: a placement that is slower by more is not climbed from.
+        slot_sizes: sizes of prefetch slots that are tried.
+        slot_ratio: least factor between two of these sizes.
+        coarse_least: most operations of a graph that is not coarsened where weights are streamed.
+        coarse_longest: most operations that are tied into one.
+        milp_variables: most operations times devices for which the integer program is tried where nothing is
+            streamed; most classes times devices for which it tells exchangeable devices apart.
+        milp_nodes: linear programs that branch and bound solves without progress before it ends.
+        milp_windows: windows of the order, each with rows for its copies.
+        visits_per_operation: default effort, for each operation.
+        least_visits: default effort for a graph without operations, so that small graphs are solved to
+            optimality.
+        most_visits: most default effort, some two seconds.
+        visits_per_second: work planned for each second of a time limit; the clock ends the search anyway.
+        streaming_effort: multiple of the default where weights are streamed: copies and buffers are searched
+            too.
+        advice_effort: multiple of the default for the budgets of an error: half of it ended before any
+            bisection, more finds no smaller ones.
+        call_effort: multiple of the default for each search of one pass among several: more improves the
+            passes' own placements, and not what they have in common.
+        large_gap: relative gap above which the search is repeated from the placement that it found.
+        more_work: multiple of the default for that repetition: it has halved the time of some placements,
+            and takes up to a minute.
     """
 
     segment_cuts: int = 400
@@ -90,7 +93,7 @@ class SearchParams:
     more_work: float = 4.0
 
     def visits(self, operations: int) -> float:
-        """The default effort for a graph of so many operations."""
+        """Return the default effort for a graph with this many operations."""
         return float(min(self.least_visits + self.visits_per_operation * operations, self.most_visits))
 
 
@@ -99,10 +102,10 @@ PARAMS = SearchParams()
 
 @dataclass(slots=True)
 class Effort:
-    """What is left of the work and of the time.
+    """The remaining work and time of a search.
 
     Attributes:
-        visits: that are left.
+        visits: remaining visits.
         deadline: ``time.monotonic()`` at which to stop, or None.
         total: visits at the start.
     """
@@ -116,39 +119,39 @@ class Effort:
 
     @property
     def late(self) -> bool:
-        """Whether time is up."""
+        """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     @property
     def over(self) -> bool:
-        """Whether the work is done or time is up."""
+        """Whether the work is used up or the deadline has passed."""
         return self.visits <= 0 or self.late
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the deadline, or None."""
+        """Seconds until the deadline; None without one."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
     @property
     def done(self) -> float:
-        """Visits so far."""
+        """Visits charged so far."""
         return self.total - self.visits
 
     def charge(self, visits: float) -> None:
-        """Count work that was done."""
+        """Subtract visits that were made."""
         self.visits -= visits
 
     def until(self, part: float) -> float | None:
-        """The deadline of a part of the time that is left."""
+        """Return the deadline of this share of the remaining time; None without a deadline."""
         left = self.seconds_left
         return None if left is None else time.monotonic() + max(0.0, left) * part
 
     @contextmanager
     def share(self, part: float) -> Iterator[Effort]:
-        """A part of what is left; what is done of it is charged at the end."""
-        given = replace(self, visits=max(0.0, self.visits) * part, deadline=self.until(part))
-        yield given
-        self.charge(given.done)
+        """Context manager that yields a share of the remaining effort and charges what was used of it."""
+        shared = replace(self, visits=max(0.0, self.visits) * part, deadline=self.until(part))
+        yield shared
+        self.charge(shared.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +159,12 @@ class Limits:
     """How long to search.
 
     Attributes:
-        deadline: ``time.monotonic()`` at which to stop; None: limited by work, so that the result does not
-            depend on the clock.
-        effort: share of the default work.
-        proves: whether a bound is asked for; else the search ends with a good placement.
-        advises: whether an error says which budgets would do for several calls, or beside a disk, which
-            takes more searches.
-        retries: whether another attempt follows where nothing is found, so that nobody reads which budgets
-            would do.
+        deadline: ``time.monotonic()`` at which to stop; None limits the search by work, so that the result
+            does not depend on the clock.
+        effort: multiple of the default work.
+        proves: whether to compute a bound; if not, the search ends with a good placement.
+        advises: whether to search for budgets that an error names, for several passes or with a disk.
+        retries: whether the caller tries again if nothing is found; the error's budgets may then be rough.
     """
 
     deadline: float | None = None
@@ -174,32 +175,32 @@ class Limits:
 
     @classmethod
     def within(cls, time_limit: float | None) -> Limits:
-        """Search so many seconds from now on; by work for None."""
+        """Return limits of this many seconds from now; limits by work for None."""
         return cls(None if time_limit is None else time.monotonic() + time_limit)
 
     @property
     def left(self) -> float | None:
-        """Seconds left, or None."""
+        """Seconds until the deadline, at least 0; None without one."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @property
     def over(self) -> bool:
-        """Whether time is up."""
+        """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def until(self, share: float) -> Limits:
-        """A part of what is left."""
+        """Return limits of this share of the remaining time, or of the work without a deadline."""
         left = self.left
         if left is None:
             return replace(self, effort=self.effort * share)
         return replace(self, deadline=time.monotonic() + left * share)
 
     def one_of(self, searches: int) -> Limits:
-        """Of one of so many searches: the time that is left is shared, the default work is each one's own."""
+        """Return limits of one of several searches: they share the remaining time; each has the full work."""
         return replace(self.until(1 / searches), effort=self.effort)
 
     def work(self, operations: int, times: float = 1.0) -> Effort:
-        """What can be done in the time that is left; by work, ``times`` what so many operations are worth."""
+        """Return the effort of the remaining time, or ``times`` the work for this many operations."""
         left = self.left
         if left is not None:
             return Effort(PARAMS.visits_per_second * left, self.deadline)

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers."""
+"""The planner's input: one forward pass to place on a set of devices."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Problem:
     """One forward pass to place.
 
     Attributes:
-        graph: operations in a fixed order, their values and weights.
-        topology: devices, budgets (bytes), links.
+        graph: the operations in a fixed order, their values and weights.
+        topology: devices, memory budgets (bytes), links.
         host: key or name of the caller's device, where inputs are.
-        returns_to_host: whether outputs are moved back there.
-        fixed_weights: weights that have a home already: pinned by the caller, or placed by an
-            earlier plan of the same model.
-        allowed: operation -> devices that it may run on; one that is not named may run on all.
+        returns_to_host: whether outputs are moved back to the host.
+        fixed_weights: weight -> its device, if the caller has pinned it or an earlier plan of the same
+            model has placed it.
+        allowed: operation -> devices that it may run on; an operation that is not named may run on all.
         offload: whether the CPU may compute, and hold weights that accelerators read, where the
             accelerators do not hold the model.
         balance: minimise the longest stage instead of the sum.
-        prefetch_bytes: device -> bytes of the prefetch buffer that plans of other calls have there already.
-        prefetch_limits: device -> bytes that these may have at most, where those calls leave no more room.
-        further_calls: whether calls of other kinds are placed over the same weights.
-        streaming: False where autograd keeps weights after the call: they are then copied one by one.
+        prefetch_bytes: device -> bytes of the prefetch buffer that plans of other passes have allocated.
+        prefetch_limits: device -> most bytes of its prefetch buffer beside the plans of other passes.
+        further_calls: whether other forward passes use the same weights.
+        streaming: False where autograd keeps weights after the pass: they are then copied one by one.
     """
 
     graph: Graph
@@ -46,34 +46,34 @@ class Problem:
     prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
     further_calls: bool = False
     streaming: bool = True
-    # what every evaluation asks for: steps that schedules share; seconds of each operation by device
+    # caches of every evaluation: the `Run` steps of schedules, and the seconds of operations by device
     runs: Runs = field(init=False, default_factory=Runs, repr=False, compare=False)
     _clocks: dict[DeviceKey, tuple[DeviceSpec, dict[str, float]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
     def seconds(self, operation: Operation, spec: DeviceSpec) -> float:
-        """Seconds of an operation on a device, infinite where it may not run."""
+        """Return the seconds of an operation on a device, infinite if it may not run there."""
         return self.clock(spec)[operation.name]
 
     def clock(self, spec: DeviceSpec) -> Mapping[str, float]:
-        """The same of each operation, in the graph's order."""
-        known = self._clocks.get(spec.key)
-        if known is None or (known[0] is not spec and known[0] != spec):
-            found = {name: operation_seconds(one, spec) for name, one in self.graph.operations.items()}
+        """Return operation -> its seconds on a device, in the graph's order."""
+        cached = self._clocks.get(spec.key)
+        if cached is None or (cached[0] is not spec and cached[0] != spec):
+            seconds = {name: operation_seconds(op, spec) for name, op in self.graph.operations.items()}
             for name, allowed in self.allowed.items():
-                if spec.key not in allowed and name in found:
-                    found[name] = math.inf
-            known = self._clocks[spec.key] = spec, found
-        return known[1]
+                if spec.key not in allowed and name in seconds:
+                    seconds[name] = math.inf
+            cached = self._clocks[spec.key] = spec, seconds
+        return cached[1]
 
     def on(self, keys: frozenset[DeviceKey]) -> Problem:
-        """The same problem with every operation that may on one of these devices."""
+        """Return the problem with each operation restricted to those of these devices that it may run on."""
         allowed = {name: self.allowed.get(name, keys) for name in self.graph.operations}
         return replace(self, allowed={name: (rule & keys) or rule for name, rule in allowed.items()})
 
     def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-        """The same devices, but for operations that may not run there: those go where they may."""
+        """Return the devices, with each operation that may not run on its own on the first that it may."""
         obeyed = dict(operations)
         for name, allowed in self.allowed.items():
             if name in obeyed and obeyed[name] not in allowed:

@@ -1,4 +1,4 @@
-"""Where weights reside, once it is known where operations run."""
+"""The homes of weights: the device that each resides on, once every operation has a device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from graphplan.passes.placement.problem import Problem
 
 
 def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-    """A device for every operation: those that make only host scalars go with what they read."""
-    home = {value: key for name, key in placed.items() for value in graph.operations[name].outputs}
+    """Return a device for every operation: one that makes only host scalars goes with what it reads."""
+    device_of = {value: key for name, key in placed.items() for value in graph.operations[name].outputs}
     anywhere = next(iter(placed.values()))
     devices: dict[str, DeviceKey] = {}
     for name, operation in graph.operations.items():
         key = placed.get(name)
         if key is None:
-            key = next((home[value] for value in operation.inputs if value in home), anywhere)
-            home.update(dict.fromkeys(operation.outputs, key))
+            key = next((device_of[value] for value in operation.inputs if value in device_of), anywhere)
+            device_of.update(dict.fromkeys(operation.outputs, key))
         devices[name] = key
     return devices
 
@@ -35,18 +35,18 @@ def reside(
     """Give every weight a home.
 
     A weight resides where ``homes`` says, in CPU memory if it is streamed, else where its first reader
-    runs; one that nobody reads, on the CPU, or where most room is left.
+    runs. An unread weight resides with its sibling, else on the CPU, else where most room is left.
 
     Args:
         problem: its ``fixed_weights`` stay where they are.
         operations: operation -> device.
         streamed: weights to hold in CPU memory though an accelerator reads them.
-        homes: weights whose home is decided.
+        homes: weight -> its device, where that is decided.
     """
     graph, topology = problem.graph, problem.topology
     decided = {**(homes or {}), **problem.fixed_weights}
     cpu, streamed = topology.cpu, set(streamed)
-    found: dict[str, DeviceKey] = {}
+    residence: dict[str, DeviceKey] = {}
     taken: dict[DeviceKey, int] = defaultdict(int)
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
@@ -56,39 +56,39 @@ def reside(
         if home is None and readers:
             home = operations[readers[0]]
         if home is not None:
-            found[weight.name] = home
+            residence[weight.name] = home
             taken[home] += weight.held_bytes
-    beside = siblings(problem)
+    sibling_of = siblings(problem)
     for weight in graph.weights.values():
-        if weight.name not in found:
+        if weight.name not in residence:
             home = cpu
-            if weight.name in beside:  # another call may write to this buffer, with its neighbours
-                home = found[beside[weight.name]]
+            if weight.name in sibling_of:  # another pass may write to this buffer and to its sibling
+                home = residence[sibling_of[weight.name]]
             elif home is None:
                 home = max(topology.computing, key=lambda spec: spec.room - taken[spec.key]).key
-            found[weight.name] = home
+            residence[weight.name] = home
             taken[home] += weight.held_bytes
-    return Assignment(dict(operations), found)
+    return Assignment(dict(operations), residence)
 
 
 def on_one_device(problem: Problem, key: DeviceKey) -> Assignment:
-    """Every operation on one device, but for those that may not run there, with the weights that it reads."""
+    """Return the assignment of all operations that may run there to one device, with their weights."""
     return reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
 
 
 def siblings(problem: Problem) -> dict[str, str]:
-    """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
+    """Return unread buffer -> a buffer of the same module that is read or fixed: they reside together."""
     graph, fixed = problem.graph, problem.fixed_weights
     buffers = [w.name for w in graph.weights.values() if w.kind == "buffer"]
     read = {module_of(name): name for name in buffers if graph.readers.get(name) or name in fixed}
-    places = {name: read.get(module_of(name), name) for name in buffers if not graph.readers.get(name)}
-    return {name: other for name, other in places.items() if name != other}
+    sibling_of = {name: read.get(module_of(name), name) for name in buffers if not graph.readers.get(name)}
+    return {name: other for name, other in sibling_of.items() if name != other}
 
 
 def unread_weights(problem: Problem) -> list[Weight]:
-    """Weights that may reside anywhere: nobody reads or returns them, and no rule or neighbour decides."""
-    graph, beside = problem.graph, siblings(problem)
-    decided = {*problem.fixed_weights, *graph.outputs, *beside}
+    """Return the weights that may reside anywhere: unread, not returned, not fixed, without a sibling."""
+    graph, sibling_of = problem.graph, siblings(problem)
+    decided = {*problem.fixed_weights, *graph.outputs, *sibling_of}
     return [
         weight
         for weight in graph.weights.values()
@@ -101,13 +101,13 @@ def fill(
     cpu: DeviceKey | None,
     left: Callable[[Mapping[DeviceKey, int], int], Mapping[DeviceKey, float]],
 ) -> dict[str, DeviceKey]:
-    """Homes of weights that nobody reads: in CPU memory while it has room, else where most room is left.
+    """Return the homes of unread weights: in CPU memory while it has room, else where most room is left.
 
     Args:
-        unread: these.
-        cpu: the CPU's key, if it is a device.
-        left: from device -> bytes of those that are placed, and the bytes of the next, to device that
-            computes -> bytes that it would leave free there.
+        unread: the weights to place, of which the largest come first.
+        cpu: the CPU's key, if it has a budget.
+        left: function of device -> bytes of the unread weights placed there so far, and of the bytes of the
+            next; returns for each computing device the bytes that stay free if the next resides there.
     """
     homes, placed = dict[str, DeviceKey](), defaultdict[DeviceKey, int](int)
     for weight in sorted(unread, key=lambda w: -w.held_bytes):
@@ -120,5 +120,5 @@ def fill(
 
 
 def module_of(name: str) -> str:
-    """``layers.0.norm.mean -> layers.0.norm``."""
+    """Return the module of a weight: ``layers.0.norm.mean -> layers.0.norm``."""
     return name.rpartition(".")[0]

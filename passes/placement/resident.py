@@ -1,4 +1,4 @@
-"""The search where nothing is streamed: segments, local search, labels and bounds, on flat arrays."""
+"""The search without streaming: segments, local search, label setting and bounds, on flat arrays."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ResidentSearch:
     """Places a problem without streaming.
 
     Attributes:
-        problem: whose weights reside with their readers.
-        effort: what is charged.
-        devices: (operations,) the best placement so far; None where there is none.
-        chosen: (items,) homes of shared weights in it.
-        seconds: of it.
-        bound: on every placement of the problem.
+        problem: the problem, whose weights reside with their readers.
+        effort: the effort to charge.
+        devices: (operations,) the incumbent, the best placement so far; None if there is none.
+        chosen: (items,) homes of shared weights in the incumbent.
+        seconds: seconds of the incumbent.
+        bound: lower bound for every placement of the problem.
     """
 
     problem: Problem
@@ -50,15 +50,15 @@ class ResidentSearch:
 
     @cached_property
     def proving(self) -> Arrays:
-        """Of the problem itself: what a bound must hold for."""
+        """Arrays of the problem itself, unfolded: what a bound must hold for."""
         return Arrays(self.problem) if self.arrays.folded else self.arrays
 
     # -- a first placement ---------------------------------------------------------------------------
 
     def begin(self, near: Assignment | None = None) -> bool:
-        """Find a placement within the budgets, by segments and repair; whether there is one.
+        """Find a placement within the budgets, by segments and repair; return whether there is one.
 
-        Where a training step does not fit folded, an operation's backward pass may be elsewhere than itself.
+        A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
         if not self._begin(near) and self.arrays.folded and not self.effort.over:
             self.arrays = self.proving
@@ -74,13 +74,13 @@ class ResidentSearch:
         if self.devices is None:
             infeasible += self._segments(loose=True)
         if self.devices is None:
-            infeasible += self._alone()
+            infeasible += self._single_devices()
         if self.devices is None:
             self._repair(infeasible)
         return self.devices is not None
 
     def _homes_of(self, near: Assignment) -> Ints:
-        """The homes of shared weights, where these reside with one of their readers."""
+        """(items,) homes of shared weights that reside with one of their readers, else -1."""
         arrays, chosen = self.arrays, np.full(len(self.arrays.names), -1)
         for item in arrays.shared:
             home = near.weights.get(arrays.names[item])
@@ -90,7 +90,7 @@ class ResidentSearch:
         return chosen
 
     def _segments(self, *, loose: bool = False) -> Iterator[Ints]:
-        """Offer contiguous segments, in any order of devices and in theirs; others are left for repair."""
+        """Offer contiguous segments, device classes in any order and in turn; yield those over a budget."""
         for in_order in (False, True):
             search = SegmentDP(
                 self.arrays, self.effort, slowest=self.problem.balance, in_order=in_order, loose=loose
@@ -111,8 +111,8 @@ class ResidentSearch:
         for _, devices in sorted(fits, key=lambda pair: pair[0])[:2]:
             self._offer(devices, None, climb=not self.problem.balance)
 
-    def _alone(self) -> Iterator[Ints]:
-        """Everything on one device."""
+    def _single_devices(self) -> Iterator[Ints]:
+        """Offer every placement on one device; yield those over budget."""
         arrays = self.arrays
         for d in range(arrays.computing):
             devices = arrays.expand(np.full(len(arrays.units), d))
@@ -120,8 +120,8 @@ class ResidentSearch:
                 yield devices
 
     def _repair(self, starts: list[Ints]) -> None:
-        """Mend those that pass the budgets by least."""
-        starts.sort(key=lambda one: np.maximum(self.arrays.peaks(one) - self.arrays.room, 0.0).sum())
+        """Repair the placements that exceed the budgets least, until one fits."""
+        starts.sort(key=lambda start: np.maximum(self.arrays.peaks(start) - self.arrays.room, 0.0).sum())
         untried = {key: devices for devices in starts if (key := devices.tobytes()) not in self._repaired}
         for key, devices in list(untried.items())[: PARAMS.retries]:
             self._repaired.add(key)
@@ -132,7 +132,7 @@ class ResidentSearch:
                 return
 
     def _offer(self, devices: Ints, chosen: Ints | None, *, climb: bool = True) -> bool:
-        """Keep a placement if it is the best within the budgets; whether it is within them."""
+        """Climb from a placement within the budgets, and keep the best; return whether it is within them."""
         arrays = self.arrays
         if not arrays.fits(devices, chosen):
             return False
@@ -154,7 +154,7 @@ class ResidentSearch:
 
     @property
     def proven(self) -> bool:
-        """Whether the gap is small enough to end."""
+        """Whether the gap is at most ``sufficient_gap``."""
         return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
     def relax(self) -> list[Relaxation]:
@@ -165,17 +165,17 @@ class ResidentSearch:
             return []
         enough = self.seconds * (1 - PARAMS.sufficient_gap / 2)
         with self.effort.share(0.5) as part:
-            found = relax(self.arrays, enough, part)
+            relaxations = relax(self.arrays, enough, part)
         if self.arrays.folded:
             with self.effort.share(0.3) as part:
                 self._prove(relax(self.proving, enough, part))
-        self._raise(found)
-        return found
+        self._raise(relaxations)
+        return relaxations
 
     def improve(self) -> None:
-        """Label-setting searches, wider and wider, until the gap is closed or the effort is spent."""
+        """Run wider and wider label-setting searches, until the gap is closed or the effort is spent."""
         if self.devices is None and self.effort.over:
-            return  # no bound is asked for
+            return  # a bound without a placement is of no use
         relaxations, width = self.relax(), 0
         still_open = relaxations
         while not self.proven and not self.effort.over:
@@ -190,7 +190,7 @@ class ResidentSearch:
         self._enumerate(relaxations)
 
     def _exchange(self) -> None:
-        """Let runs take each other's room, with work beyond that of the label searches."""
+        """Improve the incumbent by exchanges, with work beyond that of the label searches."""
         if self.devices is None or self.proven:
             return
         more = replace(self.effort, visits=PARAMS.exchange_effort * self.effort.total)
@@ -199,7 +199,7 @@ class ResidentSearch:
         self._offer(search.devices, search.chosen)
 
     def _enumerate(self, relaxations: list[Relaxation]) -> None:
-        """Judge all placements whose relaxed seconds are below the best, where these are few."""
+        """Evaluate all placements whose relaxed seconds are below the incumbent's, if these are few."""
         most = 1000 * PARAMS.completions
         for relaxation in relaxations:
             frontier = relaxation.frontier
@@ -207,29 +207,29 @@ class ResidentSearch:
                 continue
             if 4.0 * most * frontier.devices * len(frontier.steps) > self.effort.total:
                 break
-            found = search_labels(relaxation, most, self.seconds, self.effort, every=True)
-            exact = found.exact
-            for completion in found.completions:
+            result = search_labels(relaxation, most, self.seconds, self.effort, every=True)
+            exact = result.exact
+            for completion in result.completions:
                 if completion.seconds >= self.seconds:
                     break  # the others are slower
-                # weights that nobody reads may have room elsewhere than where they were tried
+                # unread weights may fit elsewhere than where they were tried
                 exact &= self._judge((completion,)) or not self._may_fit(completion)
             if exact and self.devices is not None:
                 relaxation.bound, relaxation.proof = self.seconds, _LABELS
         self._raise(relaxations)
 
     def _raise(self, relaxations: list[Relaxation]) -> None:
-        """Raise the bound by relaxations of what is searched, unless that is a part of the placements."""
+        """Raise the bound by relaxations of the searched arrays, unless these are folded."""
         if not self.arrays.folded:
             self._prove(relaxations)
 
     def _prove(self, relaxations: list[Relaxation]) -> None:
-        least = min(relaxations, key=lambda one: one.bound, default=None)
+        least = min(relaxations, key=lambda relaxation: relaxation.bound, default=None)
         if least is not None:
             self.bound = self.bound.raised(least.bound * (1 - ROUNDING), least.proof)
 
     def _next_width(self, width: int, relaxations: list[Relaxation]) -> int:
-        """Labels that a wider search keeps, within half of the effort; 0 where that is not worth it."""
+        """Return the width of the next search, within half of the effort; 0 if that gains too little."""
         if not relaxations:
             return 0
         most = min(widest(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
@@ -239,24 +239,24 @@ class ResidentSearch:
         return min(most, int(max(width, PARAMS.first_width) * PARAMS.width_growth))
 
     def _search(self, relaxation: Relaxation, width: int) -> bool:
-        """Search labels, again with margins where peaks pass a budget; whether a wider search is the same."""
+        """Search labels, with margins if peaks exceed a budget; return whether the width dropped none."""
         margin, exact = np.zeros(self.arrays.computing), True
         for attempt in range(1 + PARAMS.retries):
             below = self.seconds * (1 if attempt else 1 - ROUNDING)
-            found = search_labels(relaxation, width, below, self.effort, margin)
-            exact &= found.exact
-            if not attempt and found.bound > relaxation.bound:
-                relaxation.bound, relaxation.proof = found.bound, _LABELS
-            if not found.completions or self._judge(found.completions) or self.effort.over:
+            result = search_labels(relaxation, width, below, self.effort, margin)
+            exact &= result.exact
+            if not attempt and result.bound > relaxation.bound:
+                relaxation.bound, relaxation.proof = result.bound, _LABELS
+            if not result.completions or self._judge(result.completions) or self.effort.over:
                 break
             if self.devices is None:
-                self._repair([self._expand(completion)[0] for completion in found.completions])
-            peaks = self.arrays.peaks(*self._expand(found.completions[0]))
+                self._repair([self._expand(completion)[0] for completion in result.completions])
+            peaks = self.arrays.peaks(*self._expand(result.completions[0]))
             margin += np.maximum(peaks - self.arrays.room, 0.0)
         return exact
 
     def _judge(self, completions: tuple[Completion, ...]) -> bool:
-        """Offer what labels propose, the fastest first; whether one is within the budgets."""
+        """Offer completions, the fastest first, until one is within the budgets; return whether one is."""
         for completion in completions:
             devices, chosen = self._expand(completion)
             self.effort.charge(10.0 * self.arrays.count)
@@ -265,7 +265,7 @@ class ResidentSearch:
         return False
 
     def _may_fit(self, completion: Completion) -> bool:
-        """Whether a placement would fit with other homes of the weights that nobody reads."""
+        """Whether a completion might fit with other homes of unread weights."""
         arrays = self.arrays
         if not arrays.unread:
             return False
@@ -280,7 +280,7 @@ class ResidentSearch:
     # -- head-room -----------------------------------------------------------------------------------
 
     def balance(self) -> None:
-        """Among placements of the same seconds within a tenth of a percent, one with more head-room."""
+        """Find more head-room among placements that are slower by at most ``sufficient_gap``."""
         assert self.devices is not None
         most = self.seconds * (1 + PARAMS.sufficient_gap)
         with self.effort.share(PARAMS.local_share) as part:
@@ -292,14 +292,14 @@ class ResidentSearch:
 
     @property
     def beyond_fastest(self) -> float:
-        """Seconds that operations compute beyond those on the fastest device of each."""
+        """The incumbent's compute seconds beyond those of each operation on its fastest device."""
         if self.devices is None:
             return 0.0
         compute = self.arrays.compute
         return float((compute[self.devices, np.arange(self.arrays.count)] - compute.min(axis=0)).sum())
 
     def evaluation(self) -> Evaluation | None:
-        """The best placement, judged by the evaluator; None where there is none."""
+        """Return the evaluation of the best placement; None if there is none."""
         if self.devices is None:
             return None
         arrays = self.arrays

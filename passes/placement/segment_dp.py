@@ -1,13 +1,12 @@
 """Dynamic programming over contiguous segments: the shortest path over cuts of the order.
 
-A state is how many devices of each class are used, and on which the last segment runs; an edge is one
-more segment. Segments of a stack of layers are optimal to a tenth of a percent (placement of a chain:
-Bokhari, "Partitioning problems in parallel, pipelined, and distributed computing", 1988). Weights that
-several operations read are given a home first, one after the other, and their readers go there, as an
-embedding that is also the head asks for: A, B, ..., A.
+A state is the number of used devices of each class and the class of the last segment; an edge is one more
+segment. For a stack of layers this is optimal to a tenth of a percent (placement of a chain: Bokhari,
+"Partitioning problems in parallel, pipelined, and distributed computing", 1988). Large shared weights are
+given a home first and their readers are placed there, as an embedding that is also the head needs.
 
-Each arrival is priced at the link from the segment before, inputs at the host's. The tables are close to
-exact; :class:`~graphplan.passes.placement.arrays.Arrays` and the evaluator have the last word.
+A value from an earlier segment is priced at the link from the segment before, an input at the host's link.
+The tables are close to exact; :class:`~graphplan.passes.placement.arrays.Arrays` and the evaluator decide.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 Homes = Mapping[str, int]
-_State = tuple[tuple[int, ...], int]  # devices used of each class, class of the last; -1 for host and CPU
+_State = tuple[tuple[int, ...], int]  # used devices of each class, class of the last; -1 for host and CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Of segments by the cut where they start (rows) and how many cuts later they end (columns).
+    """Tables of segments by the cut where they start (rows) and how many cuts later they end (columns).
 
-    Bytes and numbers of arrivals from the host and from earlier segments, bytes of weights, the most bytes
-    of activations at once, and the largest bytes of weights that one operation reads.
+    They hold bytes and numbers of values copied from the host and from earlier segments, bytes of weights,
+    peak bytes of activations, and the most bytes of weights that one operation reads.
     """
 
     host_bytes: Floats
@@ -58,9 +57,9 @@ class _Tables:
 
 @dataclass(slots=True)
 class _Row:
-    """The best seconds with which a state reaches each cut, and the segment that ends there.
+    """(cuts,) the least seconds with which a state reaches each cut, and the last segment of that path.
 
-    ``number`` counts rows as they are made; ``origin`` is that of the row before the segment.
+    ``number`` counts rows in the order of creation; ``origin`` is the number of the row before the segment.
     """
 
     number: int
@@ -70,18 +69,18 @@ class _Row:
 
 
 class SegmentDP:
-    """Segments of a problem's order.
+    """Finds placements that are contiguous segments of a problem's order.
 
     Args:
-        arrays: of the problem.
-        effort: what is charged.
+        arrays: arrays of the problem.
+        effort: the effort to charge.
         streaming: whether a segment may keep the excess of its weights in CPU memory.
-        use_cpu: whether the CPU may have segments, any number of them.
+        use_cpu: whether the CPU may run segments, any number of them.
         slowest: minimise the longest segment instead of the sum.
-        in_order: fill classes of devices one after the other. So few states leave work for more cuts, as
-            tight budgets ask for.
-        loose: minimise the bytes over the budgets, then seconds. A cut may part operations that must share
-            a device, and segments hold operations that may not run there; these go where they may afterwards.
+        in_order: fill device classes one after the other: fewer states leave work for more cuts, which
+            tight budgets need.
+        loose: minimise the bytes over the budgets, then seconds. A cut may separate operations that must
+            share a device, and a segment may hold operations that may not run there; they are moved after.
     """
 
     def __init__(
@@ -99,30 +98,30 @@ class SegmentDP:
         self.streaming, self.slowest, self.in_order, self.loose = streaming, slowest, in_order, loose
         self.cpu = arrays.cpu if use_cpu else None
         self.classes = [members for members in device_classes(arrays) if arrays.accelerates[members[0]]]
-        self._made: dict[frozenset[str], _Tables] = {}
+        self._tables_by_homes: dict[frozenset[str], _Tables] = {}
         self._read()
         self.cuts = self._cuts()
 
     # -- the order -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Reads in order, with the operation at which each item was last at hand."""
+        """List the reads in order, each with the operation that made or last read its item before."""
         arrays = self.arrays
         inner = arrays.reader < arrays.count
         items, readers = arrays.item[inner], arrays.reader[inner]
-        at = np.where(arrays.source >= 0, arrays.source, -1)
-        at[arrays.values :] = -1
-        made = np.flatnonzero(at >= 0)
-        np.minimum.at(at, items[at[items] >= 0], readers[at[items] >= 0])
-        later = made[arrays.source[made] > at[made]]  # in a folded order, what is read before it is made
+        latest = np.where(arrays.source >= 0, arrays.source, -1)
+        latest[arrays.values :] = -1
+        tensors = np.flatnonzero(latest >= 0)
+        np.minimum.at(latest, items[latest[items] >= 0], readers[latest[items] >= 0])
+        later = tensors[arrays.source[tensors] > latest[tensors]]  # read before it is made, in a folded order
         items = np.concatenate([items, later])
         readers = np.concatenate([readers, arrays.source[later]])
         order = np.argsort(readers, kind="stable")
         self.read_item, self.read_by = items[order], readers[order]
         previous = np.empty(len(self.read_item), dtype=np.int64)
         for k, (item, reader) in enumerate(zip(self.read_item.tolist(), self.read_by.tolist(), strict=True)):
-            previous[k] = at[item]
-            at[item] = reader
+            previous[k] = latest[item]
+            latest[item] = reader
         self.previous = previous
         self.is_weight = self.read_item >= arrays.values
         fixed = arrays.fixed[self.read_item]
@@ -130,7 +129,7 @@ class SegmentDP:
         self.last = self._last()
 
     def _last(self) -> Ints:
-        """(items,) the last operation that needs each, views included."""
+        """(items,) the last operation that needs each item or a view of it."""
         arrays = self.arrays
         last = np.full(len(arrays.names), -1)
         np.maximum.at(last, arrays.item, arrays.reader)
@@ -139,21 +138,21 @@ class SegmentDP:
         last[arrays.staying] = arrays.count
         last[[item for item, _ in arrays.written]] = arrays.count
         if arrays.folded:
-            last = np.maximum(last, _kept_until(arrays))
+            last = np.maximum(last, _saved_until(arrays))
         base, levels = arrays.views
         for level in reversed(levels):
             np.maximum.at(last, base[level], last[level])
-        found: Ints = np.minimum(last, arrays.count - 1)
-        return found
+        clipped: Ints = np.minimum(last, arrays.count - 1)
+        return clipped
 
     def _cuts(self) -> Ints:
-        """The ends, and positions that fewer bytes cross than their neighbours, spread over the weights."""
+        """Return both ends, and positions that fewer bytes cross than their neighbours, spread evenly."""
         arrays = self.arrays
         allowed = np.ones(arrays.count + 1, dtype=bool)
         for members in () if self.loose else arrays.units:
             allowed[members[0] + 1 : members[-1] + 1] = False
         allowed[[0, -1]] = True
-        found = np.flatnonzero(allowed)
+        positions = np.flatnonzero(allowed)
         steps = len(self.states_of(self.classes))
         if not self.in_order:
             steps *= len(self.classes) * (1 if self._uniform else len(self.classes))
@@ -161,16 +160,16 @@ class SegmentDP:
             PARAMS.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
         )
         limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, PARAMS.segment_cuts))
-        self.complete = len(found) <= limit  # whether no cut is left out
-        crossing = arrays.crossing[found]
+        self.complete = len(positions) <= limit  # whether no cut is left out
+        crossing = arrays.crossing[positions]
         crossing[[0, -1]] = np.inf
         before, here, after = crossing[:-2], crossing[1:-1], crossing[2:]
         order = np.lexsort((here, (here > before) | (here > after)))
-        return spread(found, order, self._progress, limit)
+        return spread(positions, order, self._progress, limit)
 
     @cached_property
     def _progress(self) -> Floats:
-        """(positions,) share of the weights, and of the operations, that lies before each."""
+        """(positions,) share of the weights and operations before each, both with equal weight."""
         arrays = self.arrays
         fresh = self.is_weight & (self.previous < 0)
         nbytes = np.bincount(self.read_by[fresh], arrays.nbytes[self.read_item[fresh]], arrays.count)
@@ -180,11 +179,11 @@ class SegmentDP:
     def _tables(self, homes: Homes) -> _Tables:
         arrays, cuts, n = self.arrays, self.cuts, self.arrays.count
         decided = np.array([arrays.names[item] in homes for item in self.read_item], dtype=bool)
-        mine = self.is_weight & ~decided & ~self.is_fixed
+        undecided = self.is_weight & ~decided & ~self.is_fixed
         sizes = np.zeros(len(self.read_item))
         stored = arrays.weight_bytes
         sizes[self.is_weight] = stored[self.read_item[self.is_weight] - arrays.values]
-        fresh = mine & (self.previous < 0)
+        fresh = undecided & (self.previous < 0)
         reach = self._reach(fresh, sizes)
         tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
         made, copied, workspace = arrays.made_bytes, arrays.copied_bytes, arrays.workspace
@@ -196,7 +195,7 @@ class SegmentDP:
         moved = arrays.nbytes[self.read_item]
         from_host = (~self.is_weight | self.is_fixed) & (self.previous < 0)
         again = ~decided & (self.previous >= 0)
-        per_operation = np.bincount(self.read_by[mine], sizes[mine], n)
+        per_operation = np.bincount(self.read_by[undecided], sizes[undecided], n)
         ends = np.minimum(np.arange(len(cuts)) + reach, len(cuts) - 1)
         reads = np.searchsorted(self.read_by, cuts)
         births = np.searchsorted(birth, cuts)
@@ -214,7 +213,7 @@ class SegmentDP:
                 number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
             read = fresh[r]
             tables.weights[row, columns] = np.bincount(reader[read], sizes[r][read], count).cumsum()[at]
-            copy = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # of shared weights too
+            copy = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # copies of shared weights too
             change = np.zeros(count + 1)
             change += np.bincount(reader[copy], copies[r][copy], count + 1)
             change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
@@ -227,19 +226,19 @@ class SegmentDP:
         return tables
 
     def _reach(self, fresh: Bools, sizes: Floats) -> int:
-        """How many cuts further a segment may end at most, by the bytes of its weights."""
+        """Return the most cuts that a segment may span, by the bytes of its weights."""
         if self.streaming or self.cpu is not None or self.loose:
             return len(self.cuts) - 1
         nbytes = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
         total = np.concatenate([[0.0], nbytes.cumsum()])[self.cuts]
         most = max(self.arrays.room[members[0]] for members in self.classes)
-        found = np.searchsorted(total, total + most, side="right") - 1 - np.arange(len(self.cuts))
-        return max(1, min(int(found.max()), len(self.cuts) - 1))
+        spans = np.searchsorted(total, total + most, side="right") - 1 - np.arange(len(self.cuts))
+        return max(1, min(int(spans.max()), len(self.cuts) - 1))
 
     # -- homes of shared weights ---------------------------------------------------------------------
 
     def homes(self) -> Iterator[Homes]:
-        """No home decided; and all large shared weights on one device, for one of each class."""
+        """Yield no homes; then all large shared weights on one device, for one device of each class."""
         yield {}
         arrays, large = self.arrays, self.arrays.large_shared
         for members in self.classes if large else ():
@@ -249,16 +248,16 @@ class SegmentDP:
     # -- the shortest path ---------------------------------------------------------------------------
 
     def placements(self, homes: Homes) -> Iterator[tuple[list[Segment], Ints]]:
-        """The cheapest segments and their devices; again with margins, while exact peaks pass a budget."""
+        """Yield the cheapest segments and their devices; with margins while exact peaks exceed a budget."""
         margin = np.zeros(self.arrays.computing)
         for attempt in range(1 + PARAMS.retries):
             if attempt and self.effort.over:
                 return
-            found = self._solve(homes, margin)
-            if found is None:
+            segments = self._solve(homes, margin)
+            if segments is None:
                 return
-            devices = self.devices(found, homes)
-            yield found, devices
+            devices = self.devices(segments, homes)
+            yield segments, devices
             over = np.maximum(0.0, self.arrays.peaks(devices) - self.arrays.room)
             if not over.any() or self.streaming:
                 return
@@ -266,34 +265,34 @@ class SegmentDP:
                 margin[members] += 1.02 * over[members].max()
 
     def devices(self, segments: list[Segment], homes: Homes) -> Ints:
-        """(operations,) devices."""
+        """(operations,) devices of these segments, readers of weights with a home moved there."""
         arrays = self.arrays
-        found = np.zeros(arrays.count, dtype=np.int64)
+        device_of = np.zeros(arrays.count, dtype=np.int64)
         for segment in segments:
-            found[segment.start : segment.end] = segment.device
-        units = np.array([found[members[-1]] for members in arrays.units], dtype=np.int64)
+            device_of[segment.start : segment.end] = segment.device
+        units = np.array([device_of[members[-1]] for members in arrays.units], dtype=np.int64)
         for name, device in homes.items():
             units[list(arrays.readers[arrays.item_of[name]])] = device
         return arrays.expand(units)
 
     @cached_property
     def _uniform(self) -> bool:
-        """Whether all links among accelerators are the same, so that it does not matter which was last."""
+        """Whether all links among accelerators are equal: the class of the last segment does not matter."""
         used = [d for members in self.classes for d in members]
         arrays = self.arrays
         links = {(arrays.latency[a, b], arrays.per_byte[a, b]) for a in used for b in used if a != b}
         return len(links) <= 1
 
     @cached_property
-    def _slowest(self) -> float:
-        """More seconds than a placement takes: so much is a byte over a budget worth."""
+    def _price_over_budget(self) -> float:
+        """Seconds that no placement exceeds: the price of one byte over a budget."""
         arrays = self.arrays
         each = np.where(np.isfinite(arrays.compute), arrays.compute, 0.0).max(axis=0).sum()
         moves = arrays.latency.max() + arrays.nbytes[arrays.item] * arrays.per_byte.max()
         return float(each + moves.sum())
 
     def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
-        """How many devices of each of these classes are used, in an order in which one more comes later."""
+        """Return the states of these classes: see :func:`used_devices`."""
         return used_devices([*map(len, classes)], 0 if self.in_order else PARAMS.relaxed_states)
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
@@ -302,43 +301,43 @@ class SegmentDP:
         for name, device in homes.items():
             taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
         free = [[d for d in members if not taken[d]] for members in self.classes]
-        # a home is a class of its own, with the last reader
+        # a home is a class of its own: it runs the last reader
         classes = [members for members in free if members] + [[d] for d in np.flatnonzero(taken).tolist()]
-        there = taken + self.arrays.fixed_bytes
-        space = self.arrays.room - there - margin
+        resident = taken + self.arrays.fixed_bytes
+        space = self.arrays.room - resident - margin
         used = [members[0] for members in classes] + ([] if self.cpu is None else [self.cpu])
-        # bytes of each segment beside what is there: weights are in one storage with that
-        stored = {d: self.arrays.specs[d].resident_alone(tables.weights + there[d]) for d in used}
-        needs = {d: stored[d] - there[d] + tables.activations for d in used}
+        # bytes that each segment adds: its weights are in one storage with what is resident
+        stored = {d: self.arrays.specs[d].resident_alone(tables.weights + resident[d]) for d in used}
+        needs = {d: stored[d] - resident[d] + tables.activations for d in used}
         costs = [self._seconds(tables, d, needs[d] - space[d], space[d], homes) for d in used]
         on_cpu = None if self.cpu is None else costs.pop()
         path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
         if path is None:
             return None
-        found = []
+        segments = []
         for i, j, device in path:
             first = device if device in needs else next(m[0] for m in classes if device in m)
             need = needs[first][i, j - i - 1]
             excess = 0.0 if device == self.cpu else max(0.0, float(need - space[device]))
-            found.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
-        return found
+            segments.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
+        return segments
 
     def _tables_for(self, homes: Homes) -> _Tables:
-        """Where the homes are does not matter to the tables, only of which weights."""
+        """Return the tables for these homes: they depend only on which weights have a home."""
         names = frozenset(homes)
-        if names not in self._made:
-            self._made[names] = self._tables(homes)
-        return self._made[names]
+        if names not in self._tables_by_homes:
+            self._tables_by_homes[names] = self._tables(homes)
+        return self._tables_by_homes[names]
 
     def _seconds(self, tables: _Tables, device: int, excess: Floats, space: float, homes: Homes) -> Floats:
-        """(rows, columns) of each segment on a device, without what arrives from other segments."""
+        """(rows, columns) seconds of each segment on a device, without copies from other segments."""
         arrays, cuts, last = self.arrays, self.cuts, len(self.cuts) - 1
         ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
         exists, ends = ends <= last, np.minimum(ends, last)
         each = arrays.compute[device].copy()
         if self.loose:
             each[~np.isfinite(each)] = 0.0
-        for name, home in homes.items():  # the last reader, mostly a head, is where its weight is
+        for name, home in homes.items():  # the last reader, mostly a head, runs where its weight resides
             readers = arrays.reader[arrays.item == arrays.item_of[name]]
             if home != device:
                 each[readers[readers < arrays.count].max()] = np.inf
@@ -350,26 +349,26 @@ class SegmentDP:
         seconds += tables.host_count * arrays.latency[host, device]
         seconds += tables.host_bytes * arrays.per_byte[host, device]
         returned = arrays.item[arrays.reader == arrays.count]
-        if len(returned) and not self.slowest:  # the last stage of several passes on as the others do
+        if len(returned) and not self.slowest:  # no stage is charged for what it passes on
             back = len(returned) * arrays.latency[device, host]
             back += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
             seconds = seconds + np.where(ends == last, back, 0.0)
         fits = excess <= 0
         if self.streaming and device != self.cpu:
-            # the buffers take room of their own, and copies overlap with what is computed
+            # prefetch buffers take room of their own; copies overlap with computation
             source = self.cpu if self.cpu is not None else host
             nbytes = excess + 2 * tables.widest
             seconds = np.where(fits, seconds, np.maximum(seconds, nbytes * arrays.per_byte[source, device]))
             fits |= tables.activations + 2 * tables.widest <= space
         elif self.loose:
-            seconds = seconds + np.where(fits, 0.0, excess * self._slowest)
+            seconds = seconds + np.where(fits, 0.0, excess * self._price_over_budget)
             fits |= True
         possible: Floats = np.where(fits & exists & (barred[ends] == barred[:, None]), seconds, np.inf)
         return possible
 
 
 class _ShortestPath:
-    """One run over the states."""
+    """One run of the dynamic program over its states."""
 
     def __init__(
         self,
@@ -381,16 +380,19 @@ class _ShortestPath:
     ) -> None:
         self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
         self.cuts = len(dp.cuts)
-        self.states = dict.fromkeys(dp.states_of(classes))  # in order
+        self.states = dict.fromkeys(dp.states_of(classes))  # an ordered set
         self.rows: dict[_State, _Row] = {}
         self._by_end: dict[tuple[int, int], Floats] = {}
 
     def run(self) -> list[tuple[int, int, int]] | None:
-        """(first cut, last cut, device) of each segment, in order."""
+        """Return (first cut, last cut, device) of each segment in order; None if no path exists."""
         start = tuple([0] * len(self.classes))
         self._row((start, -1)).seconds[0] = 0.0
         for state in self.states:
-            for last in [*range(len(self.classes)), -1]:  # the CPU, after which others follow, is last
+            for last in [
+                *range(len(self.classes)),
+                -1,
+            ]:  # the CPU last: the others extend into it
                 self._extend(state, last)
         ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
@@ -410,7 +412,7 @@ class _ShortestPath:
         row = self.rows.get(name)
         if row is None or not np.isfinite(row.seconds).any():
             return
-        if self.on_cpu is not None:  # as often as it helps
+        if self.on_cpu is not None:  # the CPU may have any number of segments
             self._relax(row, self._cost(last, -1), (state, -1))
         for c, members in enumerate(self.classes):
             after = (*state[:c], state[c] + 1, *state[c + 1 :])
@@ -418,7 +420,7 @@ class _ShortestPath:
                 self._relax(row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
 
     def _cost(self, last: int, target: int) -> Floats:
-        """Seconds of segments by where they end: of ``w`` columns, ``t`` is from cut ``end - w + t``."""
+        """(cuts, reach) seconds of segments by their end; column ``t`` starts at cut ``end - reach + t``."""
         key = (last, target) if not self.dp._uniform else (min(last, 0), target)
         if key not in self._by_end:
             base = self.on_cpu if target < 0 else self.costs[target]
@@ -433,7 +435,7 @@ class _ShortestPath:
         return self._by_end[key]
 
     def _link(self, last: int, target: int) -> tuple[float, float]:
-        """From the device of the segment before; of the CPU's, as of the host's."""
+        """Return latency and seconds per byte from the segment before; -1 is the CPU, or the host."""
         arrays, cpu = self.dp.arrays, self.dp.cpu
         here = self.classes[target][0] if target >= 0 else cpu
         assert here is not None
@@ -447,12 +449,12 @@ class _ShortestPath:
         return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
 
     def _relax(self, row: _Row, cost: Floats, into: _State) -> None:
-        """Extend a row by one segment."""
+        """Extend the paths of a row by one segment."""
         reach = cost.shape[1]
-        there = np.flatnonzero(np.isfinite(row.seconds))
-        if not len(there):
+        reached = np.flatnonzero(np.isfinite(row.seconds))
+        if not len(reached):
             return
-        ends = slice(int(there[0]) + 1, min(self.cuts, int(there[-1]) + reach + 1))
+        ends = slice(int(reached[0]) + 1, min(self.cuts, int(reached[-1]) + reach + 1))
         padded = np.concatenate([np.full(reach, np.inf), row.seconds])
         before = sliding_window_view(padded, reach)[ends]
         through = np.maximum(before, cost[ends]) if self.dp.slowest else before + cost[ends]
@@ -467,7 +469,7 @@ class _ShortestPath:
         target.start[end] = end - reach + best[better]
 
     def _trace(self, name: _State) -> list[tuple[int, int, int]]:
-        found: list[tuple[int, int, int]] = []
+        segments: list[tuple[int, int, int]] = []
         end, names = self.cuts - 1, list(self.rows)
         while end > 0:
             row = self.rows[name]
@@ -475,22 +477,22 @@ class _ShortestPath:
             used = [after - earlier for after, earlier in zip(name[0], before[0], strict=True)]
             if any(used):
                 c = used.index(1)
-                found.append((start, end, self.classes[c][before[0][c]]))
+                segments.append((start, end, self.classes[c][before[0][c]]))
             else:
                 assert self.dp.cpu is not None
-                found.append((start, end, self.dp.cpu))
+                segments.append((start, end, self.dp.cpu))
             name, end = before, start
-        return found[::-1]
+        return segments[::-1]
 
 
-def _kept_until(arrays: Arrays) -> Ints:
-    """(items,) in a folded order, what comes last while an item waits for the backward pass; -1 for others.
+def _saved_until(arrays: Arrays) -> Ints:
+    """(items,) in a folded order, the last operation while an item waits for the backward pass, else -1.
 
-    What the forward pass saves is there while the rest of the segment runs, forward and backward; what is
-    computed again, while the operations are that are computed again together.
+    What the forward pass saves is live while the rest of the segment runs, forward and backward. What is
+    computed again is live while the operations that are computed again together run.
     """
-    found = np.full(len(arrays.names), -1)
-    end = np.full(arrays.count, -1)  # operation -> what comes last of a run of repeated ones
+    until = np.full(len(arrays.names), -1)
+    end = np.full(arrays.count, -1)  # operation -> the last of its run of repeated operations
     run: list[int] = []
     for index in [*arrays.running.tolist(), None]:
         if index is not None and arrays.operations[index].repeats:
@@ -503,18 +505,18 @@ def _kept_until(arrays: Arrays) -> Ints:
     inner = arrays.reader < arrays.count
     items, readers = arrays.item[inner], arrays.reader[inner]
     saved = np.unique(items[backward[readers] & (arrays.source[items] >= 0) & (items < arrays.values)])
-    found[saved] = end[arrays.source[saved]]
-    return found
+    until[saved] = end[arrays.source[saved]]
+    return until
 
 
 def spread(cuts: Ints, order: Ints, progress: Floats, most: int) -> Ints:
-    """So many of these cuts, both ends among them: the best of each stretch of the work, then of all.
+    """Return at most ``most`` cuts, both ends among them: the best of each stretch of work, then of all.
 
     Args:
         cuts: positions.
-        order: indices of those between the ends, the best first.
+        order: indices of the cuts between the ends, the best first.
         progress: (positions,) share of the work before each.
-        most: cuts; there are half as many stretches.
+        most: number of cuts to return; there are half as many stretches.
     """
     inner = cuts[1:-1]
     stretch = np.floor(progress[inner] * (most // 2)).astype(np.int64)
@@ -527,16 +529,16 @@ def spread(cuts: Ints, order: Ints, progress: Floats, most: int) -> Ints:
 def used_devices(
     counts: Sequence[int], most: int, order: Iterable[int] | None = None
 ) -> list[tuple[int, ...]]:
-    """How many devices of each class are used, in an order in which one more comes later.
+    """Return the numbers of used devices of each class; each follows those with one device fewer.
 
-    Where there are more than ``most`` ways, the classes are filled one after the other, in this order.
+    If there are more than ``most`` states, the classes are filled one after the other, in ``order``.
     """
     if math.prod(count + 1 for count in counts) <= most:
         return sorted(product(*(range(count + 1) for count in counts)), key=sum)
     used = [0] * len(counts)
-    found = [tuple(used)]
+    states = [tuple(used)]
     for c in range(len(counts)) if order is None else order:
         for _ in range(counts[c]):
             used[c] += 1
-            found.append(tuple(used))
-    return found
+            states.append(tuple(used))
+    return states
