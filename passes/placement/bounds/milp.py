@@ -218,7 +218,7 @@ class _Program:
         self.program.at_most([(streamed, 1.0), (slots[self.sizes.index(size)], -most)], 0.0)
 
     def _buffers(self, place: list[int], slots: list[int]) -> int:
-        """Return the variable of prefetch buffer bytes: at least the largest slot."""
+        """Return the variable of prefetch buffer bytes, with the row of at least the largest slot."""
         problem, keys = self.arrays.problem, self.arrays.keys
         there = sum(problem.prefetch_bytes.get(keys[d], 0) for d in place)
         room = float(max(self.room[place[0]], 0.0))
