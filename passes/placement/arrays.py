@@ -253,7 +253,6 @@ class Arrays:
         return float(self.compute[devices, np.arange(self.count)].sum() + moves.sum())
 
     def _allocated(self, spec: DeviceSpec, nbytes: int) -> int:
-        """Return the bytes that an allocator takes for a storage."""
         size = spec.type, nbytes
         allocated = self._allocations.get(size)
         if allocated is None:

@@ -281,7 +281,6 @@ class LocalSearch:
         return float(delta)
 
     def _copies(self, item: int, home: int, counts: list[int]) -> float:
-        """Return the seconds of the copies of an item to the devices that read it."""
         latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
         return math.fsum(
             latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home

@@ -449,7 +449,6 @@ class _ShortestPath:
         return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
 
     def _relax(self, row: _Row, cost: Floats, into: _State) -> None:
-        """Extend the paths of a row by one segment."""
         reach = cost.shape[1]
         reached = np.flatnonzero(np.isfinite(row.seconds))
         if not len(reached):

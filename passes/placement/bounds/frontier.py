@@ -322,7 +322,6 @@ class Frontier:
         return np.asarray(np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :])
 
     def _makers(self, value: _Value) -> list[int]:
-        """Return the devices that a value may be made on."""
         if value.maker >= self.units:
             return list(range(self.devices))
         return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()

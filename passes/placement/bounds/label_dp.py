@@ -184,7 +184,6 @@ class _LabelSearch:
         return LabelSearch(completions, bound, not np.isfinite(self.dropped))
 
     def _grow(self, i: int, labels: _Labels) -> _Labels:
-        """Return the labels after a step."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)

@@ -187,7 +187,6 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
 
 
 def _split(node: Node, index: int) -> list[tuple[Floats, Floats]]:
-    """Return the limits of the two children."""
     below, above = node.high.copy(), node.low.copy()
     below[index] = np.floor(node.values[index])
     above[index] = below[index] + 1.0

@@ -316,7 +316,6 @@ class _Program:
                     self.program.at_least(terms, -float(beside))
 
     def solve(self, effort: Effort) -> float:
-        """Return the lower bound in seconds."""
         enough = 1.0 - PARAMS.sufficient_gap / 2
         bound = branch_and_bound(self.program, self.makespan, enough, effort)
         return bound * self.scale

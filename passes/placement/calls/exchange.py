@@ -86,7 +86,6 @@ class _ExchangeSearch:
                 yield {layer: key, other: before}
 
     def _apply_if_better(self, moved: Mapping[str, DeviceKey]) -> bool:
-        """Apply a move and return True if it helps."""
         evaluations = None if self.effort.over else self._evaluate_move(moved)
         if evaluations is None:
             return False

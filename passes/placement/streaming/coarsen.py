@@ -28,7 +28,6 @@ def coarsen(arrays: Arrays) -> Problem:
 
 
 def _cuts(arrays: Arrays) -> list[int]:
-    """Return the positions of the cuts in order, without the ends."""
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
     nbytes, longest = bytes_read(arrays), PARAMS.coarse_longest
     least = PARAMS.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0

@@ -298,7 +298,7 @@ class StreamedSearch:
                 self._widen(best, part)
 
     def _configurations(self, effort: Effort) -> Iterator[Relaxation]:
-        """Yield one for each home of the largest shared weight and each number and size of slots."""
+        """Yield a relaxation for each home of the largest shared weight and each number and size of slots."""
         frontiers = list(settled_frontiers(self.coarse, effort, streaming=True, guide=True))
         trials = [
             (stages, frontier, buffers)

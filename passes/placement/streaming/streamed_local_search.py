@@ -47,7 +47,7 @@ def _streamed_bytes(evaluation: Evaluation) -> tuple[int, int]:
 
 
 def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0) -> Evaluation:
-    """Return a placement at least as good as ``start``: within the budgets or nearer to them, and faster.
+    """Return a placement at least as good as ``start``, by bytes over the budgets, then by seconds.
 
     It ends within ``sufficient_gap`` of ``bound``, a lower bound in seconds.
     """
