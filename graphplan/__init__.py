@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from graphplan.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from graphplan.public import *  # noqa: F403  # for type checkers: the names of its __all__
+    from graphplan.public import *  # noqa: F403  # type checkers read its __all__
 else:
 
     def __getattr__(name: str) -> Any:
-        """A public name (PEP 562): ``import graphplan`` alone loads neither torch nor what comes with it."""
+        """Load the public names on first access (PEP 562), so that ``import graphplan`` imports no torch."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         public = import_module("graphplan.public")
-        names = {one: getattr(public, one) for one in public.__all__}
+        names = {public_name: getattr(public, public_name) for public_name in public.__all__}
         globals().update(names, __all__=[*public.__all__, "__version__"])
         try:
             return globals()[name]

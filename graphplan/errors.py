@@ -1,4 +1,4 @@
-"""The exceptions of graphplan, one class for each kind of problem that a caller can fix, and its warning."""
+"""Exceptions of graphplan, one class for each kind of problem that a caller can fix, and its warning."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = [
 
 
 class GraphplanError(Exception):
-    """Root of every error that graphplan raises on purpose."""
+    """Base class of every error that graphplan raises on purpose."""
 
 
 class GraphplanWarning(UserWarning):
-    """Something differs from what the caller may expect: a fallback, say. Points at the caller's line."""
+    """Warning of something unexpected, such as a fallback. It points at a line of the caller's code."""
 
 
 class BudgetError(GraphplanError, ValueError):
-    """``max_memory`` or ``reserve`` cannot be read, is empty or negative, or leaves nothing."""
+    """``max_memory`` or ``reserve`` cannot be read, is empty or negative, or leaves no memory."""
 
 
 class DeviceError(GraphplanError, ValueError):
@@ -42,7 +42,7 @@ class DeviceError(GraphplanError, ValueError):
 
 
 class InputError(GraphplanError, ValueError):
-    """Inputs do not fit the model, or an argument of graphplan is not what it should be."""
+    """Inputs do not fit the model, or an argument of graphplan is invalid."""
 
 
 class LimitError(InputError):
@@ -62,10 +62,10 @@ class NoGraphError(CaptureError):
 
 
 class PlanError(GraphplanError, ValueError):
-    """A plan or a placed model was asked for what it does not have or do.
+    """A plan or placed model cannot do what was asked.
 
-    A name that is not in the graph, a plan of another model, a placed model that is moved or converted, a
-    JSON text that is no plan.
+    Examples: a name that is not in the graph, a plan of another model, moving or converting a placed model,
+    JSON text that holds no plan.
     """
 
 
@@ -74,23 +74,23 @@ class VerificationError(GraphplanError):
 
 
 class ClusterError(GraphplanError, RuntimeError):
-    """Machines differ in what they were given, or one of them failed, or did not answer in time."""
+    """Ranks were given different arguments, or a rank failed or did not answer in time."""
 
 
 class SimulatedOutOfMemoryError(GraphplanError, RuntimeError):
-    """A simulated device was asked for more bytes than its capacity."""
+    """An allocation exceeds the capacity of a simulated device."""
 
 
 class InfeasibleError(GraphplanError):
     """No placement was found within the budgets.
 
     Attributes:
-        needed: device key -> bytes: budgets that do. Near the smallest when all grow in the proportion in
-            which they were given; one device may do with less where others have more. With ``machines=``,
-            keys are pairs of the machine's index and the device key.
-        available: device key -> bytes that ``max_memory`` allowed.
-        operation: the operation at which the tightest device reaches its need, or None.
-        device: the key of that tightest device, or None.
+        needed: device key -> bytes: budgets that suffice. They are near the smallest if all budgets grow in
+            proportion; one device may need less if others have more. With ``machines=``, keys are pairs of
+            the machine's index and the device key.
+        available: device key -> budget in bytes, as ``max_memory`` gives it.
+        operation: name of the operation at which the tightest device needs the most memory, or None.
+        device: key of that tightest device, or None.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class InfeasibleError(GraphplanError):
         self.needed = dict(needed or {})
         self.available = dict(available or {})
         for key, nbytes in self.available.items():
-            meant = meant_unit(f"max_memory[{key!r}]", nbytes)
-            message += f". {meant}" if meant else ""
+            hint = meant_unit(f"max_memory[{key!r}]", nbytes)
+            message += f". {hint}" if hint else ""
         super().__init__(message)
         self.operation = operation
         self.device = device

@@ -1,4 +1,4 @@
-"""Every public name, from where it is made. It is loaded when the first of them is asked for."""
+"""All public names. ``graphplan`` imports this module when the first of them is accessed."""
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.explanation import Explanation

@@ -1,6 +1,6 @@
-"""The version that ranks, plans and saved captures are compared by.
+"""The version, which must be equal on all ranks and in saved captures.
 
-Not read from the installed package: a checkout on ``PYTHONPATH`` has none.
+It is not read from the installed package: a checkout on ``PYTHONPATH`` has none.
 """
 
 __version__ = "0.1.0"

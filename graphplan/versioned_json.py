@@ -1,4 +1,4 @@
-"""JSON text that says what it holds and in which version, and whose values have the types they should."""
+"""JSON text with a format name and a version, whose values are checked against type annotations."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _READERS = {
 }
 _SEQUENCES = (tuple, Sequence, frozenset)
 _hints = cache(get_type_hints)
-_INTEGERS = 1 << 63  # below which, and above minus which, sums are made of them
+_INTEGER_BOUND = 1 << 63  # of absolute values, exclusive: sums are made of them
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a text holds.
+    """A kind of JSON text.
 
     Attributes:
-        name: in the text.
-        version: the only one that is read.
-        noun: of what it holds, for people.
+        name: value of the item ``"format"`` in the text.
+        version: the only version that is read.
+        noun: what the text holds, for error messages.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Format:
     noun: str
 
     def head(self) -> dict[str, Any]:
-        """The items by which data is known again."""
+        """Return the items that identify the format in a text."""
         return {"format": self.name, "version": self.version}
 
     def parse(self, text: str) -> Mapping[str, Any]:
-        """The data of a text.
+        """Return the data of a text.
 
         Raises:
-            PlanError: it is no JSON, holds something else, or another version.
+            PlanError: the text is no JSON, or has another format or version.
         """
         try:
             data = json.loads(text)
@@ -59,7 +59,7 @@ class Format:
         return self.checked(data)
 
     def checked(self, data: Any) -> Mapping[str, Any]:
-        """Data that holds what it should; PlanError as :meth:`parse`."""
+        """Return the data if its format and version match; else raise PlanError."""
         if not isinstance(data, dict) or data.get("format") != self.name:
             kind = _READERS.get(str(data.get("format"))) if isinstance(data, dict) else None
             hint = f"; graphplan.{kind} reads it" if kind else ""
@@ -72,42 +72,42 @@ class Format:
 
 
 def encode(value: Any) -> Any:
-    """What ``json.dumps`` takes and :func:`decode` reads: a mapping as pairs, as its keys may be numbers."""
+    """Return what ``json.dumps`` takes; mappings become lists of pairs, since their keys may be numbers."""
     if isinstance(value, Mapping):
-        return [[encode(key), encode(one)] for key, one in value.items()]
+        return [[encode(key), encode(item)] for key, item in value.items()]
     if isinstance(value, tuple):
         return list(map(encode, value))
     return encode_fields(value, fields_but(type(value))) if is_dataclass(value) else value
 
 
 def fields_but(kind: type, *others: str) -> tuple[str, ...]:
-    """The names of a dataclass's fields, but for these."""
-    return tuple(each.name for each in fields(kind) if each.name not in others)
+    """Return the names of a dataclass's fields without ``others``."""
+    return tuple(field.name for field in fields(kind) if field.name not in others)
 
 
 def encode_fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    """These attributes, each as :func:`encode` writes it; :func:`decode_fields` reads them."""
+    """Return name -> attribute as :func:`encode` writes it; :func:`decode_fields` reads them."""
     return {name: encode(getattr(value, name)) for name in names}
 
 
 def decode_fields(kind: type, names: Iterable[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """These fields of a dataclass, each as :func:`decode` reads it; KeyError where one is missing."""
+    """Return name -> field of a dataclass as :func:`decode` reads it; raise KeyError if one is missing."""
     hints = _hints(kind)
     return {name: decode(hints[name], data[name]) for name in names}
 
 
 class JsonFile:
-    """What has a form as JSON text, as a file."""
+    """Base class of objects that are written to and read from JSON files."""
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """Return the object as JSON text; :meth:`from_json` reads it back."""
         raise NotImplementedError
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read it back; PlanError where the text holds something else."""
+        """Return the object of a JSON text; raise PlanError if the text holds something else."""
         raise NotImplementedError
 
     def save_json(self, path: str | Path) -> None:
@@ -119,7 +119,7 @@ class JsonFile:
         """Read what :meth:`save_json` wrote.
 
         Raises:
-            PlanError: it cannot be read, or :meth:`from_json` refuses its text; the error names it.
+            PlanError: the file cannot be read, or :meth:`from_json` refuses its text.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
@@ -132,40 +132,40 @@ class JsonFile:
 
 
 def decode(kind: Any, data: Any) -> Any:
-    """JSON data as what a type annotation says, all the way down.
+    """Return JSON data as an object of the annotated type, recursively.
 
     Args:
-        kind: a dataclass, ``Mapping``, ``Sequence``, ``tuple`` or ``frozenset`` of others, a union, a
-            ``Literal``, or a plain type. A mapping is an object, or a list of pairs; a sequence becomes a
-            tuple.
+        kind: a dataclass, ``Mapping``, ``Sequence``, ``tuple`` or ``frozenset`` of such types, a union, a
+            ``Literal``, or a plain type. A mapping is read from an object or a list of pairs; a sequence
+            becomes a tuple.
         data: as ``json.loads`` returns it.
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: the data is not of this type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
         if unknown := set(data) - set(_hints(kind)):
             raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
         return kind(**decode_fields(kind, data, data))
-    if origin in (Union, UnionType) and (members := [one for one in inner if _is_one(one, data)]):
+    if origin in (Union, UnionType) and (members := [member for member in inner if _fits(member, data)]):
         return decode(members[0], data)
     if origin is Mapping and isinstance(data, dict | list):
         pairs = data.items() if isinstance(data, dict) else data
         return {decode(inner[0], key): decode(inner[1], value) for key, value in pairs}
     if origin is tuple and ... not in inner and isinstance(data, list | tuple):
-        return tuple(decode(one, item) for one, item in zip(inner, data, strict=True))
+        return tuple(decode(member, item) for member, item in zip(inner, data, strict=True))
     if origin in _SEQUENCES and isinstance(data, list | tuple):
         return (frozenset if origin is frozenset else tuple)(decode(inner[0], item) for item in data)
-    if not _is_one(kind, data):
+    if not _fits(kind, data):
         raise TypeError(f"{data!r} is no {getattr(kind, '__name__', kind)}")
     return data
 
 
-def _is_one(kind: Any, data: Any) -> bool:
-    """Whether data may be of a member of a union, or is of a plain type."""
+def _fits(kind: Any, data: Any) -> bool:
+    """Whether data is of a plain type, or a list where a sequence is wanted, whose items are not checked."""
     if kind is int:
-        return type(data) is int and -_INTEGERS < data < _INTEGERS
+        return type(data) is int and -_INTEGER_BOUND < data < _INTEGER_BOUND
     if kind is float:
         return type(data) in (int, float) and math.isfinite(data)
     if get_origin(kind) is Literal:

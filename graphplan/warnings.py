@@ -1,4 +1,4 @@
-"""What a user is told: warnings at the line that they wrote, and no log lines of other libraries."""
+"""Warnings that point at the user's line, and filters for warnings and log records of other libraries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from graphplan.errors import GraphplanWarning
 
-# packages whose frames may lie between
-_BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
+# packages whose frames are skipped in search of the user's line
+_SKIPPED_PACKAGES = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
 
 
 _listeners: dict[int, tuple[int, list[str]]] = {}
 
 
 def warn(message: str) -> None:
-    """Warn the first caller that is neither graphplan nor what calls a model for its user."""
+    """Issue a GraphplanWarning at the innermost frame outside of graphplan and packages that call models."""
     for thread, heard in list(_listeners.values()):
         if thread == threading.get_ident():
             heard.append(message)
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _package(frame.f_globals) in _BETWEEN:
+    while frame.f_back is not None and _package(frame.f_globals) in _SKIPPED_PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, GraphplanWarning, stacklevel=level)
 
@@ -36,7 +36,7 @@ def _package(namespace: dict[str, object]) -> str:
 
 @contextmanager
 def overheard() -> Iterator[list[str]]:
-    """A block, and what graphplan warns of in this thread meanwhile."""
+    """Context manager that yields a list, which collects graphplan's warning messages in this thread."""
     heard = list[str]()
     _listeners[id(heard)] = threading.get_ident(), heard
     try:
@@ -47,21 +47,21 @@ def overheard() -> Iterator[list[str]]:
 
 @contextmanager
 def unwarned(beginning: str = "") -> Iterator[None]:
-    """Without the warnings of this thread whose messages begin so; other threads warn as before."""
-    here = _ThisThread(beginning)
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a list, though typed as a sequence
-    entry = ("ignore", here, Warning, None, 0)
+    """Context manager that suppresses warnings of this thread, and no other, whose messages begin so."""
+    matcher = _ThisThread(beginning)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a list that is typed as a sequence
+    entry = ("ignore", matcher, Warning, None, 0)
     filters.insert(0, entry)
     try:
         yield
     finally:
-        here.ident = None
-        with suppress(ValueError):  # the block may have reset them
+        matcher.ident = None
+        with suppress(ValueError):  # the block may have reset the filters
             filters.remove(entry)
 
 
 class _ThisThread:
-    """In a filter of warnings, in the place of a pattern: it matches what one thread warns of."""
+    """Stand-in for the message pattern of a warning filter, which matches warnings of one thread only."""
 
     def __init__(self, beginning: str) -> None:
         self.ident: int | None = threading.get_ident()
@@ -73,11 +73,11 @@ class _ThisThread:
 
 @contextmanager
 def silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
-    """Without what these loggers, and those below them, say in this thread below a level."""
+    """Context manager that drops this thread's records below a level of these loggers and their children."""
     thread = threading.get_ident()
 
     def audible(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno >= below or not _within(record.name, names)
+        return record.thread != thread or record.levelno >= below or not _is_below(record.name, names)
 
     handlers = list(_handlers(names))
     for handler in handlers:
@@ -89,17 +89,17 @@ def silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
             handler.removeFilter(audible)
 
 
-def _within(name: str, names: Sequence[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in names)
+def _is_below(name: str, names: Sequence[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in names)
 
 
 def _handlers(names: Sequence[str]) -> set[logging.Handler]:
-    """What prints the lines of these loggers, of those below them, and of those above."""
-    found = {logging.lastResort} if logging.lastResort is not None else set()
-    below = tuple(f"{name}." for name in names)
-    for known in (*names, *(one for one in logging.root.manager.loggerDict if one.startswith(below))):
-        here: logging.Logger | None = logging.getLogger(known)
-        while here is not None:
-            found.update(here.handlers)
-            here = here.parent
-    return found
+    """Return the handlers that may print records of these loggers and their children."""
+    handlers = {logging.lastResort} if logging.lastResort is not None else set()
+    prefixes = tuple(f"{name}." for name in names)
+    for name in (*names, *(key for key in logging.root.manager.loggerDict if key.startswith(prefixes))):
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            handlers.update(logger.handlers)
+            logger = logger.parent
+    return handlers
