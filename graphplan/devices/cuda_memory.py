@@ -1,9 +1,9 @@
-"""What CUDA and PyTorch take on a card beside the tensors of a plan.
+"""GPU memory that CUDA and PyTorch take beside the tensors of a plan.
 
-The context is there before anything is placed, so it is not among the bytes that the driver calls free. What
-the driver takes later is: streams, and the code of kernels, which it loads when they first run. So are the
-workspaces of cuBLAS: PyTorch allocates them at the first matrix products of a thread on a stream, and keeps
-them. The backward pass of a result that is on the card runs in a thread of autograd.
+The CUDA context exists before anything is placed, so the driver's free bytes exclude it. They include what
+is taken later: streams, the code of kernels, which the driver loads when they first run, and the workspaces
+of cuBLAS, which PyTorch allocates at the first matrix product of a thread on a stream, and keeps. The
+backward pass of a result on the GPU runs in autograd's own thread.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import re
 import torch
 
 _DRIVER = 448 << 20
-"""Bytes that the driver takes after its context is there: 416 MiB on an H200 with CUDA 13 for products in
-three types, convolutions, attention, an LSTM, a decomposition, and steps of BERT and of ResNet-50."""
+"""Bytes that the driver takes once its context exists: 416 MiB on an H200 with CUDA 13 for products in
+three dtypes, convolutions, attention, an LSTM, a decomposition, and steps of BERT and of ResNet-50."""
 
-_HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's own choice
+_HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's default workspace
 
 
 def taken_beside(index: int, memory: int, threads: int = 1) -> int:
-    """The bytes of a budget that no tensor of a plan can have, on a card that is here.
+    """Return the bytes of a budget that a plan cannot use on GPU ``index`` of this machine.
 
-    What goes beyond the bytes that are free, the context and other processes have; of those that are
-    free, the driver will take some. Each of the ``threads`` that run the plan has workspaces of its own.
+    They are the bytes beyond what is free (the context, other processes), what the driver will still take,
+    and the workspaces of each of the ``threads`` that run the plan.
     """
     free, _ = torch.cuda.mem_get_info(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
@@ -32,14 +32,14 @@ def taken_beside(index: int, memory: int, threads: int = 1) -> int:
 
 
 def _workspace(index: int) -> int:
-    """Bytes of the workspaces of cuBLAS and of cuBLASLt on one stream."""
-    chosen = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # torch 2.13 says it
-    if chosen is not None:
-        apart = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "0"
+    """Return the bytes of the workspaces of cuBLAS and cuBLASLt on one stream."""
+    cublas_bytes = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # since torch 2.13
+    if cublas_bytes is not None:
+        separate = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "0"
         with torch.cuda.device(index):
-            return int(chosen() + (torch.backends.cuda.cublaslt_workspace_size() if apart else 0))
-    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    lt = (int(given) if given.isdigit() else 1024) << 10
+            return int(cublas_bytes() + (torch.backends.cuda.cublaslt_workspace_size() if separate else 0))
+    lt_setting = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    lt_bytes = (int(lt_setting) if lt_setting.isdigit() else 1024) << 10
     if pairs := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
-        return (sum(int(size) * int(count) for size, count in pairs) << 10) + lt
-    return (_HOPPER if torch.cuda.get_device_capability(index)[0] == 9 else _OTHERS) + lt
+        return (sum(int(size) * int(count) for size, count in pairs) << 10) + lt_bytes
+    return (_HOPPER if torch.cuda.get_device_capability(index)[0] == 9 else _OTHERS) + lt_bytes

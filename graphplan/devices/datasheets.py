@@ -1,9 +1,9 @@
-"""Speeds of known accelerators, for plans on machines that nobody has measured.
+"""Speeds of known accelerators, for plans on machines that have not been measured.
 
-FLOP/s are those of a large bf16 matrix product (fp16 where a card has no bf16), about four fifths of
-the maker's dense figure with 32-bit accumulation; bytes/s are the maker's. Those to the host are what
-large copies reach of PCIe 3, 4 or 5, or of NVLink-C2C: 55 GB/s were measured on an H200. What was
-measured on the machine itself is better: :func:`graphplan.measure_devices`.
+FLOP/s are those of a large bf16 matrix product (fp16 if the card has no bf16), about four fifths of the
+datasheet's dense value with 32-bit accumulation; bytes/s are the datasheet's. Host bandwidth is what large
+copies reach over PCIe 3, 4 or 5, or NVLink-C2C: 55 GB/s were measured on an H200. Measurements of the machine
+itself are better: :func:`graphplan.measure_devices`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One kind of accelerator."""
+    """A model of accelerator."""
 
-    name: str  # words that stand in the name that its driver gives, in this order
+    name: str  # words that occur in the driver's name, in this order
     flops: float  # FLOP/s that a large matrix product reaches
     bandwidth: float  # bytes/s of its memory
-    host: float = 25e9  # bytes/s from pinned host memory, and to it
+    host: float = 25e9  # bytes/s from and to pinned host memory
 
 
 _PCIE_3, _PCIE_5, _C2C = 12e9, 55e9, 400e9
 
-# The first whose words are found counts, so the longer name of two stands first.
+# The first match counts, so longer names stand before their parts.
 _CARDS = (
     Card("GB300", 2000e12, 8.0e12, _C2C),
     Card("B300", 1800e12, 8.0e12, _PCIE_5),
@@ -76,9 +76,9 @@ _CARDS = (
 
 
 def find_card(name: str) -> Card | None:
-    """The card that a driver's name means (``"NVIDIA A100-SXM4-80GB"``), or None if it is unknown.
+    """Return the card that a driver's name means (``"NVIDIA A100-SXM4-80GB"``), or None if it is unknown.
 
-    Whole words are compared: an ``A40`` is no ``A4000``. Spaces may be left out, as in ``"RTX4090"``.
+    Whole words are compared: ``A40`` does not match ``A4000``. Spaces may be left out, as in ``"RTX4090"``.
     """
     words = _words(name)
     named = (card for card in _CARDS if _in_order(_words(card.name), words))
@@ -86,7 +86,7 @@ def find_card(name: str) -> Card | None:
 
 
 def card_names() -> list[str]:
-    """The names of all cards that are known."""
+    """Return the names of all known cards."""
     return [card.name for card in _CARDS]
 
 
@@ -95,5 +95,5 @@ def _words(name: str) -> list[str]:
 
 
 def _in_order(wanted: list[str], words: list[str]) -> bool:
-    rest = iter(words)
-    return all(word in rest for word in wanted)
+    remaining = iter(words)
+    return all(word in remaining for word in wanted)

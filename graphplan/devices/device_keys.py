@@ -1,4 +1,4 @@
-"""Devices as a caller writes them: the index of an accelerator, a name, or a ``torch.device``."""
+"""Read device keys as callers write them: the index of an accelerator, a name, or a ``torch.device``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _Value = TypeVar("_Value")
 
 
 def device_named(written: object) -> str:
-    """Torch's name of a device, with the index of an accelerator; ``"disk"`` too.
+    """Return torch's name of a device, with the index if it is an accelerator: ``0 -> "cuda:0"``.
+
+    ``"disk"`` stays as it is.
 
     Raises:
-        DeviceError: it is no device, or none that a plan may have.
+        DeviceError: ``written`` is no device, or one that no plan can use.
     """
     if isinstance(written, numbers.Integral) and not isinstance(written, bool):
         if written < 0:
@@ -51,12 +53,12 @@ def device_named(written: object) -> str:
 
 
 def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> DeviceKey:
-    """The key that a device has in ``max_memory``, where it may be written otherwise (``0``, ``"cuda:0"``).
+    """Return the key of a device in ``max_memory``, which may spell it otherwise (``0``, ``"cuda:0"``).
 
-    Where ``max_memory`` lacks it, torch's name of the device.
+    If ``max_memory`` lacks the device, return torch's name of it.
 
     Raises:
-        DeviceError: it is no device; ``argument`` is the name of what has it.
+        DeviceError: ``written`` is no device; the message begins with ``argument``.
     """
     try:
         name = device_named(written)
@@ -68,16 +70,17 @@ def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> De
 def by_own_keys(
     devices: Sequence[DeviceSpec], given: Mapping[Any, _Value], argument: str
 ) -> dict[DeviceKey, _Value]:
-    """What an argument has for devices, by the keys of ``max_memory``.
+    """Return a mapping of devices with the keys of ``max_memory`` in place of the caller's.
 
     Raises:
-        DeviceError: it names what is no device, or not in ``max_memory``, or one device twice.
+        DeviceError: a key is no device, or not in ``max_memory``, or two keys are one device; the message
+            names ``argument``.
     """
-    own = {written: own_key(devices, written, argument) for written in given}
+    own_keys = {written: own_key(devices, written, argument) for written in given}
     keys = [spec.key for spec in devices]
-    if unknown := [written for written, key in own.items() if key not in keys]:
+    if unknown := [written for written, key in own_keys.items() if key not in keys]:
         known = ", ".join(map(repr, keys))
         raise DeviceError(f"{argument} names {unknown[0]!r}, which is not in max_memory: it has {known}")
-    if len(set(own.values())) < len(own):
+    if len(set(own_keys.values())) < len(own_keys):
         raise DeviceError(f"{argument} names a device twice, in {list(given)}: keep one of these")
-    return {own[written]: value for written, value in given.items()}
+    return {own_keys[written]: value for written, value in given.items()}

@@ -1,4 +1,4 @@
-"""The machine that integer keys are about: this one, or the simulated one that is current."""
+"""The machine whose accelerators integer keys mean: this one, or the current simulated one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from graphplan.devices.topology import SIMULATED, DeviceKey
 
 
 class _Current:
-    """The machine of the surrounding block; threads that are started inside a block have its machine too."""
+    """The simulated machine of the surrounding block, which threads started in the block share."""
 
     def __init__(self) -> None:
         self._here: ContextVar[SimulatedMachine | None] = ContextVar("graphplan_machine", default=None)
         self._open: list[SimulatedMachine] = []
 
     def get(self) -> SimulatedMachine | None:
-        """None where there is none."""
+        """Return the machine, or None outside of all blocks."""
         here = self._here.get()
         return self._open[-1] if here is None and self._open else here
 
     @contextmanager
     def being(self, machine: SimulatedMachine) -> Iterator[None]:
-        """A block of a machine."""
+        """Context manager in which ``machine`` is the current one."""
         token = self._here.set(machine)
         self._open.append(machine)
         try:
@@ -43,7 +43,7 @@ current_machine = _Current()
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """A block that a simulated machine does not see, so that a trace is what it is without it."""
+    """Context manager that hides operations from a simulated machine, so that traces do not depend on it."""
     if not getattr(current_mode(), "simulates", False):
         yield
         return
@@ -52,23 +52,23 @@ def suspended() -> Iterator[None]:
 
 
 def unmetered() -> AbstractContextManager[None]:
-    """A block in which a simulated machine counts no allocations; nothing on a real one."""
+    """Return a context manager in which a simulated machine counts no allocations."""
     machine = current_machine.get()
     return nullcontext() if machine is None else machine.unmetered()
 
 
 def accelerator_type() -> str | None:
-    """The type that integer keys mean now: the simulated one, or this machine's; None if none."""
+    """Return the device type that integer keys mean now; None if there are no accelerators."""
     if current_machine.get() is not None:
         return SIMULATED
     if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        return None if found is None or found.type == SIMULATED else found.type
+        accelerator = torch.accelerator.current_accelerator()
+        return None if accelerator is None or accelerator.type == SIMULATED else accelerator.type
     return None
 
 
 def detect_max_memory() -> dict[DeviceKey, int]:
-    """Free bytes of each accelerator and of the CPU, as accelerate reads them."""
+    """Return device key -> free bytes of each accelerator and the CPU, as accelerate reads them."""
     machine = current_machine.get()
     if machine is not None:
         return dict(machine.max_memory)

@@ -1,7 +1,7 @@
-"""Devices as the caller names them: ``max_memory`` is read into a ``Topology``.
+"""Read ``max_memory`` into a ``Topology``.
 
-A *key* is what the caller wrote in ``max_memory`` (``0``, ``"cpu"``, ``"cuda:1"``); the plan speaks in
-keys, and :class:`~graphplan.devices.topology.DeviceSpec` maps each to its ``torch.device``.
+A *key* is what the caller wrote in ``max_memory`` (``0``, ``"cpu"``, ``"cuda:1"``). Plans use keys, and
+:class:`~graphplan.devices.topology.DeviceSpec` maps each to its ``torch.device``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Size = int | float | str  # bytes, or text such as "10GiB"
 MaxMemory = Mapping[DeviceKey, Size]
 Reserve = Size | Mapping[DeviceKey, Size]
 
-_ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of a card that is not known
+_ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of an unknown accelerator
 _ACCELERATOR_OVERHEAD = 4e-6  # one asynchronous kernel launch
 _CPU_SPEED = (1e12, 50e9)
-# An operation on the CPU stops the host from queueing work for the accelerators, so its price is
-# the thread pool's wake-up and a drained queue, not a launch.
+# While the CPU runs an operation, the host queues no work for the accelerators. So its overhead is a
+# wake-up of the thread pool and a drained queue, not a launch.
 _CPU_OVERHEAD = 20e-6
 _TERABYTES = re.compile(r"(.+)t(i?b)", re.IGNORECASE)
 _ELSEWHERE = "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
@@ -51,13 +51,13 @@ def read_max_memory(
 
     Args:
         max_memory: key -> bytes or text such as ``"10GiB"``; None detects this machine.
-        links: what is known of the links; a simulated machine brings its own.
+        links: the caller's links; datasheet links, or a simulated machine's own, are added.
         reserve: bytes to leave free on every device, or key -> bytes.
-        grad: whether there is a backward pass, which another thread runs.
+        grad: whether there is a backward pass, which runs in autograd's thread.
 
     Raises:
         BudgetError: an empty mapping, or a value that is no non-negative number of bytes.
-        DeviceError: a key that is no device.
+        DeviceError: a key that is no device, two keys of one device, or invalid links.
     """
     if max_memory is None:
         max_memory = dict(detect_max_memory())
@@ -74,41 +74,41 @@ def read_max_memory(
             "max_memory names only 'disk', which cannot run operations: add an accelerator or 'cpu'"
         )
     _check_links(links, specs)
-    machine, own = current_machine.get(), own_links(specs, links or {})
-    known = links_to_host(specs) if machine is None else own_links(specs, machine.links)
-    given = {pair for a, b in own for pair in ((a, b), (b, a))}
-    known = {pair: link for pair, link in known.items() if pair not in given}
-    return Topology(_with_reserve(specs, reserve), {**known, **own})
+    machine, caller_links = current_machine.get(), own_links(specs, links or {})
+    default_links = links_to_host(specs) if machine is None else own_links(specs, machine.links)
+    covered = {pair for a, b in caller_links for pair in ((a, b), (b, a))}
+    default_links = {pair: link for pair, link in default_links.items() if pair not in covered}
+    return Topology(_with_reserve(specs, reserve), {**default_links, **caller_links})
 
 
 def links_to_host(
     specs: Sequence[DeviceSpec], named: Mapping[DeviceKey, object] | None = None
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """Those of cards of known kinds: that are ``named``, or by default those that are here."""
+    """Return datasheet links to the CPU of the cards ``named`` (key -> card), or by default of those here."""
     host: DeviceKey = next((spec.key for spec in specs if spec.device == CPU), CPU)
     if named is None:
         cards = {spec.key: _card(spec.device) for spec in specs}
     else:
-        cards = {key: find_card(n) for key, n in named.items() if isinstance(n, str) and key != host}
+        cards = {key: find_card(name) for key, name in named.items() if isinstance(name, str) and key != host}
     latency = Link().latency
     return {(key, host): Link(c.host, latency, "datasheet") for key, c in cards.items() if c is not None}
 
 
 def _card(device: str) -> Card | None:
-    """The kind of a card of this machine; None for another device, and where it is not known."""
+    """Return the datasheet of a GPU of this machine; None for other devices and unknown GPUs."""
     index = _index_here(device)
     return None if index is None else find_card(torch.cuda.get_device_name(index))
 
 
 def _index_here(device: str) -> int | None:
-    """Of a CUDA card of this machine; None for another device."""
+    """Return the index of a CUDA device of this machine; None for other devices."""
     kind, _, index = device.partition(":")
     here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
     return int(index) if here else None
 
 
 def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
-    """Refuse links that no plan would look up: inputs may come from devices beside those of a plan."""
+    """Raise DeviceError for malformed links and indices that no plan uses; inputs may be on other devices."""
     if links is None:
         return
     if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
@@ -125,7 +125,7 @@ def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
 def own_links(
     specs: Sequence[DeviceSpec], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """Links, by the keys of ``max_memory``."""
+    """Return links with the keys of ``max_memory``; raise DeviceError for repeated pairs and self-links."""
     own = {
         (own_key(specs, source, "links"), own_key(specs, destination, "links")): link
         for (source, destination), link in links.items()
@@ -144,8 +144,8 @@ def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[Devi
             _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
             for spec in specs
         )
-    own = by_own_keys(specs, reserve, "reserve")
-    sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in own.items()}
+    by_key = by_own_keys(specs, reserve, "reserve")
+    sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in by_key.items()}
     return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
 
 
@@ -166,35 +166,35 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
             continue
         index = int(spec.device.partition(":")[2] or 0)
         if machine is not None and spec.type == SIMULATED:
-            present, have = index in machine.capacities, f"simulates {sorted(map(str, machine.max_memory))}"
+            present, what = index in machine.capacities, f"simulates {sorted(map(str, machine.max_memory))}"
         else:
-            found = accelerator_type() if machine is None else None
-            here = torch.accelerator.device_count() if found is not None else 0
-            present = spec.type == found and index < here
-            have = f"has {here} {found or 'accelerator'} device{'' if here == 1 else 's'}"
+            here_type = accelerator_type() if machine is None else None
+            count = torch.accelerator.device_count() if here_type is not None else 0
+            present = spec.type == here_type and index < count
+            what = f"has {count} {here_type or 'accelerator'} device{'' if count == 1 else 's'}"
             hint = hint if machine is None else _SIMULATED_HERE
         if not present:
-            raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {have}. {hint}")
+            raise DeviceError(f"device {spec.key!r} ({spec.device}) is not here: this machine {what}. {hint}")
 
 
 def text_bytes(text: str) -> int:
-    """Bytes that a number with a unit means, ``"10GiB"`` or ``"1.5TB"``.
+    """Return the bytes of a number with a unit: ``"10GiB"``, ``"1.5TB"``.
 
     Raises:
-        ValueError: it is no such text.
-        OverflowError: it is infinite.
+        ValueError: the text has another form.
+        OverflowError: the number is infinite.
     """
-    if tera := _TERABYTES.fullmatch(text):  # accelerate's reader ends with gigabytes
+    if tera := _TERABYTES.fullmatch(text):  # which accelerate's reader does not know
         number, unit = tera.groups()
         text = f"{float(number) * (1024 if len(unit) == 2 else 1000)}G{unit}"
     return int(convert_file_size_to_int(text))
 
 
 def read_size(value: object, name: str) -> int:
-    """Bytes that are given as a number or a text such as ``"10GiB"``; ``name`` says what they are.
+    """Return bytes that are given as a number or as text such as ``"10GiB"``.
 
     Raises:
-        BudgetError: they are no such size.
+        BudgetError: ``value`` is no such size; the message begins with ``name``.
     """
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -234,10 +234,10 @@ def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> Devi
 
 
 def _reject_twins(specs: Sequence[DeviceSpec]) -> None:
-    seen: dict[str, DeviceKey] = {}
+    key_of: dict[str, DeviceKey] = {}
     for spec in specs:
-        if spec.device in seen:
+        if spec.device in key_of:
             raise DeviceError(
-                f"max_memory keys {seen[spec.device]!r} and {spec.key!r} are both {spec.device}"
+                f"max_memory keys {key_of[spec.device]!r} and {spec.key!r} are both {spec.device}"
             )
-        seen[spec.device] = spec.key
+        key_of[spec.device] = spec.key

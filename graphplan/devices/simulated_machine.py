@@ -1,4 +1,4 @@
-"""The book-keeping of simulated devices: capacities, live and peak bytes, copies."""
+"""Book-keeping of simulated devices: capacities, live and peak bytes, copies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SimulatedTransfer:
     """One copy between devices.
 
     Attributes:
-        source: ``"cpu"`` or an index.
-        destination: likewise.
-        nbytes: bytes of the elements.
+        source: ``"cpu"`` or a device index.
+        destination: ``"cpu"`` or a device index.
+        nbytes: bytes of the tensor's elements.
     """
 
     source: DeviceKey
@@ -33,15 +33,17 @@ class SimulatedTransfer:
 
 @dataclass
 class SimulatedMachine:
-    """The simulated devices, their peaks and the copies between them.
+    """Simulated devices: their capacities, live and peak bytes, and the copies between them.
 
     Attributes:
         capacities: device index -> bytes.
-        cpu_memory: bytes of the CPU's budget, or None where none was given; not enforced.
-        links: (source, destination) -> link, for the planner's cost model.
-        transfers: the copies so far, in order.
-        workspace: bytes that a device loses at its first matrix product, as to cuBLAS on CUDA.
-        watch: called with the tensors that each operation reads and writes, but not with views: for proofs.
+        cpu_memory: budget of the CPU in bytes, or None if it has none; it is not enforced.
+        links: (source key, destination key) -> link, for the planner's cost model.
+        transfers: the copies since the start or :meth:`reset_peaks`, in order.
+        workspace: bytes that each device takes at its first matrix product, as for cuBLAS on CUDA.
+        watch: called with the tensors that each operation reads and those it writes, except for views; None
+            for no calls.
+        paused: number of open :meth:`unmetered` blocks.
     """
 
     capacities: dict[int, int]
@@ -57,36 +59,36 @@ class SimulatedMachine:
 
     @property
     def max_memory(self) -> dict[DeviceKey, int]:
-        """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
+        """The capacities, and the CPU's budget if any, as ``max_memory`` for :func:`graphplan.partition`."""
         budgets = dict[DeviceKey, int](self.capacities.items())
         if self.cpu_memory is not None:
             budgets[CPU] = self.cpu_memory
         return budgets
 
     def live_bytes(self, index: int) -> int:
-        """Bytes allocated on a device now."""
+        """Return the bytes that are allocated on a device now; raise DeviceError if it does not exist."""
         self.require(index)
         return self._live.get(index, 0)
 
     def peak_bytes(self, index: int) -> int:
-        """The most bytes allocated on a device since the start or :meth:`reset_peaks`."""
+        """Return the most bytes allocated at once on a device since the start or :meth:`reset_peaks`."""
         self.require(index)
         return self._peak.get(index, 0)
 
     def reset_peaks(self) -> None:
-        """Start measuring peaks again, and forget the transfers so far."""
+        """Set each peak to the bytes allocated now, and clear ``transfers``."""
         self._peak = dict(self._live)
         self.transfers.clear()
 
     def require(self, index: int) -> None:
-        """Raise DeviceError unless ``sim:index`` exists."""
+        """Raise DeviceError unless the device ``sim:index`` exists."""
         if index not in self.capacities:
             have = ", ".join(f"{SIMULATED}:{i}" for i in sorted(self.capacities))
             raise DeviceError(f"no simulated device {SIMULATED}:{index}: this machine has {have}")
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
-        """A block in which allocations are not counted."""
+        """Context manager in which allocations are not counted."""
         self.paused += 1
         try:
             yield
@@ -94,7 +96,7 @@ class SimulatedMachine:
             self.paused -= 1
 
     def take(self, index: int, nbytes: int) -> None:
-        """Allocate; raise SimulatedOutOfMemoryError beyond the capacity."""
+        """Count an allocation; raise SimulatedOutOfMemoryError if it exceeds the capacity."""
         self.require(index)
         live, capacity = self._live.get(index, 0), self.capacities[index]
         if live + nbytes > capacity:
@@ -110,18 +112,18 @@ class SimulatedMachine:
         self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
 
     def multiply(self, index: int) -> None:
-        """A matrix product runs; raise SimulatedOutOfMemoryError where its workspace has no room."""
+        """Count the workspace of a device at its first matrix product, as :meth:`take` does."""
         if self.workspace and not self.paused and index not in self._multiplied:
             self.take(index, self.workspace)
             self._multiplied.add(index)
 
     def give(self, index: int, nbytes: int) -> None:
-        """Free."""
+        """Count bytes as freed."""
         self._live[index] -= nbytes
 
 
 def _fail(error: SimulatedOutOfMemoryError) -> None:
-    """Raise an error; in a backward pass at its end: where a thread of autograd raises, the process ends."""
+    """Raise an error, or at the end of a backward pass: an error in autograd's thread ends the process."""
 
     def fail() -> None:
         raise error

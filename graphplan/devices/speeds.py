@@ -1,4 +1,4 @@
-"""How fast devices and links are: the caller's figures, or those that were measured here.
+"""Speeds of devices and links: the caller's figures, or measured ones.
 
 >>> import graphplan
 >>> mine = {0: graphplan.Speed(flops=90e12), 1: "RTX 4090"}
@@ -26,16 +26,20 @@ _MAY_BE_ZERO = frozenset({"overhead"})
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of one device; None, and no efficiency, keep the datasheet value or default.
+    """Speed of one device. Fields that are None, or empty, keep the datasheet value or default.
 
-    Each field is one of :class:`~graphplan.devices.topology.DeviceSpec` too.
+    :class:`~graphplan.devices.topology.DeviceSpec` has fields of the same names.
 
     Attributes:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory, reads and writes together.
         overhead: seconds that the smallest operation takes.
-        efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, what it reaches of both.
-        origin: where the figures come from, for those who read a plan.
+        efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, the shares of ``flops`` and
+            ``bandwidth`` that it reaches.
+        origin: where the figures come from, for readers of a plan.
+
+    Raises:
+        DeviceError: a figure is not positive and finite (``overhead`` may be 0).
     """
 
     flops: float | None = None
@@ -53,15 +57,15 @@ class Speed:
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Speed:
-        """The figures that a device that computes has."""
+        """Return the speed of a computing device."""
         return cls(**{item.name: getattr(spec, item.name) for item in fields(cls)})
 
     @classmethod
     def of_card(cls, name: str) -> Speed:
-        """The datasheet figures of a card (``"H100"``, ``"NVIDIA GeForce RTX 4090"``).
+        """Return the datasheet speed of a card (``"H100"``, ``"NVIDIA GeForce RTX 4090"``).
 
         Raises:
-            DeviceError: no such card is known.
+            DeviceError: the card is unknown.
         """
         card = find_card(name)
         if card is None:
@@ -69,20 +73,20 @@ class Speed:
         return cls(card.flops, card.bandwidth, origin="datasheet")
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
-        """The device with the figures that are not None."""
-        known = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(spec, **{name: value for name, value in known.items() if value not in (None, {})})
+        """Return the device with these figures, where they are given, in place of its own."""
+        figures = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(spec, **{name: value for name, value in figures.items() if value not in (None, {})})
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements(JsonFile):
-    """Measured speeds of a machine, for ``devices=`` of :func:`graphplan.plan`.
+    """Measured speeds of a machine's devices and links, for ``devices=`` of :func:`graphplan.plan`.
 
     Attributes:
         speeds: device key -> its speed.
         links: (source key, destination key) -> the link in that direction.
-        notes: device key -> why it was not measured, or what to know about the measurement.
-        dtypes: device key -> dtype of the matrix product that was timed.
+        notes: device key -> why it was not measured, or a remark on the measurement.
+        dtypes: device key -> dtype of the timed matrix product.
     """
 
     speeds: Mapping[DeviceKey, Speed] = field(default_factory=dict)
@@ -91,15 +95,15 @@ class Measurements(JsonFile):
     dtypes: Mapping[DeviceKey, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The figures as JSON text; :meth:`from_json` reads them back."""
+        """Return the measurements as JSON text; :meth:`from_json` reads it back."""
         return json.dumps({**_FORMAT.head(), **encode(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` has written.
+        """Return the measurements in JSON text that :meth:`to_json` wrote.
 
         Raises:
-            PlanError: the text holds no measurements, or those of an unknown version.
+            PlanError: the text holds no measurements, or has an unknown version.
         """
         data = _FORMAT.parse(text)
         try:
@@ -126,33 +130,33 @@ class Measurements(JsonFile):
 
 
 GivenSpeeds = Mapping[DeviceKey, Speed | str] | Measurements
-"""What ``devices=`` of :func:`graphplan.plan` takes: figures or the name of a card for each, or measured."""
+"""Type of ``devices=`` of :func:`graphplan.plan`: device key -> speed or card name; or measurements."""
 
 
 def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
-    """The topology with the caller's figures, those of the cards that are named, or measured ones.
+    """Return the topology with the caller's speeds, datasheet speeds of named cards, or measured speeds.
 
-    Links that the topology has already stay as they are, but for those of datasheets. Measurements may be of
-    more devices than are planned for, and of fewer: what they lack keeps its defaults.
+    Links of the topology are kept, except for those of datasheets. Measurements may cover more devices than
+    the topology, or fewer: what they lack keeps its defaults.
 
     Raises:
-        DeviceError: ``devices`` is none of these, or names a device that is not planned for, or an unknown
+        DeviceError: ``devices`` is of another type, or names a device that the topology lacks, or an unknown
             card.
     """
     if devices is None:
         return topology
     if isinstance(devices, Measurements):
-        speeds = {own_key(topology.devices, key, "devices"): one for key, one in devices.speeds.items()}
+        speeds = {own_key(topology.devices, key, "devices"): speed for key, speed in devices.speeds.items()}
         links = own_links(topology.devices, devices.links)
     else:
         named = _read_named(topology, devices)
         speeds = {key: _read_speed(key, speed) for key, speed in named.items()}
         links = links_to_host(topology.devices, named)
-    kept = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
-    given = {pair for a, b in kept for pair in ((a, b), (b, a))}
-    found = {pair: link for pair, link in links.items() if pair not in given}
+    kept_pairs = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
+    covered = {pair for a, b in kept_pairs for pair in ((a, b), (b, a))}
+    added = {pair: link for pair, link in links.items() if pair not in covered}
     specs = (speeds[s.key].applied(s) if s.key in speeds and s.computes else s for s in topology.devices)
-    return replace(topology, devices=tuple(specs), links={**topology.links, **found})
+    return replace(topology, devices=tuple(specs), links={**topology.links, **added})
 
 
 def _read_named(topology: Topology, devices: Any) -> dict[DeviceKey, Speed | str]:

@@ -1,6 +1,6 @@
 """Devices and the links between them, as the planner knows them.
 
-Speeds are bytes/s and FLOP/s, times seconds, sizes bytes.
+Speeds are in bytes/s and FLOP/s, times in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 
 from graphplan.errors import DeviceError
 
-ALIGNMENT = 512  # bytes; CUDA's caching allocator has no smaller step
+ALIGNMENT = 512  # bytes; CUDA's caching allocator rounds sizes up to multiples of it
 
 DeviceKey = int | str
 
 CPU = "cpu"
 DISK = "disk"
-SIMULATED = "sim"  # what torch's PrivateUse1 backend is renamed to by ``simulate``
+SIMULATED = "sim"  # the name that ``simulate`` gives to torch's PrivateUse1 backend
 
-Origin = Literal["default", "datasheet", "measured", "given"]  # of a speed; the last: by the caller
+Origin = Literal["default", "datasheet", "measured", "given"]  # of a speed; "given": by the caller
 
 _MIB = 1 << 20
 
 
 def is_figure(value: object, *, may_be_zero: bool = False) -> bool:
-    """Whether a value is a positive, finite number; 0 too where that makes sense."""
+    """Whether a value is a positive, finite number, or 0 if ``may_be_zero``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))
@@ -44,14 +44,17 @@ def _type_of(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What one type of operation reaches on a device, as shares of the device's own figures.
+    """Shares of a device's speed that one type of operation reaches.
 
-    Above 1 where a device's figure is not the limit: memory that stays in caches, say.
+    A share is above 1 if the device's figure is not the limit, as for data that stays in caches.
 
     Attributes:
-        flops: of the device's FLOP/s, where arithmetic takes longer than memory.
-        bandwidth: of its bytes/s, where memory does.
-        overhead: seconds that the smallest of the type takes; None for those of the device.
+        flops: share of the device's FLOP/s, which counts if the operation is bound by arithmetic.
+        bandwidth: share of its bytes/s, which counts if the operation is bound by memory.
+        overhead: seconds that the smallest operation of the type takes; None for the device's own.
+
+    Raises:
+        DeviceError: a share is not positive and finite, or ``overhead`` is negative.
     """
 
     flops: float = 1.0
@@ -66,23 +69,22 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What the planner knows of one device.
+    """Properties of one device, as the planner knows them.
 
     Attributes:
-        key: the caller's own key of ``max_memory``.
-        device: the torch device as text (``"cuda:0"``, ``"cpu"``); ``"disk"`` for the file mapping.
-        memory: the budget in bytes: weights, activations and buffers together.
+        key: the caller's key in ``max_memory``.
+        device: the torch device as text (``"cuda:0"``, ``"cpu"``); ``"disk"`` for weights mapped from files.
+        memory: the budget in bytes, for weights, activations and buffers together.
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory.
         overhead: seconds that the smallest operation takes.
         reserve: bytes of ``memory`` that the plan leaves free.
-        taken: bytes of ``memory`` that CUDA and PyTorch take beside the plan: the workspace of cuBLAS, and
-            what is not free.
-        efficiency: type of operation (``"conv2d"``) -> what it reaches, where that is known.
+        taken: bytes of ``memory`` that no plan can use: workspaces of cuBLAS, and what is not free.
+        efficiency: type of operation (``"conv2d"``) -> the shares of the speeds that it reaches, if known.
         origin: where the speeds come from.
 
     Raises:
-        DeviceError: a speed of a device that computes is not positive.
+        DeviceError: a speed of a computing device is not positive and finite (``overhead`` may be 0).
     """
 
     key: DeviceKey
@@ -106,7 +108,7 @@ class DeviceSpec:
 
     @property
     def withheld(self) -> int:
-        """Bytes of the budget that a plan may not use."""
+        """Bytes of the budget that a plan may not use: ``reserve`` and ``taken``."""
         return self.reserve + self.taken
 
     @property
@@ -116,64 +118,73 @@ class DeviceSpec:
 
     @property
     def type(self) -> str:
-        """``"cuda"``, ``"sim"``, ``"cpu"``, ``"disk"``, ..."""
+        """The device type: ``"cuda"``, ``"sim"``, ``"cpu"``, ``"disk"``, ..."""
         return _type_of(self.device)
 
     @property
     def computes(self) -> bool:
-        """Whether operations can run here."""
+        """Whether operations can run on the device."""
         return self.type != DISK
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether this is neither the CPU nor the disk."""
+        """Whether the device is neither the CPU nor the disk."""
         return self.type not in (CPU, DISK)
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device; the CPU for ``"disk"``, whose weights are mapped into host memory."""
+        """The torch device; the CPU for ``"disk"``, since files are mapped into host memory."""
         return torch.device(CPU if self.type == DISK else self.device)
 
     def allocated(self, nbytes: int) -> int:
-        """The most bytes that an allocator takes for a storage of ``nbytes``, among others.
+        """Return the most bytes that the allocator takes for one of many storages, of ``nbytes``.
 
-        CUDA's caching allocator may hand out up to 1 MiB more of a cached block than was asked for
-        when the request is above 1 MiB (``CUDACachingAllocator.cpp``, ``should_split``).
+        For requests above 1 MiB, CUDA's caching allocator may hand out a cached block that is up to 1 MiB
+        larger than requested (``CUDACachingAllocator.cpp``, ``should_split``).
         """
         slack = _MIB if self.type == "cuda" and nbytes > _MIB else 0
         return round_up(nbytes) + slack
 
     def resident(self, sizes: Iterable[int]) -> int:
-        """The most bytes that storages take which are allocated one after another and kept.
+        """Return the most bytes that storages of these sizes take if allocated in a row and kept.
 
-        CUDA's caching allocator cuts those of 1 to 10 MiB from segments of 20 MiB, the rest of which,
-        up to 1 MiB, goes with the last; larger ones get segments of whole 2 MiB, and keep a rest of up
-        to 1 MiB.
+        CUDA's caching allocator cuts storages of 1 to 10 MiB from segments of 20 MiB; a remainder of up to
+        1 MiB goes with a segment's last storage. Larger storages get segments of multiples of 2 MiB, and
+        keep a remainder of up to 1 MiB.
         """
         if self.type != "cuda":
             return sum(map(round_up, sizes))
-        total = middle = 0
+        total = medium = 0
         for nbytes in sizes:
             total += round_up(nbytes)
             if nbytes >= 10 * _MIB:
-                rest = -round_up(nbytes) % (2 * _MIB)
-                total += rest if rest <= _MIB else 0
+                remainder = -round_up(nbytes) % (2 * _MIB)
+                total += remainder if remainder <= _MIB else 0
             elif nbytes > _MIB:
-                middle += round_up(nbytes)
-        return total + -(-middle // (19 * _MIB)) * _MIB
+                medium += round_up(nbytes)
+        return total + -(-medium // (19 * _MIB)) * _MIB
 
     def resident_alone(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """As :meth:`resident`, for one storage of each of these sizes, which are whole 512s."""
+        """Return :meth:`resident` for each size by itself; sizes are multiples of 512."""
         if self.type != "cuda":
             return nbytes
-        rest = -nbytes % (2 * _MIB)
-        large = np.where(rest <= _MIB, rest, 0.0)
-        return nbytes + np.where(nbytes >= 10 * _MIB, large, np.where(nbytes > _MIB, _MIB, 0.0))
+        remainder = -nbytes % (2 * _MIB)
+        kept = np.where(remainder <= _MIB, remainder, 0.0)
+        return nbytes + np.where(nbytes >= 10 * _MIB, kept, np.where(nbytes > _MIB, _MIB, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices: ``bandwidth`` in bytes/s, ``latency`` in seconds, their origin."""
+    """One direction of the connection between two devices.
+
+    Attributes:
+        bandwidth: bytes/s.
+        latency: seconds of a transfer beside ``nbytes / bandwidth``.
+        origin: where the figures come from.
+
+    Raises:
+        DeviceError: ``bandwidth`` is not positive and finite, or ``latency`` is negative.
+    """
 
     bandwidth: float = 25e9
     latency: float = 15e-6
@@ -186,7 +197,7 @@ class Link:
             raise DeviceError(f"Link(latency={self.latency!r}): write seconds, 0 or more")
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds to move ``nbytes``."""
+        """Return the seconds that a transfer of ``nbytes`` takes."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -197,8 +208,11 @@ _DISK_LINK = Link(2e9, 100e-6, "default")
 class Topology:
     """The devices in the caller's order, and the links between them.
 
-    ``links`` maps ``(source key, destination key)`` to a :class:`Link`; a pair that is not named in
-    either direction has ``default_link``, or 2 GB/s and 100 microseconds where one of them is the disk.
+    Attributes:
+        devices: the devices, in the order of preference.
+        links: (source key, destination key) -> :class:`Link`.
+        default_link: for pairs that ``links`` has in neither direction; pairs with the disk have 2 GB/s and
+            100 microseconds.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -206,9 +220,9 @@ class Topology:
     default_link: Link = Link(origin="default")
 
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
-        """The link from one device to another: what every copy within a machine costs is counted by it."""
-        found = self.links.get((source, destination)) or self.links.get((destination, source))
-        return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
+        """Return the link by which the copies from one device to another are estimated."""
+        link = self.links.get((source, destination)) or self.links.get((destination, source))
+        return link or (_DISK_LINK if DISK in (source, destination) else self.default_link)
 
     def __getitem__(self, key: DeviceKey) -> DeviceSpec:
         for spec in self.devices:
@@ -227,36 +241,36 @@ class Topology:
 
     @property
     def budgets(self) -> dict[DeviceKey, int]:
-        """The bytes of each device, as ``max_memory`` has them."""
+        """Device key -> budget in bytes, as in ``max_memory``."""
         return {spec.key: spec.memory for spec in self.devices}
 
     @property
     def cpu(self) -> DeviceKey | None:
-        """The caller's key for the CPU, or None where it has no budget."""
+        """The caller's key of the CPU, or None if it has no budget."""
         return next((spec.key for spec in self.devices if spec.device == CPU), None)
 
     @property
     def computing(self) -> list[DeviceSpec]:
-        """The devices that run operations."""
+        """The devices that can run operations."""
         return [spec for spec in self.devices if spec.computes]
 
     @property
     def accelerators(self) -> list[DeviceSpec]:
-        """Those of them that are not the CPU."""
+        """The devices that are neither the CPU nor the disk."""
         return [spec for spec in self.devices if spec.is_accelerator]
 
     @property
     def accelerator_keys(self) -> frozenset[DeviceKey]:
-        """The caller's keys of these."""
+        """The caller's keys of the accelerators."""
         return frozenset(spec.key for spec in self.accelerators)
 
     def scaled(self, factor: float) -> Topology:
-        """The same devices with every budget times ``factor``."""
+        """Return the topology with every budget multiplied by ``factor``."""
         grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)
         return replace(self, devices=tuple(grown))
 
     def with_faster_link(self, one: DeviceKey, other: DeviceKey, factor: float) -> Topology:
-        """The same devices with the link between two ``factor`` times as fast, in both directions."""
+        """Return the topology with both directions of a link ``factor`` times as fast."""
         faster = {}
         for ends in ((one, other), (other, one)):
             link = self.link(*ends)
@@ -264,11 +278,11 @@ class Topology:
         return replace(self, links={**self.links, **faster})
 
     def with_memory(self, memory: Mapping[DeviceKey, int]) -> Topology:
-        """The same devices with the budgets of ``memory`` (bytes) where it names them."""
-        changed = (replace(s, memory=memory.get(s.key, s.memory)) for s in self.devices)
+        """Return the topology with the budgets in ``memory`` (device key -> bytes) in place of its own."""
+        changed = (replace(spec, memory=memory.get(spec.key, spec.memory)) for spec in self.devices)
         return replace(self, devices=tuple(changed))
 
 
 def round_up(nbytes: int) -> int:
-    """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
+    """Return ``nbytes`` rounded up to a multiple of 512, the least that an allocator takes for a storage."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
