@@ -1,4 +1,4 @@
-"""What users call: ``plan``, ``partition`` and ``load``.
+"""The public functions, such as ``plan``, ``partition`` and ``load``.
 
 In: a model or a checkpoint folder, ``max_memory`` and example inputs. Out: a plan, or a module that runs it.
 Arguments are read and checked here, once.

@@ -1,4 +1,4 @@
-"""What a caller gives, read: the model, example calls, constraints, what is to be compiled."""
+"""Read and check a caller's arguments: the model, example calls, constraints, compile options, plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from graphplan.warnings import warn
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for, read: the model to place, a copy of it, the compiler's options."""
+    """The caller's arguments, checked: the model, the copy of it to trace, the compiler's options."""
 
     model: nn.Module
     model_copy: ModelCopy
@@ -47,26 +47,32 @@ class Request:
 def read_request(
     model: Any, topology: Topology | None, asked: PlanOptions, own: Options, *, check: bool = False
 ) -> Request:
-    """The model and the options of its compiler: those that are ``asked`` for, and its ``own``.
+    """Return the model and the compiler's options.
 
-    ``topology`` is None for several machines, which take no pins and cut a step into stages.
+    Args:
+        model: the model to place.
+        topology: the devices; None for several machines, whose training steps are built stage by stage.
+        asked: the caller's options.
+        own: options that the calling function has set already.
+        check: whether results are compared with eager's, which training does not allow.
 
     Raises:
-        InputError: an argument is not what :func:`graphplan.plan` takes.
+        DeviceError: ``pin`` names an invalid device.
+        InputError: another argument is not as :func:`graphplan.plan` says.
     """
     asked.require_flags()
     asked.require_companions(machines=topology is None)
     constraints = read_constraints(asked, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
-    if topology is None:  # what runs stages does not ask again
+    if topology is None:  # stages do not evaluate branches on weights anew, so none is traced
         model_copy.current = lambda _: None
-    others: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
+    unsupported: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
     if topology is not None:
-        others |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
+        unsupported |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
     else:
-        others |= {"max_batch": asked.max_batch, "max_length": asked.max_length}
-    training = read_training(asked, model_copy, others)
+        unsupported |= {"max_batch": asked.max_batch, "max_length": asked.max_length}
+    training = read_training(asked, model_copy, unsupported)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation
     options = replace(
@@ -82,23 +88,23 @@ def read_request(
 
 
 def read_model(model: Any) -> nn.Module:
-    """The module to trace."""
+    """Return the module without ``torch.compile``'s wrapper; raise InputError if it cannot be placed."""
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
         what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
         raise InputError(f"graphplan places a torch.nn.Module, not {what}")
-    for name, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+    for name, submodule in model.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
             raise InputError(
                 f"{repr(name) if name else 'the model'} is a ScriptModule, which has no Python to trace: use "
                 "the module that it was made from"
             )
-        if hasattr(part, "_graphplan"):
+        if hasattr(submodule, "_graphplan"):
             raise InputError(
                 f"{repr(name) if name else 'the model'} is placed already: give what it was made from, or "
                 "graphplan.unplace of it"
             )
-        if hasattr(part, "_hf_hook"):
+        if hasattr(submodule, "_hf_hook"):
             raise InputError(
                 f"accelerate's hooks run {name or 'the model'!r}: load it without device_map, or call "
                 "accelerate.hooks.remove_hook_from_submodules(model) first"
@@ -107,10 +113,10 @@ def read_model(model: Any) -> nn.Module:
 
 
 def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constraints:
-    """The caller's rules; whether their names are in the graph is seen later.
+    """Return the caller's constraints. Their names are checked later, against the graph.
 
     Raises:
-        DeviceError: ``pin`` names what is no device.
+        DeviceError: ``pin`` names an invalid device.
         InputError: ``pin`` is no mapping of names, or ``together`` no list of them.
     """
     pin, together = asked.pin, asked.together
@@ -118,7 +124,7 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
         raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
     if isinstance(together, str) or not isinstance(together, Sequence):
         raise InputError(f"together must list names, or lists of them: write [{together!r}]")
-    groups = tuple(_names_of(group) for group in together)
+    groups = tuple(_read_group(group) for group in together)
     for name in pin or {}:
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
@@ -128,7 +134,7 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
 
 
 def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
-    """The rules, with sparse weights on the CPU where devices are simulated: these hold none."""
+    """Return the constraints, with sparse weights pinned to the CPU if simulated devices cannot hold them."""
     sparse = [name for name, tensor in weights.tensors.items() if tensor.layout is not torch.strided]
     if not sparse or all(spec.type != SIMULATED for spec in topology.devices):
         return constraints
@@ -140,7 +146,7 @@ def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topolo
     return replace(constraints, pin={**dict.fromkeys(sparse, topology.cpu), **constraints.pin})
 
 
-def _names_of(group: object) -> str | tuple[str, ...]:
+def _read_group(group: object) -> str | tuple[str, ...]:
     if isinstance(group, str):
         return group
     names = tuple(group) if isinstance(group, Iterable) else ()
@@ -150,7 +156,7 @@ def _names_of(group: object) -> str | tuple[str, ...]:
 
 
 def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:
-    """Options of ``torch.compile``; None where nothing is to be compiled."""
+    """Return the options of ``torch.compile``, or None if stages are not compiled."""
     if compile is False:
         return None
     if compile is not True and not isinstance(compile, Mapping):
@@ -168,10 +174,10 @@ Saved = TypeVar("Saved", Plan, ClusterPlan)
 
 
 def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Saved | None:
-    """A plan to carry out, or the file of one; None for a search.
+    """Return the plan to carry out, loaded if ``plan`` is the path of a file; None for a search.
 
     Raises:
-        InputError: it is neither, or a search is asked for as well.
+        InputError: ``plan`` is neither a plan nor a path, or options of a search are given too.
         PlanError: the file cannot be read.
     """
     if plan is None:
@@ -190,7 +196,7 @@ def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Save
 
 
 def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad: bool) -> Topology:
-    """The devices of a plan, with the budgets that are given now, if any are."""
+    """Return a plan's devices with the budgets of ``max_memory``, if given, which must name the same ones."""
     topology = plan.topology
     if max_memory is None:
         return topology
@@ -199,20 +205,20 @@ def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad
         raise PlanError(
             f"the plan is for the devices {list(topology.keys)}, max_memory names {list(now.keys)}"
         )
-    sized = (
+    specs = (
         replace(spec, memory=now[spec.key].memory, reserve=now[spec.key].reserve, taken=now[spec.key].taken)
         for spec in topology.devices
     )
-    return replace(topology, devices=tuple(sized))
+    return replace(topology, devices=tuple(specs))
 
 
 def read_examples(
     asked: PlanOptions, args: Sequence[Any], kwargs: Mapping[str, Any] | None, compiler: Compiler
 ) -> list[EntryCall]:
-    """The caller's calls, with their weights; a function that makes them is rehearsed.
+    """Return the example calls of ``calls=`` with their weights; a function is rehearsed to find its calls.
 
     Raises:
-        InputError: they are not what :func:`graphplan.plan` takes.
+        InputError: the arguments are not as :func:`graphplan.plan` says.
     """
     calls, weights = asked.calls, asked.weights
     if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping | None)) or args or kwargs:
@@ -237,15 +243,15 @@ def read_examples(
         if not number or not (0 < weight < math.inf):
             raise InputError(f"weights must be positive numbers, not {weight!r}")
     pairs = zip(calls, counts, strict=True)
-    return [_bound(compiler.model_copy, call, float(weight)) for call, weight in pairs]
+    return [_bind_call(compiler.model_copy, call, float(weight)) for call, weight in pairs]
 
 
-def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:
+def _bind_call(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:
     if isinstance(call, Mapping):
         call = (), call
     if isinstance(call, tuple | list) and 2 <= len(call) <= 3:
         *name, args, kwargs = call
-        named = all(isinstance(one, str) for one in name)
+        named = all(isinstance(item, str) for item in name)
         if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
             entry = entry_named(model_copy.module, *name) if name else ""
             return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry, weight)
@@ -257,7 +263,7 @@ def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall
 
 
 def require_inputs(args: object, kwargs: object) -> None:
-    """Raise InputError for example inputs that are no tuple, and no mapping of names."""
+    """Raise InputError unless ``args`` is a tuple or list, and ``kwargs`` a mapping or None."""
     if isinstance(args, Mapping):
         raise InputError("args must be a tuple of inputs; these have names: write kwargs=inputs")
     if not isinstance(args, tuple | list):
@@ -267,10 +273,10 @@ def require_inputs(args: object, kwargs: object) -> None:
 
 
 def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall | None:
-    """The example inputs, or the model's own, or None.
+    """Return the example call, or else one with the model's ``dummy_inputs``, or else None.
 
     Raises:
-        InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
+        InputError: the inputs are not as :func:`graphplan.plan` says, or do not fit the model.
     """
     require_inputs(args, kwargs)
     model_copy = request.model_copy
@@ -283,11 +289,7 @@ def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def require_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall:
-    """The example inputs, or the model's own.
-
-    Raises:
-        InputError: there are none; or as :func:`read_example`.
-    """
+    """Return :func:`read_example`; raise InputError too if there are no inputs."""
     call = read_example(request, args, kwargs)
     if call is None:
         raise InputError(
@@ -300,13 +302,13 @@ def require_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, 
 def read_source(
     request: Request, checkpoint: str | Path | Checkpoint | None, *, strict: bool
 ) -> Checkpoint | None:
-    """Where weights are read from; None where the model has them.
+    """Return the checkpoint to read weights from, or None if the model has them.
 
-    If ``strict``, names that the checkpoint lacks, or the model does not know, are errors.
+    If ``strict``, names that the checkpoint lacks or the model does not know are errors.
 
     Raises:
-        CheckpointError: it does not fit the model.
-        InputError: it is no path.
+        CheckpointError: the checkpoint does not fit the model.
+        InputError: ``checkpoint`` is no path.
     """
     if checkpoint is None or isinstance(checkpoint, Checkpoint):
         return checkpoint

@@ -1,4 +1,4 @@
-"""Several models that work together, as in a diffusers pipeline, over one budget."""
+"""Place the models of a pipeline, such as one of diffusers, together within one set of budgets."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Components(nn.Module):
             self.add_module(name, model)
 
     def forward(self) -> None:
-        """Nothing: the components are called one by one."""
+        """Raise InputError: the components are called one by one."""
         raise InputError("these are the components of a pipeline: call one of them")
 
 
 class PlacedComponents(dict[str, Any]):
-    """The components of a pipeline by name, the models placed.
+    """Name -> component of a pipeline; models are placed.
 
     Attributes:
-        graphplan: the placed models as one module: ``.plan``, ``.plans``, ``.profile()``.
+        graphplan: all placed models as one module, with ``.plan``, ``.plans`` and ``.profile()``.
     """
 
     graphplan: Any
@@ -45,32 +45,32 @@ def partition_pipeline(
     options: Mapping[str, Any] | None = None,
     **example: Any,
 ) -> Any:
-    """A pipeline whose models are placed together, within one budget.
+    """Return a copy of a pipeline whose models are placed together, within one set of budgets.
 
     The pipeline runs once on zeros, without computing anything, to find which methods of which models it
-    calls, with which shapes, and how often. One placement is then planned for all these calls, each counted
-    as often as it was made: what runs in a loop gets the accelerators' memory, what runs once is streamed or
-    computed on the CPU, as costs least::
+    calls, with which shapes, and how often. One placement of the weights is then planned for all these
+    calls, each weighted by how often it was made. So models that run in a loop tend to reside on
+    accelerators, and models that run once to be streamed or computed on the CPU::
 
         pipe = StableDiffusionPipeline.from_pretrained(path)
         pipe = graphplan.partition_pipeline(pipe, {0: "8GiB", "cpu": "30GiB"}, prompt="a cat")
         image = pipe(prompt="a dog").images[0]
 
     Args:
-        pipe: a diffusers pipeline, another object with models as attributes, or a dict of them by name. It
-            is left as it was.
+        pipe: a diffusers pipeline, another object with models as attributes, or a dict of name -> model. It
+            is not changed.
         max_memory: as in :func:`graphplan.partition`.
-        run: runs the pipeline that it is given; by default ``pipe(**example)``. A dict needs one.
+        run: function that takes a pipeline and runs it; by default ``pipe(**example)``. A dict needs one.
         options: further arguments of :func:`graphplan.partition`, such as ``{"offload": False}``.
         example: the arguments of one typical call of the pipeline.
 
     Returns:
-        a shallow copy of ``pipe`` with placed models, and ``.graphplan`` beside: all of them as one placed
-        module, with ``.plan`` and ``.plans``. For a dict, a :class:`PlacedComponents`.
+        a shallow copy of ``pipe`` with placed models. Its attribute ``graphplan`` is one placed module of
+        them all, with ``.plan`` and ``.plans``. For a dict, a :class:`PlacedComponents`.
 
     Raises:
-        InputError: there is no model in ``pipe``, its run calls none, or it cannot be copied.
-        NoGraphError: a model that is called cannot be traced: place that one by itself.
+        InputError: ``pipe`` has no model, its run calls none, or it cannot be copied.
+        NoGraphError: a model that is called cannot be traced: place it by itself.
         GraphplanError: as in :func:`graphplan.partition`.
         Exception: what the pipeline itself raises, unchanged.
     """
@@ -79,39 +79,39 @@ def partition_pipeline(
         raise InputError("a dict of models cannot be called: give run=, a function that uses the models")
     if run is not None and example:
         raise InputError(f"give run= or the example's arguments, not both: {', '.join(example)}")
-    own = copy.deepcopy(example)  # a generator among them would be used up
+    run_example = copy.deepcopy(example)  # the run would use up a generator
 
     def calls(components: nn.Module) -> None:
-        rehearsed = _with(_copied(pipe, models), models, components)
-        rehearsed(**own) if run is None else run(rehearsed)
+        rehearsed = _insert(_copy_pipe(pipe, models), models, components)
+        rehearsed(**run_example) if run is None else run(rehearsed)
 
     placed = partition(Components(models), max_memory, calls=calls, **(options or {}))
-    found = _with(PlacedComponents(pipe) if isinstance(pipe, Mapping) else copy.copy(pipe), models, placed)
-    found.graphplan = placed
-    return found
+    result = _insert(PlacedComponents(pipe) if isinstance(pipe, Mapping) else copy.copy(pipe), models, placed)
+    result.graphplan = placed
+    return result
 
 
 def _models_of(pipe: Any) -> dict[str, nn.Module]:
-    """Name -> model."""
+    """Return name -> model of a pipeline; raise InputError if there is none."""
     if isinstance(pipe, nn.Module):
         raise InputError(
             f"{type(pipe).__name__} is one model: give it to graphplan.partition, with calls= for its methods"
         )
     parts = pipe if isinstance(pipe, Mapping) else getattr(pipe, "components", None)
     parts = parts if isinstance(parts, Mapping) else getattr(pipe, "__dict__", {})
-    found = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    if not found:
+    models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    if not models:
         raise InputError(f"there is no torch.nn.Module among the components of this {type(pipe).__name__}")
-    return {name: read_model(model) for name, model in found.items()}
+    return {name: read_model(model) for name, model in models.items()}
 
 
-def _copied(pipe: Any, models: Mapping[str, nn.Module]) -> Any:
-    """A deep copy, as a run may change schedulers and the like, with the models themselves."""
-    own: dict[int, Any] = {id(model): model for model in models.values()}
+def _copy_pipe(pipe: Any, models: Mapping[str, nn.Module]) -> Any:
+    """Return a deep copy that shares the models: a run may change schedulers and other parts."""
+    memo: dict[int, Any] = {id(model): model for model in models.values()}
     try:
         if isinstance(pipe, Mapping):
-            return PlacedComponents(copy.deepcopy(dict(pipe), own))
-        return copy.deepcopy(pipe, own)
+            return PlacedComponents(copy.deepcopy(dict(pipe), memo))
+        return copy.deepcopy(pipe, memo)
     except Exception as error:
         raise InputError(
             f"the run that finds the calls needs a copy of this {type(pipe).__name__}, and copy.deepcopy "
@@ -120,13 +120,13 @@ def _copied(pipe: Any, models: Mapping[str, nn.Module]) -> Any:
         ) from error
 
 
-def _with(pipe: Any, models: Mapping[str, nn.Module], components: nn.Module) -> Any:
-    """The pipeline, with these components in place of its models."""
+def _insert(pipe: Any, models: Mapping[str, nn.Module], components: nn.Module) -> Any:
+    """Put the submodules of ``components`` in place of the pipeline's models, and return the pipeline."""
     for name in models:
         model = components.get_submodule(name)
         if isinstance(pipe, dict):
             pipe[name] = model
-        elif hasattr(pipe, "register_modules"):  # of diffusers, which keeps a list of them
+        elif hasattr(pipe, "register_modules"):  # diffusers keeps a list of its models
             pipe.register_modules(**{name: model})
         else:
             setattr(pipe, name, model)

@@ -1,4 +1,4 @@
-"""Whether a placed model and eager agree: what ``check=True`` compares."""
+"""Compare the results of a placed model with those of eager mode, for ``check=True``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, to
 
 
 def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: bool) -> Any:
-    """What the model itself, or an entry of it, returns; what it writes to are copies, inputs too."""
+    """Return what ``entry`` of the model returns in eager mode, run on copies of whatever it may write to."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    runs = copy_to_run(model, memo)
+    shell = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
     def here(leaf: Any) -> Any:
@@ -33,11 +33,14 @@ def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: b
 
     with torch.set_grad_enabled(keep_grad), unwritten(model):
         args, kwargs = map_leaves(here, copied_arguments(call))
-        return method_of(runs, entry)(*args, **kwargs)
+        return method_of(shell, entry)(*args, **kwargs)
 
 
 def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
-    """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
+    """Raise NoGraphError if a placed model and eager mode differ on the example inputs.
+
+    Warn instead if the model has no data, or if two eager runs differ.
+    """
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         warn("check: the model has no weights of its own to compare with")
         return
@@ -48,22 +51,22 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
             warn("check: eager differs from call to call, so nothing can be compared")
             return
         args, kwargs = copied_arguments(call)
-        apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
-    if apart is not None:
+        diff = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
+    if diff is not None:
         what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
-        raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
+        raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {diff}")
 
 
 def compare(ours: Any, eager: Any) -> str | None:
-    """The first tensor that differs by more than rounding does, and how; None where none does."""
+    """Describe the first tensor that differs by more than rounding; return None if none does."""
     left, right = dict(_named_tensors(ours)), dict(_named_tensors(eager))
     if left.keys() != right.keys():
         return f"the result has {sorted(left)}, eager's has {sorted(right)}"
-    for name, want in right.items():
-        found, want = left[name].detach().cpu(), want.detach().cpu()
+    for name, expected in right.items():
+        actual, expected = left[name].detach().cpu(), expected.detach().cpu()
         try:
             torch.testing.assert_close(
-                found, want, rtol=0, atol=_rounding(want), equal_nan=True, check_stride=False
+                actual, expected, rtol=0, atol=_rounding(expected), equal_nan=True, check_stride=False
             )
         except AssertionError as error:
             return f"{name or 'the result'} differs from eager's: {' '.join(str(error).split())}"
@@ -71,7 +74,7 @@ def compare(ours: Any, eager: Any) -> str | None:
 
 
 def _rounding(tensor: torch.Tensor) -> float:
-    """By how much values may differ from these: a share of the largest."""
+    """Return the allowed absolute difference: a share of the largest finite absolute value."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     finite = tensor[tensor.isfinite()].abs()
@@ -83,10 +86,10 @@ def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
         return [("", tree)]
     if hasattr(tree, "items"):
         return [(f"{k}{n}", t) for k, value in tree.items() for n, t in _named_tensors(value)]
-    inside: list[tuple[str, Any]]
+    items: list[tuple[str, Any]]
     if isinstance(tree, list | tuple):
-        inside = [(f"[{i}]", part) for i, part in enumerate(tree)]
+        items = [(f"[{i}]", part) for i, part in enumerate(tree)]
     else:
         know_containers(tree)
-        inside = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
-    return [(f"{name}{n}", t) for name, part in inside for n, t in _named_tensors(part)]
+        items = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
+    return [(f"{name}{n}", t) for name, part in items for n, t in _named_tensors(part)]

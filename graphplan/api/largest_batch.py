@@ -1,4 +1,4 @@
-"""The largest batch for which a plan fits the budgets: doubling what is given, then bisection."""
+"""Find the largest batch whose plan fits the budgets, by doubling and bisection."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def largest_batch(
     most: int = 1024,
     **options: Unpack[PlanKeywords],
 ) -> int:
-    """The most sequences, or images, of a forward pass or training step within the budgets.
+    """Return the largest batch size of a forward pass or training step that fits the budgets.
 
-    Each size that is tried is planned, that of the example first. The search is no proof: a larger batch may
-    fit too.
+    Sizes are planned one after another: the example's is doubled until it no longer fits, then bisected.
+    This does not prove that no larger batch fits.
 
     Args:
         model: as in :func:`graphplan.plan`; it is not changed.
-        max_memory: likewise.
-        args: example inputs by position. Axis 0 of the first tensor is the batch, and of every tensor that is
-            as long there.
+        max_memory: as in :func:`graphplan.plan`.
+        args: example inputs by position. Axis 0 of the first tensor is the batch axis, and so is axis 0 of
+            every tensor of that size.
         kwargs: example inputs by name.
-        most: where to stop, as at ``max_batch``.
+        most: upper limit of the batch size; ``max_batch`` is one too.
         options: as in :func:`graphplan.plan`, such as ``train=True, optimizer=torch.optim.AdamW``.
 
     Raises:
-        InputError: the inputs have no batch, or ``most`` is not positive.
+        InputError: the first tensor has no axis 0, or ``most`` is not a positive integer.
         InfeasibleError: not even a batch of one fits.
         GraphplanError: as in :func:`graphplan.plan`.
     """
@@ -57,20 +57,20 @@ def largest_batch(
         raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise InputError(f"most={most!r}: write a positive number of sequences")
-    given, limits = tensors[0].shape[0], SizeLimits(options.get("max_batch"), options.get("max_length"))
+    rows, limits = tensors[0].shape[0], SizeLimits(options.get("max_batch"), options.get("max_length"))
     most = min(most, limits.max_batch or most)
 
     lacking = dict[int, InfeasibleError]()
 
     def fits(size: int) -> bool:
-        sized = map_leaves(lambda leaf: _of_size(leaf, given, size), example)
+        resized = map_leaves(lambda leaf: _resize_batch(leaf, rows, size), example)
         try:
-            plan(model, max_memory, *sized, **options)
+            plan(model, max_memory, *resized, **options)
         except InfeasibleError as error:
             lacking[size] = error
         return size not in lacking
 
-    low, high = 0, min(given, most)
+    low, high = 0, min(rows, most)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
@@ -82,10 +82,10 @@ def largest_batch(
     return low
 
 
-def _of_size(leaf: Any, given: int, size: int) -> Any:
-    """A tensor of a batch for another batch: by integers, code may branch; others are on the meta device."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != given:
+def _resize_batch(leaf: Any, rows: int, size: int) -> Any:
+    """Return a tensor resized to another batch size: integers keep values, as code may branch on them."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
         return leaf
     if is_of_integers(leaf):
-        return leaf[torch.arange(size, device=leaf.device) % given]
+        return leaf[torch.arange(size, device=leaf.device) % rows]
     return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""API for checkpoint folders: :func:`load` reads a transformers checkpoint to its planned devices."""
+""":func:`load` reads the folder of a transformers checkpoint straight to the planned devices."""
 
 from __future__ import annotations
 
@@ -44,34 +44,38 @@ def load(
     strict: bool | None = None,
     **options: Any,
 ) -> Any:
-    """A model from a folder that ``save_pretrained`` wrote, or that was downloaded from the Hub.
+    """Return a placed model from a folder that ``save_pretrained`` wrote or that is from the Hub.
 
-    The model is built on the meta device, planned, and its weights are read from the folder's safetensors
-    files straight to their devices: host memory holds what the plan places there, and a few buffers.
-    transformers' own rules decide which tensor is which weight. Nothing is unpickled, nothing downloaded.
+    The model is built on the meta device and planned. Its weights are then read from the folder's
+    safetensors files straight to their devices: host memory holds what the plan places there, and a few
+    buffers. transformers' rules match tensors with weights. Nothing is unpickled or downloaded.
 
     Args:
         path: the folder, with ``config.json`` and ``.safetensors`` files.
         max_memory: as in :func:`graphplan.partition`.
         args: as in :func:`graphplan.partition`.
         kwargs: as in :func:`graphplan.partition`.
-        dtype: of the weights; ``"auto"`` is the config's, or else that of the checkpoint's first weights.
-        model_class: to build; by default the first of the config's ``architectures``.
+        dtype: dtype of the weights; ``"auto"`` for the config's, or else the checkpoint's first
+            floating-point dtype.
+        model_class: class to build; by default the first of the config's ``architectures``.
         trust_remote_code: whether Python code from the folder may be run.
-        strict: as in :func:`graphplan.partition`. Where it is False, weights that the checkpoint lacks are
-            initialised anew. Tensors that the model does not know are warned of.
-        options: of :func:`graphplan.partition`.
+        strict: as in :func:`graphplan.partition`. If it is False, weights that the checkpoint lacks are newly
+            initialised. Tensors that the model does not know only cause a warning.
+        options: further arguments of :func:`graphplan.partition`.
+
+    Returns:
+        the placed model, in eval mode, as :func:`graphplan.partition` returns it.
 
     Raises:
-        CheckpointError: no such folder, no safetensors in it, or weights that are missing or of other
-            shapes.
-        InputError: ``model_class`` is not a class of a model of transformers, such as ``AutoModel``.
+        CheckpointError: the folder does not exist, has no safetensors files, is quantised, or has weights
+            that are missing or have other shapes.
+        InputError: ``model_class`` is no model class of transformers; ``AutoModel`` is none.
         GraphplanError: as in :func:`graphplan.partition`.
     """
     unknown = options.keys() - (inspect.signature(partition).parameters.keys() - {"model", "checkpoint"})
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
-    opened = partial(
+    opener = partial(
         open_pretrained,
         path,
         dtype=dtype,
@@ -80,11 +84,11 @@ def load(
         strict=strict is not False,
     )
     machines = options.get("machines")
-    model, source = opened() if machines is None else read_on_all(machines, "opening the checkpoint", opened)
+    model, source = opener() if machines is None else read_on_all(machines, "opening the checkpoint", opener)
     return partition(model, max_memory, args, kwargs, checkpoint=source, strict=strict, **options)
 
 
-@one_at_a_time  # transformers replaces what ties weights while a model is built, for all threads
+@one_at_a_time  # while a model is built, transformers patches weight tying for all threads
 def open_pretrained(
     path: str | Path,
     *,
@@ -93,7 +97,7 @@ def open_pretrained(
     trust_remote_code: bool = False,
     strict: bool = True,
 ) -> tuple[nn.Module, ConvertedCheckpoint]:
-    """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
+    """Return a model and the source of its weights; only tensors that no checkpoint has are not on meta."""
     from transformers import PreTrainedModel  # optional package
 
     folder = Path(path)
@@ -106,12 +110,12 @@ def open_pretrained(
             f"model_class: {named} is no class of a model of transformers, as LlamaModel is: for others "
             "there is graphplan.partition(model, ..., checkpoint=path)"
         )
-    chosen = _settle_dtype(config, dtype, tensors)
-    model = _built_on_meta(cls, config, chosen)
-    _keep_wide(model, chosen)
+    weight_dtype = _settle_dtype(config, dtype, tensors)
+    model = _build_on_meta(cls, config, weight_dtype)
+    _keep_float32(model, weight_dtype)
     matched = match_names(model, tensors)
     finish_weights(model, matched)
-    _judge(folder, cls, matched, strict=strict)
+    _check_names(folder, cls, matched, strict=strict)
     _finish_model(folder, model)
     return model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made)
 
@@ -138,9 +142,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
-    named = getattr(config, "transformers_weights", None)
+    weights_file = getattr(config, "transformers_weights", None)
     try:
-        found = file_entries(folder / named if named else folder)
+        tensors = file_entries(folder / weights_file if weights_file else folder)
     except CheckpointError as error:
         pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
         if not pickled or list(folder.glob("*.safetensors")):
@@ -151,12 +155,11 @@ def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
         ) from error
     for extra in getattr(type(config), "extra_files", ()):
         if (folder / extra).is_file():
-            found = {**found, **file_entries(folder / extra)}
-    return found
+            tensors = {**tensors, **file_entries(folder / extra)}
+    return tensors
 
 
 def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Module]:
-    """The class that the config names."""
     import transformers  # optional package
 
     names = list(getattr(config, "architectures", None) or ())
@@ -169,18 +172,18 @@ def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Mod
         return cls
     if not names:
         raise CheckpointError(f"{folder / _CONFIG} names no architecture: give model_class=")
-    known: type[nn.Module] | None = getattr(transformers, names[0], None)
-    if known is None:
+    architecture: type[nn.Module] | None = getattr(transformers, names[0], None)
+    if architecture is None:
         hint = ", or trust_remote_code=True, which runs the folder's code" if named else ""
         raise CheckpointError(f"transformers has no class {names[0]!r}: give model_class={hint}")
-    return known
+    return architecture
 
 
 def _settle_dtype(config: Any, dtype: torch.dtype | str, tensors: Mapping[str, FileTensor]) -> torch.dtype:
-    """The dtype of the weights, written into the config as ``from_pretrained`` does."""
+    """Return the dtype of the weights, and write it into the config as ``from_pretrained`` does."""
     if dtype == "auto":
-        of_file = (one.dtype for one in tensors.values() if one.dtype.is_floating_point)
-        dtype = getattr(config, "dtype", None) or next(of_file, torch.get_default_dtype())
+        file_dtypes = (tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
+        dtype = getattr(config, "dtype", None) or next(file_dtypes, torch.get_default_dtype())
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -192,15 +195,15 @@ def _settle_dtype(config: Any, dtype: torch.dtype | str, tensors: Mapping[str, F
     return dtype
 
 
-def _built_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+def _build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
     with ExitStack() as stack:
         for context in cls.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
         return cls(config)
 
 
-def _keep_wide(model: Any, dtype: torch.dtype) -> None:
-    """Weights that the model keeps in float32 whatever the dtype."""
+def _keep_float32(model: Any, dtype: torch.dtype) -> None:
+    """Convert weights that the model keeps in float32, whatever the dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = kept_dtypes(model, dtype)
@@ -210,13 +213,13 @@ def _keep_wide(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in list(model.named_parameters()):
         match = pattern.search(name)
         if match is not None and parameter.is_floating_point():
-            path, _, own = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             wide = parameter.detach().to(plan[dtypes[match.lastgroup]])
-            model.get_submodule(path)._parameters[own] = nn.Parameter(wide, parameter.requires_grad)
+            model.get_submodule(path)._parameters[attribute] = nn.Parameter(wide, parameter.requires_grad)
 
 
-def _judge(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool) -> None:
-    """Raise for what is missing, warn of what is not expected."""
+def _check_names(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool) -> None:
+    """Raise CheckpointError for missing weights, or warn if not ``strict``; warn of unexpected tensors."""
     if matched.missing:
         listed = ", ".join(map(repr, sorted(matched.missing)))
         if strict:
@@ -236,11 +239,11 @@ def _finish_model(folder: Path, model: Any) -> None:
     model.eval()
     if not model.can_generate():
         return
-    own = (folder / _GENERATION).is_file()
-    named = _GENERATION if own else _CONFIG  # older folders have these settings there
+    has_own_file = (folder / _GENERATION).is_file()
+    named = _GENERATION if has_own_file else _CONFIG  # older folders have these settings there
     try:
         model.generation_config = GenerationConfig.from_pretrained(
-            folder, config_file_name=named, local_files_only=True, _from_model_config=not own
+            folder, config_file_name=named, local_files_only=True, _from_model_config=not has_own_file
         )
     except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
         warn(f"{folder / named} cannot be read: {error}")

@@ -1,4 +1,4 @@
-"""``machines=``: what ``plan`` and ``partition`` do for several machines, a process of torchrun on each."""
+"""``plan`` and ``partition`` with ``machines=``: several machines, each with one torchrun process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from graphplan.runtime.distributed.stage_runner import Wire
 from graphplan.version import __version__
 
 NETWORK = Link(1.25e9, 50e-6)
-"""Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
+"""Default link between machines: 10 Gbit/s and 50 microseconds."""
 
 
 _GRAPH = (
@@ -56,34 +56,34 @@ _GRAPH = (
 
 
 def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: bool = False) -> Cluster:
-    """The machines as the planner knows them, each given as a ``max_memory``.
+    """Return the machines, each given as a ``max_memory``, with the options of the pipeline.
 
     Raises:
-        InputError: an argument is not what it should be.
+        InputError: an argument is invalid.
         BudgetError, DeviceError: a ``max_memory`` cannot be read.
     """
     _require_list(machines)
     count = asked.microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"microbatches must be a positive integer, not {count!r}")
-    for what, value, known in (
+    for what, value, choices in (
         ("schedule", asked.schedule, get_args(PipelineSchedule)),
         ("objective", asked.objective, get_args(Objective)),
     ):
-        if value not in known:
-            raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
+        if value not in choices:
+            raise InputError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
     if asked.network is not None and not isinstance(asked.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
-    read = (_read_machine(index, one, asked, grad=grad) for index, one in enumerate(machines))
-    each = _stages_per_machine(asked, len(machines))
+    topologies = (_read_machine(index, budgets, asked, grad=grad) for index, budgets in enumerate(machines))
+    stages = _stages_per_machine(asked, len(machines))
     trains = grad or asked.train, asked.train
-    flight = Flight(count, asked.schedule, *trains, len(machines), each)
-    return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
+    flight = Flight(count, asked.schedule, *trains, len(machines), stages)
+    return Cluster(tuple(topologies), asked.network or NETWORK, flight, asked.objective)
 
 
 def _require_list(machines: Any) -> None:
-    many = isinstance(machines, Sequence) and not isinstance(machines, str)
-    if not many or not machines or not all(isinstance(one, Mapping) for one in machines):
+    is_list = isinstance(machines, Sequence) and not isinstance(machines, str)
+    if not is_list or not machines or not all(isinstance(item, Mapping) for item in machines):
         raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
 
 
@@ -95,30 +95,30 @@ def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions, *, grad
 
 
 def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
-    """How many stages each machine has, at most."""
-    each, schedule, count = asked.stages_per_machine, asked.schedule, asked.microbatches
+    """Return the most stages that a machine may have; raise InputError if options contradict each other."""
+    stages, schedule, count = asked.stages_per_machine, asked.schedule, asked.microbatches
     if schedule != "interleaved":
-        if each is not None and each != 1:
+        if stages is not None and stages != 1:
             raise InputError(
-                f"stages_per_machine={each!r} is for schedule='interleaved': {schedule!r} has one each"
+                f"stages_per_machine={stages!r} is for schedule='interleaved': {schedule!r} has one each"
             )
         return 1
-    each = 2 if each is None else each
-    if isinstance(each, bool) or not isinstance(each, int) or each < 2:
+    stages = 2 if stages is None else stages
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         raise InputError(
-            f"stages_per_machine must be an integer, 2 or more, for schedule='interleaved', not {each!r}"
+            f"stages_per_machine must be an integer, 2 or more, for schedule='interleaved', not {stages!r}"
         )
     if machines < 2:
         raise InputError("schedule='interleaved' is for two machines or more: use schedule='1f1b'")
     if asked.objective != "throughput":
         raise InputError("schedule='interleaved' makes a batch faster: give objective='throughput'")
     if not rounds_divide(machines, count):
-        less = count // machines * machines
+        lower = count // machines * machines
         raise InputError(
             f"schedule='interleaved' needs whole rounds of {machines} microbatches, one for each machine, "
-            f"and {count} make none: give microbatches={less} or {less + machines}"
+            f"and {count} make none: give microbatches={lower} or {lower + machines}"
         )
-    return each
+    return stages
 
 
 def plan_machines(
@@ -130,14 +130,14 @@ def plan_machines(
     *,
     grad: bool = False,
 ) -> ClusterPlan:
-    """As :func:`graphplan.plan` with ``machines=``."""
-    example = _example(model, read_cluster(machines, asked, grad=grad), asked, args, kwargs, grad=grad)
+    """Return the plan of :func:`graphplan.plan` with ``machines=``."""
+    example = _bind_call(model, read_cluster(machines, asked, grad=grad), asked, args, kwargs, grad=grad)
     return example.plan(example.traced())
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """A model, and an example of its calls over several machines."""
+    """A model, and an example call over several machines."""
 
     request: Request
     cluster: Cluster
@@ -146,44 +146,44 @@ class _Example:
 
     @property
     def micro(self) -> BoundCall:
-        """The first of its microbatches."""
+        """The first microbatch of the call."""
         return microbatches_of(self.call, self.microbatches)[0]
 
     @property
     def microbatches(self) -> int:
-        """Into which the call is divided."""
+        """Number of microbatches into which the call is divided."""
         return self.cluster.flight.microbatches
 
     def plan(self, annotator: Annotator) -> ClusterPlan:
-        """The plan of the example, of which a microbatch was traced."""
-        rows = batch_of(self.call) if self.microbatches > 1 else 0  # 0: it is not divided
+        """Return the plan of the call, of which ``annotator`` has traced a microbatch."""
+        rows = batch_of(self.call) if self.microbatches > 1 else 0  # 0: the call is not divided
         interleaved = self.cluster.flight.schedule == "interleaved"
         search = InterleavedSearch if interleaved else StageSearch
         request = self.request
         return search(request.model_copy, annotator, self.cluster, request.options, rows).run()
 
     def traced(self) -> Annotator:
-        """The example's microbatch, traced.
+        """Return the traced microbatch.
 
         Raises:
-            InputError: results of microbatches are not those of the batch in parts, or an input that would be
-                divided has as many rows by chance; or the code branches for one otherwise than for another.
+            InputError: the results of microbatches do not join to those of the batch, an input has as many
+                rows as the batch by chance, or code branches differently for different microbatches.
         """
         whole = self.compiler.captures.traced(self.call).capture
         if self.microbatches > 1 and any(whole.roles):
             self._require_batch_axes(whole)
-        found = self.compiler.captures.annotated(self.micro)
+        annotator = self.compiler.captures.annotated(self.micro)
         if self.microbatches > 1:
-            part = found.capture
-            require_same_way(part.signature, microbatches_of(self.call, self.microbatches))
-            after, before = Wires(whole, self.call), Wires(part, self.micro)
-            for large, small in zip(whole.outputs, part.outputs, strict=True):
+            divided = annotator.capture
+            require_same_way(divided.signature, microbatches_of(self.call, self.microbatches))
+            after, before = Wires(whole, self.call), Wires(divided, self.micro)
+            for large, small in zip(whole.outputs, divided.outputs, strict=True):
                 if isinstance(large, fx.Node) and isinstance(small, fx.Node):
-                    _require_part(after.of(large.name), before.of(small.name), self.microbatches)
-        return found
+                    _require_joinable(after.of(large.name), before.of(small.name), self.microbatches)
+        return annotator
 
     def _require_batch_axes(self, whole: Capture) -> None:
-        """All inputs that are divided vary with the batch, if the trace lets any vary."""
+        """Raise InputError if some of the inputs to divide vary with the batch, and others do not."""
         rows, leaves = batch_of(self.call), self.call.leaves
         divided = [
             (name, whole.roles[at].get(0) == BATCH and whole.signature.leaves[at].shape[0] is None)
@@ -198,7 +198,7 @@ class _Example:
             )
 
 
-def _example(
+def _bind_call(
     model: Any,
     cluster: Cluster,
     asked: PlanOptions,
@@ -209,13 +209,13 @@ def _example(
 ) -> _Example:
     request = read_request(model, None, asked, Options(grad=grad))
     call = require_example(request, args, kwargs)
-    microbatches_of(call, cluster.flight.microbatches)  # raises where it cannot be divided
+    microbatches_of(call, cluster.flight.microbatches)  # raises InputError if the call cannot be divided
     return _Example(request, cluster, whole_compiler(request.model_copy, cluster, request.options), call)
 
 
-def _require_part(whole: Wire, part: Wire, count: int) -> None:
-    joined = (part.shape[0] * count, *part.shape[1:]) if part.shape else ()
-    if not part.shape or whole.shape != joined:
+def _require_joinable(whole: Wire, part: Wire, count: int) -> None:
+    joined_shape = (part.shape[0] * count, *part.shape[1:]) if part.shape else ()
+    if not part.shape or whole.shape != joined_shape:
         raise InputError(
             f"a result has the sizes {list(whole.shape)} for the batch and {list(part.shape)} for each of "
             f"{count} microbatches, which cannot be joined along the first dimension to be the same: use "
@@ -227,7 +227,7 @@ def _require_part(whole: Wire, part: Wire, count: int) -> None:
 
 
 def read_on_all(machines: Sequence[MaxMemory], what: str, action: Callable[[], Made]) -> Made:
-    """Do something on every rank before all else; where it fails on one, raise on all."""
+    """Run an action on every rank, before anything else; if it fails on one, raise on all."""
     _require_list(machines)
     require_group(len(machines))
     return on_all(what, action)
@@ -246,9 +246,9 @@ def partition_machines(
     everywhere: bool,
     plan: object = None,
 ) -> ClusterModule:
-    """As :func:`graphplan.partition` with ``machines=``: every rank calls it, alike.
+    """Return the module of :func:`graphplan.partition` with ``machines=``; every rank makes the same call.
 
-    ``everywhere``: whether all ranks get results, or the last only.
+    ``everywhere``: whether all ranks get results, or only the rank of the last stage.
     """
 
     def read_for_ranks() -> Cluster:
@@ -257,14 +257,14 @@ def partition_machines(
         return read_cluster(machines, asked, grad=grad)
 
     cluster = read_on_all(machines, "reading machines=", read_for_ranks)
-    example = on_all("reading the model", lambda: _example(model, cluster, asked, args, kwargs, grad=grad))
+    example = on_all("reading the model", lambda: _bind_call(model, cluster, asked, args, kwargs, grad=grad))
     request = example.request
     weights = request.model_copy.weights.tensors
     require_same(
         {
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=": repr(machines),
-            **{f"{each.name}=": repr(getattr(asked, each.name)) for each in fields(asked) if each.repr},
+            **{f"{item.name}=": repr(getattr(asked, item.name)) for item in fields(asked) if item.repr},
             "return_outputs=": "all" if everywhere else "of the last stage",
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
@@ -273,24 +273,24 @@ def partition_machines(
         }
     )
     annotator = on_all("tracing the model", example.traced)
-    require_same({_GRAPH: f"{annotator.graph()}\n{annotator.capture.graph}"})  # numbers are in the latter
+    require_same({_GRAPH: f"{annotator.graph()}\n{annotator.capture.graph}"})  # the latter has the constants
 
     def plan_on_first() -> str:
         if dist.get_rank():
             return ""
-        given = read_given_plan(plan, ClusterPlan, asked)
-        if given is not None:
-            _require_planned_for(given, cluster)
-        return (given or example.plan(annotator)).to_json()
+        saved = read_given_plan(plan, ClusterPlan, asked)
+        if saved is not None:
+            _require_planned_for(saved, cluster)
+        return (saved or example.plan(annotator)).to_json()
 
     text = broadcast_text(on_all("planning", plan_on_first), "the plan")
     source = on_all("reading the checkpoint", lambda: read_source(request, checkpoint, strict=strict))
-    found = ClusterPlan.from_json(text)
+    cluster_plan = ClusterPlan.from_json(text)
     builder = RankBuilder(
         request,
         example.compiler.captures,
         cluster,
-        found,
+        cluster_plan,
         source,
         everywhere=everywhere,
         divided=divided_in(example.call) if example.microbatches > 1 else {},
@@ -299,13 +299,13 @@ def partition_machines(
 
 
 def _require_planned_for(plan: ClusterPlan, cluster: Cluster) -> None:
-    """Raise PlanError where a plan is for other numbers of machines or microbatches, or another schedule."""
-    for what, planned, now in (
+    """Raise PlanError if a plan is for other numbers of machines or microbatches, or another schedule."""
+    for what, planned, current in (
         ("machines", plan.machines, len(cluster.machines)),
         ("microbatches", plan.microbatches, cluster.flight.microbatches),
         ("stages on each machine", plan.flight.stages_per_machine, cluster.flight.stages_per_machine),
     ):
-        if planned != now:
-            raise PlanError(f"the plan is for {planned} {what}, not for {now}")
+        if planned != current:
+            raise PlanError(f"the plan is for {planned} {what}, not for {current}")
     if cluster.flight.train and plan.schedule != cluster.flight.schedule:
         raise PlanError(f"the plan is for schedule={plan.schedule!r}, not for {cluster.flight.schedule!r}")

@@ -1,4 +1,4 @@
-"""``graphplan.partition``: plan a model, place it, and return what runs."""
+"""``graphplan.partition``: plan a model and place it."""
 
 from __future__ import annotations
 
@@ -68,66 +68,69 @@ def partition(
     warm: bool = False,
     **options: Unpack[PlanKeywords],
 ) -> Any:
-    """The model, placed over the devices of ``max_memory`` and ready to run.
+    """Return the model, placed over the devices of ``max_memory`` and ready to run.
 
-    What is returned is of the model's own class, as far as ``isinstance``, names and state_dict keys
-    go, with ``.plan``, ``.graph_module`` and ``.code`` beside; where the model has such names itself, they
-    are ``.graphplan.plan`` and so on. ``model`` itself is left as it was; weights that stay on the CPU share
-    their memory with it.
+    The placed model is an instance of the model's class with the same names and state_dict keys. It has the
+    attributes ``.plan``, ``.graph_module`` and ``.code``; if the model itself has these names, they are
+    ``.graphplan.plan`` and so on. ``model`` is not changed; weights that stay on the CPU share memory with
+    it.
 
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.
         max_memory: as in :func:`graphplan.plan`.
-        args: as in :func:`graphplan.plan`. Without examples, and where the model does not take its own
-            ``dummy_inputs``, it is placed at its first call, which then raises what is raised below.
+        args: as in :func:`graphplan.plan`. Without examples, or if the model does not accept its own
+            ``dummy_inputs``, it is placed at its first call, which then raises the errors below.
         kwargs: as in :func:`graphplan.plan`.
-        machines: as in :func:`graphplan.plan`. Every process of torchrun calls this alike, with as many
-            machines as there are ranks, and gets a module that runs its own stage; rank 0 plans for all.
-            Weights come from ``checkpoint``, from the model on each rank, or from rank 0 where it is on the
-            meta device.
+        machines: as in :func:`graphplan.plan`. Every torchrun process makes the same call, with as many
+            machines as there are ranks, and gets a module that runs its own stages; rank 0 plans for all.
+            Weights come from ``checkpoint``, from the model on each rank, or from rank 0 for a rank whose
+            model is on the meta device.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
-        strict: None: names that the checkpoint lacks or the model does not know are errors, and what
-            cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
-            neither is.
-        return_outputs: False leaves results on the device that made them. With ``machines``, True: the last
-            stage's rank has them; ``"all"``: every rank.
-        grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
-            no activation outlives its last reader and the budgets hold.
-        compile: True to compile each stage (a run of operations on one device) with ``torch.compile``, at
-            its first call; or the options of ``torch.compile``. The plan counts operations one by one: a
-            compiled stage holds what it reads until it ends, and buffers of the compiler's own; give a
-            ``reserve``. Not on simulated devices.
-        check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
-            model instead, as where there is no graph; with ``strict=True`` that is an error.
-        plan: a plan, or the JSON file of one, to carry out without a search. The graph must be the same and
-            each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
+        strict: None: names that the checkpoint lacks or the model does not know are errors; a model that
+            cannot be traced is run by hooks, with a warning. True: that is an error too. False: neither is.
+        return_outputs: False: results stay on the device that computed them. With ``machines``, True: the
+            rank of the last stage has the results; ``"all"``: every rank has them.
+        grad: whether calls record for autograd. By default they run as under ``torch.no_grad()``, so that no
+            activation outlives its last reader and the budgets hold.
+        compile: True: compile each stage (a run of operations on one device) with ``torch.compile`` at its
+            first call; or a mapping of options of ``torch.compile``. The plan counts memory operation by
+            operation, but a compiled stage holds its inputs until it ends, and has buffers of the compiler:
+            give a ``reserve``. Simulated devices do not support it.
+        check: compare the placed model with eager mode on the example inputs. If a graph's results differ,
+            hooks run the model, as if it could not be traced; with ``strict=True`` that is an error.
+        plan: a plan, or its JSON file, to carry out without a search. The graph must be the same, and each
+            budget at least the planned peak; without ``max_memory``, the plan's budgets hold.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
-        options: all keyword arguments of :func:`graphplan.plan`; of these, here:
+        options: all keyword arguments of :func:`graphplan.plan`. Some have a further effect here:
 
     Keyword Args:
-        calls: as in :func:`graphplan.plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
-        max_batch: as in :func:`graphplan.plan`. A larger call is a :class:`graphplan.LimitError`. Without
+        calls: as in :func:`graphplan.plan`. ``.plans`` and ``.graph_modules`` have one item for each
+            structure of calls.
+        max_batch: as in :func:`graphplan.plan`. A larger call raises :class:`graphplan.LimitError`. Without
             it, larger calls are planned when they come, as far as the budgets have room.
         time_limit: as in :func:`graphplan.plan`, for each structure of calls.
         capture_cache: as in :func:`graphplan.plan`; later calls of other structures use it too.
-        train: as in :func:`graphplan.plan`. The loop stays PyTorch's: ``loss = placed(**batch).loss``,
-            ``loss.backward()``, ``optimizer.step()``; gradients and the optimizer's state reside where their
-            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone. With ``machines``, a
+        train: as in :func:`graphplan.plan`. The training loop is PyTorch's: ``loss = placed(**batch).loss``,
+            ``loss.backward()``, ``optimizer.step()``. Gradients and optimizer state reside where their
+            parameters do. Calls under ``torch.no_grad()`` run only the forward pass. With ``machines``, a
             step is ``placed.train_step(loss, target, **batch)``.
 
+    Returns:
+        the placed model; with ``machines``, a :class:`graphplan.ClusterModule`.
+
     Raises:
-        ClusterError: with ``machines``, ranks differ in what they were given, or one does not answer.
+        ClusterError: with ``machines``, ranks have different arguments, or one does not answer.
         GraphplanError: as in :func:`graphplan.plan`; also DeviceError for a device that this machine lacks,
-            InputError for a meta model without a checkpoint.
+            and InputError for a model on the meta device without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     asked = read_options(partition, options)
     require_flags(grad=grad, check=check, warm=warm, strict=strict is not None and strict)
     require_flags(return_outputs=return_outputs == "all" or return_outputs)
     if machines is not None:
-        others = {"compile": compile, "check": check, "warm": warm, "return_outputs": not return_outputs}
-        refuse_with_machines(asked, max_memory=max_memory, **others)
+        unsupported = {"compile": compile, "check": check, "warm": warm, "return_outputs": not return_outputs}
+        refuse_with_machines(asked, max_memory=max_memory, **unsupported)
         return partition_machines(
             model,
             machines,
@@ -161,30 +164,30 @@ def partition(
     call = read_example(request, args, kwargs)
     if call is None:
         warn(_WAITS.format(type(model).__name__))
-        return _at_first_call(model, placer)
+        return _place_at_first_call(model, placer)
     try:
         return placer.place(model, model_copy, call)
     except Exception as error:  # a model may raise anything for its own dummy inputs
         ours = isinstance(error, GraphplanError)
         if args or kwargs or (ours and not isinstance(error, CaptureError | InputError)):
             raise
-        said = error if ours else first_line(error)
-        warn(f"{said} (the first call will be captured instead)")
-    return _at_first_call(model, placer)
+        reason = error if ours else first_line(error)
+        warn(f"{reason} (the first call will be captured instead)")
+    return _place_at_first_call(model, placer)
 
 
 def _warn_of_shared(shared: Mapping[str, Any]) -> None:
-    """Say what a placed model shares with the original, one warning for all of a class."""
-    kinds: dict[str, list[str]] = {}
+    """Warn of attributes that a placed model shares with the original, once for each class."""
+    names_of: dict[str, list[str]] = {}
     for name, value in shared.items():
-        kinds.setdefault(type(value).__name__, []).append(name)
-    for kind, (first, *others) in kinds.items():
+        names_of.setdefault(type(value).__name__, []).append(name)
+    for kind, (first, *others) in names_of.items():
         more = f" and {len(others)} more" if others else ""
         warn(f"{first!r}{more} ({kind}) cannot be copied: the placed model shares this with the original")
 
 
-def _at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
-    """What is placed when it is called, in place: with parameters of its own, over the same memory."""
+def _place_at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
+    """Return a copy that places itself at its first call; its parameters are new, over the same memory."""
     memo: dict[int, Any] = {id(t): t for t in model.buffers()}
     memo |= {id(t): like(t, t.detach(), {}) for t in model.parameters()}
     shell = copy_to_run(model, memo)

@@ -1,12 +1,12 @@
-"""How a model comes to be placed: now, at its first forward pass, or again.
+"""Place a model now, at its first forward pass, or again later.
 
 ::
 
     partition ── Placer ──> placed module, which keeps another Placer, and Placer.find_room
        │                        │ pickled, or changed after it was traced
-       │                        ├── that Placer at the next forward pass, with the weights where they are
+       │                        ├── that Placer places it at the next call, with the weights where they are
        └── at the first         │ a call has no room beside the weights
-           forward pass         └── find_room plans it, wherever weights are; its Placer does that
+           forward pass         └── find_room plans it, with the weights anywhere; its Placer moves them
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ _UNTRACED = (
 
 @dataclass(frozen=True, slots=True)
 class Placer:
-    """Places models; :class:`NoGraphError` is left to hooks unless it is strict.
+    """Places models. Hooks run a model that cannot be traced, unless the placer is strict.
 
     Attributes:
         topology: the devices.
-        options: of the compiler.
-        strict: whether what cannot be captured is an error.
-        source: where weights are read from instead of the model.
-        check: whether results are compared with eager's.
-        plan: to carry out, in place of a search.
-        warm: whether allocators reserve the planned bytes of activations now.
-        in_place: whether the modules of the model become those of the placed one.
-        moved_for: bytes of the inputs for which the weights were moved last.
-        homes: where weights are already; None before the first plan.
-        known_plan: the plan that put them there.
-        beside: the plan by which hooks run calls without a graph, if they do: their room stays.
-        retries: whether what has no graph is left to these hooks.
-        found: a plan of :meth:`find_room`, and its compiler: a call moves the weights to where it has them.
+        options: the compiler's options.
+        strict: whether it is an error if a call cannot be traced.
+        source: checkpoint to read the weights from, instead of the model.
+        check: whether results are compared with those of eager mode.
+        plan: a plan to carry out instead of a search.
+        warm: whether allocators reserve the planned bytes of activations at once.
+        in_place: whether the model itself is placed, instead of a copy.
+        moved_for: bytes of the inputs for which the weights were last moved.
+        homes: weight -> device key where it resides already; None before the first plan.
+        known_plan: the plan that decided ``homes``.
+        beside: the plan of a model that hooks run, whose memory is left free; None for other models.
+        retries: whether NoGraphError is raised, so that these hooks run the call.
+        found: compiler and plan of :meth:`find_room`; the next call moves the weights as the plan says.
     """
 
     topology: Topology
@@ -102,13 +102,13 @@ class Placer:
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
-        """Place a module as it is now, at a call of it; or move its weights, whatever call comes next."""
+        """Return the placed module, planned for its present state, or with weights moved by ``found``."""
         require_present(self.topology)
         model = unplaced(module)
         if self.found is not None:
-            mover, planned = self.found  # whose inputs must not stay with the module
-            with suppress(TypeError, GraphplanError):  # the call is of another thread, and fits nothing
-                _let_go(planned, mover.model_copy.part(entry).bind(args, kwargs))
+            mover, planned = self.found  # not kept by the module: it refers to inputs
+            with suppress(TypeError, GraphplanError):  # another thread's call, which does not fit
+                _offload_caches(planned, mover.model_copy.part(entry).bind(args, kwargs))
             placed = replace(self, found=None).attached(model, mover, [planned], refilled)
             mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
             return placed
@@ -119,14 +119,14 @@ class Placer:
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 
     def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str = "") -> nn.Module:
-        """A placed copy of ``model``; ``entry`` is what is called, if not the model itself."""
+        """Return the placed model for a call of ``entry``, or of the model itself if it is empty."""
         compiler, calls = self._compiler(model_copy), [EntryCall(call, entry)]
         try:
             placed = self.attached(model, compiler, plan_first(compiler, call, entry))
             return self._checked(model, placed, calls)
         except NoGraphError as error:
-            own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or own_code or self.retries:
+            runs_eagerly = isinstance(error, RunAsItIs | UntracedMethodError)
+            if self.strict or runs_eagerly or self.retries:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.options.training is not None:
@@ -139,17 +139,17 @@ class Placer:
     def _untraced(
         self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, failed: NoGraphError, entry: str
     ) -> nn.Module:
-        """A placed copy that trains through autograd alone, since its step cannot be traced."""
-        found = saved_bytes(model_copy, call.on_cpu())
-        much = "of a size that is not known" if found is None else f"about {readable_bytes(found)}"
-        warn(_UNTRACED.format(much, first_line(failed)))
+        """Return the placed model, trained by autograd alone, since its training step cannot be traced."""
+        nbytes = saved_bytes(model_copy, call.on_cpu())
+        size_text = "of a size that is not known" if nbytes is None else f"about {readable_bytes(nbytes)}"
+        warn(_UNTRACED.format(size_text, first_line(failed)))
         plain = replace(self, options=replace(self.options, training=None, grad=True))
         return plain.place(model, ModelCopy(model), call, entry)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]
     ) -> nn.Module:
-        """A placed copy of ``model``, for several calls, which may be found by rehearsing code."""
+        """Return the placed model for several calls, which ``find`` reads or rehearses."""
         compiler = self._compiler(model_copy)
         calls = find(compiler)
         try:
@@ -169,9 +169,9 @@ class Placer:
     def _hooked(
         self, model: nn.Module, model_copy: ModelCopy, calls: Sequence[EntryCall], failed: NoGraphError
     ) -> nn.Module:
-        """Run by hooks, which keep room for the call with the largest inputs."""
+        """Return the model run by hooks, with memory for the call with the largest inputs."""
         largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
-        # what differs from eager's results, or by what calls leave, is not to be traced later either
+        # results that differ from eager's, or state that calls keep, rule out later traces too
         retry = None if self.check or isinstance(failed, KeptStateError) else self._beside_hooks
         placed = fall_back(
             model, model_copy, largest, self.topology, self.options, self.source, failed, retry
@@ -180,7 +180,7 @@ class Placer:
         return in_place_of(model, placed) if self.in_place else placed
 
     def _beside_hooks(self, plan: Plan) -> Placer:
-        """What places a model at a later call, with the weights where a plan of modules has them."""
+        """Return the placer for later calls, with the weights where the plan of the hooks has them."""
         homes = plan.schedule.assignment.weights
         return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside=plan, retries=True)
 
@@ -188,10 +188,10 @@ class Placer:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
-        made = Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
+        compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
         if self.beside is not None:
-            made.keep_room_for(self.beside)
-        return made
+            compiler.keep_room_for(self.beside)
+        return compiler
 
     @property
     def _step(self) -> Differentiation | None:
@@ -200,7 +200,7 @@ class Placer:
 
     @property
     def _may_move(self) -> bool:
-        """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
+        """Whether weights may move later: no plan of the caller, hooks, disk or autograd fixes them."""
         settled = self.plan is not None or self.beside is not None or DISK in self.topology
         return not (settled or self.options.grad or self.options.training is not None)
 
@@ -212,10 +212,10 @@ class Placer:
         in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
         without: NoGraphError | None = None,
     ) -> nn.Module:
-        """A placed copy of ``model``, or itself, with the programs of what was planned and committed.
+        """Return a placed copy of ``model``, or itself, with the programs of committed plans.
 
-        ``in_place`` is how the model itself takes the placed tensors, where it does; ``without`` is why a
-        call has no program.
+        If ``self.in_place``, the model takes the placed tensors by ``in_place``. ``without`` is the reason if
+        a call has no program.
         """
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
@@ -225,9 +225,9 @@ class Placer:
         layout = compiler.layout()
         if self.in_place and owned:
             bring_back(model, layout, in_place)
-            known = model_copy.weights.tensors  # what was there holds on to memory
-            known.update(ModelWeights(model).tensors)
-        made, memory = place_model(
+            tensors = model_copy.weights.tensors  # the old tensors hold memory
+            tensors.update(ModelWeights(model).tensors)
+        placed, memory = place_model(
             model,
             model_copy.weights,
             layout,
@@ -237,8 +237,8 @@ class Placer:
             become=in_place if self.in_place else copy_to_run,
         )
         first = planned[0].plan if planned else self.known_plan
-        instead = None if first is None else computes_instead(first)
-        again = Placer(
+        main = None if first is None else computes_instead(first)
+        next_placer = Placer(
             self.topology,
             self.options,
             self.strict,
@@ -250,22 +250,22 @@ class Placer:
             programs,
             compiler.further,
             model_copy.signature,
-            again,
+            next_placer,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
-            untraced=Untraced(str(without), instead) if isinstance(without, KeptStateError) else None,
+            untraced=Untraced(str(without), main) if isinstance(without, KeptStateError) else None,
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,
             moved_for=self.moved_for,
         )
-        attach(made, state, memory)
-        if in_place is taken_over and state.guard is not None:  # constants are new, and of these values
+        attach(placed, state, memory)
+        if in_place is taken_over and state.guard is not None:  # the code's constants are of these values
             state.values = state.guard.values
         if self.warm:
             warm_activations(program.plan for program in programs)
-        return made
+        return placed
 
     def find_room(
         self,
@@ -276,12 +276,13 @@ class Placer:
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
     ) -> Placer:
-        """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
+        """Plan a call, or larger ones, with the weights on any device; nothing is moved yet.
 
-        ``known`` knows what has been traced, the last two are as in :meth:`Compiler.further`.
+        ``known`` is the compiler that has the traces; ``values`` and ``current`` are as in
+        :meth:`Compiler.further`. The returned placer moves the weights at the next call.
 
         Raises:
-            InfeasibleError: there is none.
+            InfeasibleError: no placement of the weights has room for the call.
         """
         known.model_copy.enter(modes, values, current)
         mover = known.anew()
@@ -300,16 +301,16 @@ class Placer:
         )
 
 
-def _let_go(planned: Planned, call: BoundCall) -> None:
-    """Take tensors of the caller's caches that a plan has elsewhere off their accelerators, to CPU memory.
+def _offload_caches(planned: Planned, call: BoundCall) -> None:
+    """Move tensors of the caller's caches to the CPU if the plan has them on another device.
 
-    They are replaced at the end of the call; until then they would take room that the plan gives to others.
+    They are replaced at the end of the call; until then they would take memory that the plan uses otherwise.
     """
-    if planned.capture.signature.mismatch(call) is not None:  # of another thread
+    if planned.capture.signature.mismatch(call) is not None:  # another thread's call
         return
     homes, topology = planned.plan.schedule.assignment.weights, planned.plan.topology
     for name, leaf in planned.capture.states.items():
         tensor = call.leaves[leaf]
         if tensor.device.type != CPU and tensor.device != topology[homes[name]].torch_device:
-            with suppress(RuntimeError):  # a view of it is held elsewhere
+            with suppress(RuntimeError):  # not possible if a view of it exists
                 torch.utils.swap_tensors(tensor, tensor.to(CPU))

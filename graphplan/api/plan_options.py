@@ -26,10 +26,10 @@ ExampleCall = (
     Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 )
 ExampleRun = Callable[[Any], Any]
-"""Code that makes calls of a model."""
+"""Function of a model that makes its example calls."""
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
-_GOES_WITH = {
+_ONLY_WITH = {
     "machines=": ("microbatches", "schedule", "stages_per_machine", "objective", "network"),
     "train=True": (
         *("optimizer", "optimizer_bytes_per_element", "train_outputs"),
@@ -37,13 +37,16 @@ _GOES_WITH = {
     ),
     "calls=": ("weights",),
 }
-_OF_PARTITION = ("check", "checkpoint", "compile", "grad", "plan", "strict", "warm")
-_OF_ONE_MACHINE = ("pin", "together", "balance", "calls", "weights", "train_outputs")
+_ONLY_IN_PARTITION = ("check", "checkpoint", "compile", "grad", "plan", "strict", "warm")
+_NOT_WITH_MACHINES = ("pin", "together", "balance", "calls", "weights", "train_outputs")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class PlanKeywords(TypedDict, total=False):
-    """Types of the keyword arguments that :func:`graphplan.plan` and :func:`graphplan.partition` share."""
+    """Types of the keyword arguments that :func:`graphplan.plan` and :func:`graphplan.partition` share.
+
+    :func:`graphplan.plan` documents them.
+    """
 
     dynamic_shapes: Any
     links: Links | None
@@ -76,9 +79,9 @@ class PlanKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Keyword arguments of :func:`graphplan.plan`, which says what each is; as given.
+    """The keyword arguments of :func:`graphplan.plan`, which documents them, as the caller gives them.
 
-    Its text is the same in all processes that are given the same.
+    The repr is the same in all processes that have the same arguments.
     """
 
     dynamic_shapes: Any = None
@@ -110,23 +113,23 @@ class PlanOptions:
     accumulate_gradients: bool = True
 
     def require_flags(self) -> None:
-        """Raise InputError for a flag that is none."""
-        flags = (one.name for one in fields(self) if isinstance(one.default, bool))
+        """Raise InputError for a flag that is not a bool."""
+        flags = (option.name for option in fields(self) if isinstance(option.default, bool))
         require_flags(**{name: getattr(self, name) for name in flags})
 
     def require_companions(self, *, machines: bool) -> None:
-        """Raise InputError for an argument that is given without the one that it goes with."""
+        """Raise InputError for an argument that is given without the one that it requires."""
         given = {"machines=": machines, "train=True": self.train, "calls=": self.calls is not None}
-        usual = PlanOptions()
-        for needed, names in _GOES_WITH.items():
+        defaults = PlanOptions()
+        for needed, names in _ONLY_WITH.items():
             for name in names:
-                value, default = getattr(self, name), getattr(usual, name)
-                same = value is default or (type(value) is type(default) and value == default)
-                if not given[needed] and not same:
+                value, default = getattr(self, name), getattr(defaults, name)
+                is_default = value is default or (type(value) is type(default) and value == default)
+                if not given[needed] and not is_default:
                     raise InputError(f"{name}= goes with {needed}: give both")
 
     def topology(self, max_memory: MaxMemory | None, *, grad: bool = False) -> Topology:
-        """The devices, as fast as the caller says; BudgetError or DeviceError where they cannot be read."""
+        """Return the devices with the caller's speeds; raise BudgetError or DeviceError if one is invalid."""
         grad = grad or self.train
         topology = read_max_memory(max_memory, self.links, self.reserve, grad=grad)
         for key, nbytes in topology.budgets.items():
@@ -136,60 +139,60 @@ class PlanOptions:
 
     @property
     def size_limits(self) -> SizeLimits:
-        """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
+        """``max_batch`` and ``max_length``; InputError is raised if one is invalid."""
         return SizeLimits(self.max_batch, self.max_length)
 
     def searches(self) -> bool:
-        """Whether anything is asked of a search for a plan."""
+        """Whether an option of the search for a plan is given."""
         rules = self.pin or self.together or self.balance or not (self.offload and self.cpu_compute)
         return bool(rules or self.links or self.devices or self.time_limit)
 
 
 def require_flags(**flags: object) -> None:
-    """Raise InputError for a flag that is none."""
+    """Raise InputError for a flag that is not a bool."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise InputError(f"{name} must be True or False, not {flag!r}")
 
 
 def shows_options(function: _Function) -> _Function:
-    """The function; its signature has the fields of :class:`PlanOptions` in place of ``**options``."""
-    own = inspect.signature(function)
-    named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    """Put the fields of :class:`PlanOptions` in place of ``**options`` in a function's signature."""
+    signature = inspect.signature(function)
+    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     options = inspect.signature(PlanOptions).parameters.values()
     shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
-    function.__signature__ = own.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
     return function
 
 
 def read_options(function: Callable[..., Any], given: Mapping[str, Any]) -> PlanOptions:
-    """The options of a call of a function that :func:`shows_options`; TypeError as :func:`require_known`."""
+    """Return the options that a function was called with; raise TypeError as :func:`require_known`."""
     require_known(function, given, function.__name__)
     return PlanOptions(**given)
 
 
 def require_known(function: Callable[..., Any], given: Iterable[str], called: str) -> None:
-    """Raise TypeError for an argument that a function does not take; it suggests a similar one.
+    """Raise TypeError for an argument that a function does not take; the message suggests a similar one.
 
     Args:
-        function: that :func:`shows_options`.
+        function: decorated with :func:`shows_options`.
         given: names of arguments.
-        called: the function that the caller has called.
+        called: name of the function that the caller called.
     """
     known = inspect.signature(function).parameters
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            hint = "; it is an argument of partition" if name in _OF_PARTITION else hint
+            hint = "; it is an argument of partition" if name in _ONLY_IN_PARTITION else hint
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
-    """Raise InputError for an argument that several machines do not take."""
-    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE}
+    """Raise InputError for an argument that ``machines=`` does not allow."""
+    refused = {name: getattr(asked, name) for name in _NOT_WITH_MACHINES}
     refused |= {"pin": asked.pin or None, "together": asked.together or None}
-    refused["accumulate_gradients"] = not asked.accumulate_gradients  # those of microbatches add up
+    refused["accumulate_gradients"] = not asked.accumulate_gradients  # gradients of microbatches accumulate
     for name, value in {**refused, **given}.items():
         if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

@@ -1,4 +1,4 @@
-"""``graphplan.plan``: decide where everything in a model goes, and move nothing."""
+"""``graphplan.plan``: plan where weights reside and operations run, without moving anything."""
 
 from __future__ import annotations
 
@@ -60,99 +60,101 @@ def plan(
     return_outputs: bool = True,
     **options: Unpack[PlanKeywords],
 ) -> Any:
-    """Decide where everything in ``model`` goes, and move nothing.
+    """Return a plan of where the weights of ``model`` reside and its operations run. Nothing is moved.
 
-    The model may be on the meta device, and the devices need not exist here.
+    The model may be on the meta device, and the devices need not exist on this machine.
 
     Args:
         model: any module; it is not changed.
-        max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
-            ``"cpu"``, or device names; their order is the order of preference. Other arguments may name the
-            devices in other ways (``0``, ``"cuda:0"``, ``torch.device("cuda")``). A budget covers
-            everything on the device: weights, activations, copies. None: what is free here.
-        args: example inputs by position, on any device, meta too. Without examples the model's
-            ``dummy_inputs`` serve, if it has any.
+        max_memory: device key -> budget, in bytes or as text such as ``"20GiB"``. Keys are accelerator
+            indices, ``"cpu"``, ``"disk"`` or names of torch devices; their order is the order of preference.
+            Other arguments may spell a device differently (``0``, ``"cuda:0"``, ``torch.device("cuda")``). A
+            budget covers everything on the device: weights, activations, copies. None: the memory that is
+            free on this machine.
+        args: example inputs by position, on any device, the meta device too. Without examples, the model's
+            ``dummy_inputs`` are used, if it has any.
         kwargs: example inputs by name.
-        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
-            contiguous stage of the model.
-        return_outputs: whether results go back to the device of the first tensor input.
+        machines: instead of ``max_memory``, a list with one such mapping for each machine. Each machine runs
+            a contiguous stage of the model, or several.
+        return_outputs: whether results are copied to the device of the first tensor input.
         options: the keyword arguments below; :class:`graphplan.PlanKeywords` has their types.
 
     Keyword Args:
         dynamic_shapes: as in ``torch.export.export``.
-        links: (source key, destination key) -> :class:`graphplan.Link`, in place of the default. It holds
-            in both directions unless the other is given too. By default a card that is named in ``devices``,
-            or is here and known, has what its PCIe or NVLink-C2C reaches to CPU memory: 12, 25, 55 or 400
-            GB/s. Other pairs have 25 GB/s, those with the disk 2 GB/s. Latencies are 15 microseconds, of
-            the disk 100.
-        pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
-            module runs there, and its weights live there; a parameter or buffer lives there. Of names
-            within each other the innermost counts: ``{"": 0, "lm_head": 1}``.
-        together: modules, or lists of them, that must not be split over devices.
-        offload: False for accelerators only: what does not fit them is an error.
-        cpu_compute: False where the CPU may keep weights, but not compute.
-        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        links: (source key, destination key) -> :class:`graphplan.Link`, instead of the default. A link holds
+            in both directions unless the other one is given too. By default, a GPU that is named in
+            ``devices``, or is a known one of this machine, has its PCIe or NVLink-C2C bandwidth to CPU
+            memory: 12, 25, 55 or 400 GB/s. Other pairs have 25 GB/s, and pairs with the disk 2 GB/s.
+            Latencies are 15 microseconds, with the disk 100.
+        pin: name of a module, operation, parameter or buffer -> device key or ``torch.device``. A pinned
+            module runs on the device, and its weights reside there; a pinned parameter or buffer resides
+            there. Of nested names the innermost counts: ``{"": 0, "lm_head": 1}``.
+        together: modules, or lists of modules, by name; each item must be on one device as a whole.
+        offload: False: only accelerators are used, and it is an error if the model does not fit them.
+        cpu_compute: False: the CPU may hold weights, but runs no operations.
+        balance: spread the work evenly over the accelerators: minimise the time of the slowest device's
+            share instead of the total time.
         reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
-        devices: device key -> :class:`graphplan.Speed` or the name of a card (``"H100"``), or what
-            :func:`graphplan.measure_devices` found.
-            Without, known GPUs count at their datasheet values and others at a common one.
-        calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
-            inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
-            submodule than ``forward``. One placement of the weights serves them all, keeps
-            every budget in each, and minimises the weighted sum of their seconds. What is returned is
-            the plan of the first; the others' are in its ``others``. Or a function of the model that makes
-            the calls, ``lambda m: m.decode(m.encode(x))``: it runs on zeros, and nothing is computed.
-        weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
-            that 200 decodes follow.
-        max_batch: the most samples in a call, beams counted: the size of axis 0. Memory is planned for as
-            many; without, for those of the example. With this or ``max_length``, the prefill and the decode
-            that ``generate`` of a transformers model makes after the example are planned too, and have room.
-        max_length: likewise the most tokens of a sequence, those in its cache counted: the size of axis 1 of
-            ``(batch, length)`` tokens and ``(batch, length, features)``.
-        time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
-            bound that was proven. Where none is found by then, the search goes on with the work of None, and
-            ends with the first that fits, or an error. None: some work, which is seconds where equal
-            accelerators hold the model and up to a minute where weights are streamed or memory is tight, and
-            the same result whatever the clock says.
-        capture_cache: a folder in which traces are kept for later processes, which read what they would trace
-            alike: where the same code is given a model of the same attributes and weights' shapes, and inputs
-            of the same structure and sizes. None: every process traces. A trace that no file can hold is
-            made anew, with a warning. Nothing in the folder is unpickled or run; but who can write to it
-            can change what a model computes.
-        microbatches: with ``machines``, into how many a batch is divided along its first dimension.
-        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step; or
-            ``"interleaved"``: machines take several stages each in turn, so that they wait less.
-        stages_per_machine: of ``"interleaved"``, 2 by default.
-        objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
-            ``"throughput"`` for those of a whole batch.
+        devices: device key -> :class:`graphplan.Speed` or the name of a GPU (``"H100"``); or the
+            :class:`graphplan.Measurements` of :func:`graphplan.measure_devices`. By default, known GPUs of
+            this machine have their datasheet speeds, and other accelerators a common default.
+        calls: several example calls, instead of ``args`` and ``kwargs``. Each is a mapping of named inputs, a
+            pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a submodule.
+            One placement of the weights serves all calls, keeps the budgets in each, and minimises the
+            weighted sum of their times. The plan of the first is returned; its ``others`` has the other
+            plans. Or a function that calls the model, ``lambda m: m.decode(m.encode(x))``: it runs on zeros
+            to find the calls, and nothing is computed.
+        weights: weight of each of ``calls`` in that sum, 1 by default: ``[1, 200]`` for a prefill that 200
+            decode steps follow.
+        max_batch: largest batch size (axis 0, beams included) to plan memory for; by default the example's.
+            With ``max_batch`` or ``max_length``, the prefill and the decode step of a transformers model's
+            ``generate`` are planned after the example too, so that they have room.
+        max_length: largest sequence length, cached tokens included, to plan memory for: the size of axis 1 of
+            ``(batch, length)`` tokens and of ``(batch, length, features)``.
+        time_limit: seconds for the search, after the trace. The best placement found by then is returned,
+            with the lower bound proven by then. If none is found by then, the search goes on as for None, and
+            ends with the first that fits, or an error. None: a fixed amount of work, whose result does not
+            depend on the clock. It takes seconds if identical accelerators hold the model, and up to a
+            minute if weights are streamed or memory is tight.
+        capture_cache: a folder that stores traces for later processes. A stored trace is used if the code,
+            the model's attributes, the shapes of its weights, and the structure and sizes of the inputs are
+            the same. A trace that cannot be stored is made again in each process, with a warning. Nothing in
+            the folder is unpickled or run, but whoever can write to it can change what a model computes.
+            None: every process traces.
+        microbatches: with ``machines``, number of microbatches into which a batch is divided along axis 0.
+        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``, which differ in the memory of a training step,
+            or ``"interleaved"``: each machine has several stages, so that it waits less.
+        stages_per_machine: number of stages on each machine with ``schedule="interleaved"``, 2 by default.
+        objective: with ``machines``, ``"latency"`` minimises the time of one microbatch, and
+            ``"throughput"`` the time of a whole batch.
         network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
-        train: plan a training step instead of a forward pass: forward, backward and the optimizer's step,
-            with gradients, saved activations and the optimizer's state within the budgets. It is planned in
-            the modes that the model is in (``model.train()``), for the sizes of the example, or those up to
-            ``max_batch`` and ``max_length``.
-        optimizer: class of the optimizer, or a function from parameters to one, such as
-            ``functools.partial(torch.optim.SGD, momentum=0.9)``: a dry step shows what it keeps. None counts
-            no state.
-        optimizer_bytes_per_element: bytes of state for each element of a parameter, instead of a dry step.
-        train_outputs: names of the results that backward starts from; by default ``"loss"``, or where no
-            result has this name, all that have a gradient.
-        recompute: False: nothing of the forward pass is computed again in the backward pass.
-        offload_activations: False: what the backward pass reads stays on the device where it was made.
+        train: plan a training step: forward pass, backward pass and optimizer step, with gradients, saved
+            activations and optimizer state within the budgets. It is planned for the modes that the model
+            is in (``model.train()``), and for the example's sizes or those up to ``max_batch`` and
+            ``max_length``.
+        optimizer: class of the optimizer, or a function from parameters to an optimizer, such as
+            ``functools.partial(torch.optim.SGD, momentum=0.9)``. A dry step shows the state that it keeps.
+            None counts no state.
+        optimizer_bytes_per_element: bytes of optimizer state per element of a parameter, instead of a dry
+            step.
+        train_outputs: names of the results that the backward pass starts from; by default ``"loss"``, or if
+            no result has this name, all that have a gradient.
+        recompute: False: no activation is recomputed in the backward pass.
+        offload_activations: False: saved activations stay on the device that computed them.
         accumulate_gradients: False: no parameter has a gradient when a forward pass begins, as after
-            ``optimizer.zero_grad()``, so that gradients take memory from where they are made on only. A
-            forward pass that begins with one, for evaluation too, is then an error.
+            ``optimizer.zero_grad()``, so gradients take memory only from the time they are computed. A
+            forward pass that begins with a gradient, for evaluation too, is then an error.
 
     Returns:
         a :class:`graphplan.Plan`; with ``machines``, a :class:`graphplan.ClusterPlan`.
 
     Raises:
-        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
-        InputError: the inputs do not fit the model, or there are none, or another argument is not what it
-            should be.
-        PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
+        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` is invalid.
+        InputError: the inputs do not fit the model, there are none, or another argument is invalid.
+        PlanError: ``pin`` or ``together`` names something that does not run, or they contradict each other.
         LimitError: an example is larger than ``max_batch`` or ``max_length``.
         CaptureError: the model cannot be traced.
-        InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
+        InfeasibleError: no placement fits; the error names budgets that suffice.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     asked = read_options(plan, options)

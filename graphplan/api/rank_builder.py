@@ -1,4 +1,4 @@
-"""What one rank runs of a model over several machines, of the first call and of calls of other sizes."""
+"""Build the module that one rank runs, for the first call and for calls of other sizes."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ logger = logging.getLogger("graphplan")
 
 @dataclass(slots=True)
 class RankBuilder:
-    """Makes what one rank runs.
+    """Builds the module of one rank.
 
     Attributes:
         request: the whole model, whose weights may be on the meta device, and the caller's options.
-        captures: of the whole model: they trace one microbatch, for its sizes or larger ones.
+        captures: traces of one microbatch of the whole model, for its sizes or larger ones.
         cluster: all machines.
-        plan: of all machines.
-        source: a checkpoint to read weights from.
+        plan: the plan for all machines.
+        source: checkpoint to read weights from.
         everywhere: whether all ranks get results.
-        stages: of this rank, placed, in order.
-        order: the operations of the plan's call.
-        traces: of the model, and whether caches stay -> name of what stages are cut out of.
-        cuts: by the trace of a call, and what :meth:`_key` adds.
-        runners: by that and by the sizes of what crosses the network.
-        traffic: bytes that this rank has sent, by name of the value.
-        group: of the ranks that have stages; None for all.
-        dims: name of a tensor of the example -> how many dimensions it has.
-        divided: what was divided in the example.
+        divided: tensors of the example -> whether they are divided into microbatches.
+        stages: this rank's placed stages, in order.
+        order: names of the operations of the planned call.
+        traces: (trace of the model, whether caches stay) -> its name, as stages know it.
+        cuts: key of a call, as :meth:`_key` returns it -> this rank's part of it.
+        runners: (that key, sizes of the values that cross the network) -> what runs it.
+        traffic: name of a value -> bytes that this rank has sent of it.
+        group: the ranks that have stages; None for all.
+        dims: name of a tensor of the example -> number of its dimensions.
     """
 
     request: Request
@@ -82,11 +82,11 @@ class RankBuilder:
     dims: dict[str, int] = field(default_factory=dict)
 
     def build(self, annotator: Annotator) -> ClusterModule:
-        """The module that the rank calls."""
+        """Return the module that the rank calls."""
         self.group = group_of(self.plan.used)
-        asked = annotator.capture.signature
-        leaves = zip(asked.names, asked.leaves, strict=True)
-        self.dims = {name: len(one.shape) for name, one in leaves if isinstance(one, TensorLeaf)}
+        signature = annotator.capture.signature
+        leaves = zip(signature.names, signature.leaves, strict=True)
+        self.dims = {name: len(item.shape) for name, item in leaves if isinstance(item, TensorLeaf)}
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
         weights, rank = self._weights(), dist.get_rank()
@@ -99,9 +99,9 @@ class RankBuilder:
             if stage.machine == rank
         }
         self.stages = on_all("placing the stages", lambda: self._place(cuts))
-        joined = on_all("joining the stages", lambda: in_stages([one.placed for one in self.stages]))
+        joined = on_all("joining the stages", lambda: in_stages([item.placed for item in self.stages]))
         model, options = self.request.model, self.request.options
-        made = ClusterModule(
+        module = ClusterModule(
             self.plan,
             joined,
             self.request.model_copy.signature,
@@ -112,15 +112,15 @@ class RankBuilder:
             shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
             divided=self.divided,
         )
-        made.generate_with(generator_of(model, made.forward_in_place, self._ranks[-1], self.traffic))
-        return made
+        module.generate_with(generator_of(model, module.forward_in_place, self._ranks[-1], self.traffic))
+        return module
 
     @property
     def _ranks(self) -> list[int]:
         return [stage.machine for stage in self.plan.stages]
 
     def _shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameter that stages of several ranks read -> these ranks."""
+        """Return parameter -> ranks whose stages read it, for parameters that several ranks read."""
         parameters, readers = self.request.model_copy.weights.parameters, dict[str, tuple[int, ...]]()
         for stage in self.plan.stages:
             for name in stage.plan.graph.weights.keys() & parameters:
@@ -128,20 +128,20 @@ class RankBuilder:
         return {name: ranks for name, ranks in sorted(readers.items()) if len(ranks) > 1}
 
     def _weights(self) -> ModelWeights:
-        """The model's, with the data from rank 0 of what this rank's stage reads and has no data for."""
+        """Return the model's weights; rank 0 sends data that this rank's stages read and the rank lacks."""
         weights = self.request.model_copy.weights
         if self.source is not None:
             return weights
         lacking = ranks_without_data(weights.tensors)
         wanted = {}
         for rank in lacking:
-            read = (name for stage in self.plan.stages_of(rank) for name in stage.plan.graph.weights)
-            wanted[rank] = [name for name in dict.fromkeys(read) if name in weights.tensors]
-        found = copy.copy(weights)
-        found.tensors = dict(weights.tensors)
+            names = (name for stage in self.plan.stages_of(rank) for name in stage.plan.graph.weights)
+            wanted[rank] = [name for name in dict.fromkeys(names) if name in weights.tensors]
+        with_data = copy.copy(weights)
+        with_data.tensors = dict(weights.tensors)
         for name, data in send_weights(weights.tensors, wanted).items():
-            found.tensors[name] = like(weights.tensors[name], data, {})
-        return found
+            with_data.tensors[name] = like(weights.tensors[name], data, {})
+        return with_data
 
     def _place(self, cuts: Mapping[int, StageSource]) -> list[RankStage]:
         machine, options = self.cluster.machines[dist.get_rank()], self.request.options
@@ -154,13 +154,14 @@ class RankBuilder:
         ]
 
     def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
-        """How calls like this one are run, on all ranks at once: traced anew where sizes are new.
+        """Return how to run calls of this form; all ranks call it at once. New sizes are traced.
 
-        While text is generated, there is to be room for more of it, if there is.
+        While text is generated, memory is planned for longer text, if there is room.
 
         Raises:
-            InputError: the call takes caches, which only ``generate`` keeps where they are; or a tensor that
-                is divided has other dimensions than the example's, so that its first may be no batch.
+            InputError: the call changes its arguments, such as caches, which only ``generate`` may; or a
+                tensor has another number of dimensions than in the example, so that its first may not be the
+                batch.
         """
         if self.plan.microbatches > 1 and not form.caches_stay:
             self._require_batches(micro)
@@ -181,10 +182,10 @@ class RankBuilder:
                 )
 
     def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
-        stay = form.caches_stay
+        caches_stay = form.caches_stay
         annotator = self._annotated(micro, form, ahead)
         capture, key = annotator.capture, self._key(annotator, form)
-        if capture.given and not stay:
+        if capture.given and not caches_stay:
             raise InputError(
                 f"{', '.join(capture.given)}: over several machines no argument is changed; generate() keeps "
                 "caches"
@@ -195,9 +196,9 @@ class RankBuilder:
                 "placing a call of other sizes", lambda: self._cut(annotator, wires, form)
             )
         return ClusterCall(
-            self._runner(key, wires, 1 if stay else self.plan.microbatches),
+            self._runner(key, wires, 1 if caches_stay else self.plan.microbatches),
             capture.inputs_in,
-            [wires.of(name) for name in results_of(capture, caches_stay=stay)],
+            [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
             lambda results, call: rebuild_result(capture, wires, results, call),
             self._ranks[-1],
             lambda loss: self._trainer(
@@ -207,34 +208,34 @@ class RankBuilder:
         )
 
     def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
-        """The call, traced; only where that is new, ranks tell each other."""
+        """Return the traced call; ranks communicate only if it is new."""
         try:
-            found = self.captures.annotated(micro, ahead=ahead)
-        except Exception as error:  # whatever it is, all ranks are to hear of it
+            annotator = self.captures.annotated(micro, ahead=ahead)
+        except Exception as error:  # of any kind: all ranks must raise
             tell_all("tracing the model", error)
             raise
-        if self._key(found, form) not in self.cuts:
+        if self._key(annotator, form) not in self.cuts:
             tell_all("tracing the model", None)
             require_same({"the inputs of this call": repr(form)})
-        return found
+        return annotator
 
     def _key(self, annotator: Annotator, form: Form) -> Hashable:
-        """What a call is cut by: a training step has sizes of its own, a forward pass serves several."""
+        """Return the key of a call in ``cuts``; only training steps are cut anew for each size."""
         planned = form.trains and self.cluster.flight.train
         return id(annotator), form.caches_stay, form.call if planned else None
 
     def _trace(self, annotator: Annotator, caches_stay: bool = False) -> str:
-        """Which trace of the model this is."""
+        """Return the name of a trace of the model."""
         return self.traces.setdefault((annotator, caches_stay), f"trace_{len(self.traces)}")
 
     def _trained(self, annotator: Annotator) -> frozenset[str]:
-        """Values of which gradients are sent back in a training step."""
+        """Return the values whose gradients are sent back in a training step."""
         if not self.request.options.differentiates:
             return frozenset()
         return trained_values(annotator.capture, trainable(self.request.model_copy.weights))
 
     def _cut(self, annotator: Annotator, wires: Wires, form: Form) -> _RankCut:
-        """Where a call is cut, this rank's stages placed."""
+        """Cut a call into stages, and let this rank's placed stages serve it."""
         rank, trains = dist.get_rank(), form.trains and self.cluster.flight.train
         boundaries = Boundaries(annotator.graph(), form.caches_stay)
         positions = self._positions(boundaries)
@@ -243,12 +244,12 @@ class RankBuilder:
         trained = wires.trained if trains else frozenset[str]()
         shared = {name for name, ranks in self._shared_parameters().items() if rank in ranks}
         sources = []
-        for own in self.stages:
-            span = positions[own.index], positions[own.index + 1]
+        for stage in self.stages:
+            span = positions[stage.index], positions[stage.index + 1]
             cut = stage_source(
                 annotator, boundaries, weights, *span, trained, self._trace(annotator, form.caches_stay)
             )
-            sources.append(own.serve(cut, wires, flight, shared, trains=trains))
+            sources.append(stage.serve(cut, wires, flight, shared, trains=trains))
         return _RankCut(tuple(sources), crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
@@ -257,26 +258,26 @@ class RankBuilder:
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
     def _runner(self, key: Hashable, wires: Wires, microbatches: int) -> StageRunner | None:
-        """What runs this rank's stages, if it has any: another on all ranks where any size is new."""
-        known = self.cuts[key]
+        """Return what runs this rank's stages, or None; new sizes get a new runner on all ranks."""
+        cut = self.cuts[key]
         if not self.stages:
             return None
-        sizes = key, tuple(map(wires.of, known.crossing))
+        sizes = key, tuple(map(wires.of, cut.crossing))
         if sizes not in self.runners:
-            self.runners[sizes] = self._new_runner(known, wires, microbatches)
+            self.runners[sizes] = self._new_runner(cut, wires, microbatches)
         return self.runners[sizes]
 
     def _new_runner(
         self, known: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
     ) -> StageRunner:
         programs, schedule = [], self.plan.schedule
-        for own, source in zip(self.stages, known.sources, strict=True):
+        for stage, source in zip(self.stages, known.sources, strict=True):
             cut, trains = source.cut, source.step is not None or self.request.options.training is None
             received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
             programs.append(
                 StageProgram(
-                    own.index,
-                    own.placed,
+                    stage.index,
+                    stage.placed,
                     cut.trace,
                     cut.inputs,
                     cut.outputs,
@@ -291,25 +292,25 @@ class RankBuilder:
     def _trainer(
         self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
     ) -> StageRunner | None:
-        """What runs this rank's stages forward and backward, if it has any."""
+        """Return what runs this rank's stages forward and backward, or None if it has none."""
         if not self.stages or not self.request.options.differentiates:
             return None
         known = self.cuts[key]
         names = known.sources[-1].cut.sent
 
-        def loss_of(made: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-            return loss(rebuild(dict(zip(names, made, strict=True))), target)
+        def loss_of(results: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+            return loss(rebuild(dict(zip(names, results, strict=True))), target)
 
         return self._new_runner(known, wires, self.plan.microbatches, loss_of)
 
 
 @dataclass(frozen=True, slots=True)
 class _RankCut:
-    """Where a call is cut.
+    """This rank's part of a call that is cut into stages.
 
     Attributes:
-        sources: of this rank's stages, in order.
-        crossing: the names of the values at all cuts, the same on all ranks.
+        sources: this rank's stages, in order.
+        crossing: names of the values at all cuts, the same on all ranks.
     """
 
     sources: tuple[StageSource, ...]

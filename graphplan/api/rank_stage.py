@@ -1,4 +1,4 @@
-"""One stage of a model over several machines, on its rank: for the first call, and calls of other sizes."""
+"""One placed stage on its rank, for the first call and for calls of other sizes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RankStage:
     """A placed stage.
 
     Attributes:
-        index: of the stage.
-        after: how many stages follow it.
-        machine: its devices, less what the machine's other stages have of them.
-        compiler: of the stage.
-        placed: the stage.
+        index: index of the stage among all stages.
+        after: number of stages that follow it.
+        machine: the machine's devices, without what its other stages take.
+        compiler: the stage's compiler.
+        placed: the stage's placed module.
     """
 
     index: int
@@ -55,9 +55,9 @@ class RankStage:
         *,
         after: int,
     ) -> RankStage:
-        """Place a stage as planned, over all devices of its machine; ``after`` stages follow it."""
-        own = withholding(machine, stage.beside_bytes)
-        topology = withholding(with_buffers(own, stage.buffer_bytes), stage.kept_bytes)
+        """Return a stage, placed as planned over the devices of its machine; ``after`` stages follow it."""
+        devices = withholding(machine, stage.beside_bytes)
+        topology = withholding(with_buffers(devices, stage.buffer_bytes), stage.kept_bytes)
         require_present(topology)
         if options.training is not None:
             cut = with_step(cut)
@@ -65,26 +65,26 @@ class RankStage:
         planned = compiler.plan(cut.example("cpu"))
         compiler.commit(planned)
         placer = Placer(topology, options, strict=True, source=source, plan=stage.plan)
-        return cls(index, after, own, compiler, placer.attached(cut.module, compiler, [planned]))
+        return cls(index, after, devices, compiler, placer.attached(cut.module, compiler, [planned]))
 
     def serve(
         self, cut: StageSource, wires: Wires, flight: Flight, shared: Set[str], *, trains: bool
     ) -> StageSource:
-        """Have the stage serve calls of other sizes.
+        """Let the stage serve calls of other sizes, and return ``cut``, with its training step if it has one.
 
         Args:
-            cut: the stage of such a call.
-            wires: what is on the network in it.
-            flight: microbatches and their schedule.
+            cut: the stage, cut out of such a call.
+            wires: the tensors on the network in it.
+            flight: the microbatches and their schedule.
             shared: parameters that other ranks read too.
-            trains: whether a planned training step follows.
+            trains: whether the call is a planned training step.
 
         Raises:
-            InfeasibleError: there is no room.
+            InfeasibleError: the stage has no room for the call.
         """
-        if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
+        if not cut.cut.outputs:  # it computes nothing in such calls, as an encoder in a decode step
             return cut
-        values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
+        values, topology = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
         if trains:
             cut = with_step(cut, values)
             if self._has_step(cut, values):
@@ -99,11 +99,11 @@ class RankStage:
             cut.drop_from(self.compiler)
             raise
         finally:
-            self.compiler.topology = usual
+            self.compiler.topology = topology
         return cut
 
     def _has_step(self, cut: StageSource, values: Sequence[Any]) -> bool:
-        """Whether a training step of these sizes has been placed, as that of the example."""
+        """Whether a training step of these sizes is placed already, such as the example's."""
         state: Any = self.placed._graphplan
         steps = (program for program in state.programs if program.backward is not None)
         call = cut.example(values=values)
@@ -112,7 +112,7 @@ class RankStage:
     def _withhold(
         self, cut: StageSource, wires: Wires, values: Sequence[Any], flight: Flight, shared: Set[str]
     ) -> None:
-        """Let the compiler leave room for the microbatches in flight of a training step of these sizes."""
+        """Withhold memory from the compiler for the other microbatches in flight in a training step."""
         compiler = self.compiler
         received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
         machine = with_buffers(self.machine, buffer_bytes(received, sent, flight, last=not self.after))
@@ -122,5 +122,5 @@ class RankStage:
             return compiler.plan(cut.example(values=values)).plan
 
         limits = Limits.within(compiler.options.time_limit)
-        found = plan_step(plan_beside, flight.kept(self.after) - 1, shared, limits)
-        compiler.topology = withholding(machine, found.withheld)
+        step_plan = plan_step(plan_beside, flight.kept(self.after) - 1, shared, limits)
+        compiler.topology = withholding(machine, step_plan.withheld)

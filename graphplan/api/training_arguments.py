@@ -1,4 +1,4 @@
-"""What a caller says of training, read once."""
+"""Read and check a caller's arguments for training."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from graphplan.passes.training.optimizer_memory import optimizer_memory
 def read_training(
     asked: PlanOptions, model_copy: ModelCopy, unsupported: Mapping[str, Any]
 ) -> Training | None:
-    """What is to be trained, and how; None for a forward pass alone.
+    """Return the parameters to train and how; None for a forward pass alone.
 
-    ``unsupported``: name -> value of arguments that are not combined with training.
+    ``unsupported``: name -> value of arguments that cannot be given with ``train=True``.
     """
     if not asked.train:
         return None
     for name, value in unsupported.items():
         if value:
             raise InputError(f"train=True does not take {name}")
-    outputs = _outputs(asked.train_outputs)
+    outputs = _read_outputs(asked.train_outputs)
     _require_one_optimizer(asked)
     weights = model_copy.weights
     required = trainable(weights)
     trained = tuple(name for name in weights.tensors if name in required)
     if not trained:
         raise InputError("train=True: no parameter of the model requires a gradient")
-    kinds = {weights.tensors[name].dtype for name in trained}
-    later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in kinds}
+    dtypes = {weights.tensors[name].dtype for name in trained}
+    later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in dtypes}
     memory = optimizer_memory(later, asked.optimizer, asked.optimizer_bytes_per_element)
     allowed = asked.recompute, asked.offload_activations, asked.accumulate_gradients
     return Training(memory, trained, outputs, *allowed)
@@ -53,7 +53,7 @@ def _require_one_optimizer(asked: PlanOptions) -> None:
         )
 
 
-def _outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def _read_outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
     names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
