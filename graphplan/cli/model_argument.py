@@ -1,7 +1,7 @@
-"""The model that a word on the command line names: a transformers configuration, or a factory.
+"""Load the model that the command line names: a transformers configuration, or a factory.
 
-Of a folder only ``config.json`` is read. Weights are not, so that nothing is unpickled; code is not,
-unless the caller trusts it. The model has no data, unless it is asked for: it is built on the meta device.
+Only ``config.json`` is read from a folder: no weights, so that nothing is unpickled, and no code unless the
+caller trusts it. By default the model is built on the meta device, without data.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of a model and of its example inputs.
+    """The command line's options for a model and its example inputs.
 
     Attributes:
-        batch: of the example inputs; None for 1, or for what a factory gives.
+        batch: batch size of the example inputs; None for 1, or for the factory's own inputs.
         length: as in :func:`graphplan.cli.example_inputs.example_inputs`.
-        dtype: name of a floating dtype of torch, or None for the model's own.
+        dtype: name of a floating-point dtype of torch; None for the model's own.
         trust_remote_code: whether code from a model folder may run.
-        meta: whether a factory runs with torch's default device set to meta.
-        data: whether a model of a configuration has data, newly initialised.
+        meta: whether a factory runs with the meta device as torch's default.
+        data: whether a model built from a configuration has newly initialised data.
     """
 
     batch: int | None = None
@@ -52,20 +52,20 @@ class Ask:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype."""
+        """The dtype, or None; InputError is raised for an unknown name."""
         if self.dtype is None:
             return None
-        found = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
                 f"--dtype {self.dtype!r} is no floating dtype: write bfloat16, float16 or float32"
             )
-        return found
+        return dtype
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model without data, named by its class, with example inputs by position and by name."""
+    """A model, the name of its class, and example inputs by position and by name."""
 
     name: str
     model: nn.Module
@@ -74,20 +74,23 @@ class NamedModel:
 
     @property
     def inputs(self) -> str:
-        """The example inputs for people: ``input_ids (1, 512)``."""
+        """The example inputs as text: ``input_ids (1, 512)``."""
         named = [*((f"argument {i}", x) for i, x in enumerate(self.args)), *self.kwargs.items()]
         texts = (f"{n} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(n) for n, x in named)
         return ", ".join(texts) or "none"
 
 
 def load_named(word: str, ask: Ask) -> NamedModel:
-    """The model that ``word`` names, built while a spinner turns.
+    """Return the model that ``word`` names, built while a spinner is shown.
 
     Args:
         word: a folder with a ``config.json`` of transformers, that file, or ``package.module:factory``. A
-            factory is called without arguments, and returns a module, or a module and its example inputs:
-            a mapping, or a tuple.
-        ask: of what dtype it is, and what its example inputs are.
+            factory takes no arguments, and returns a module, or a module and its example inputs, which are
+            a mapping or a tuple.
+        ask: options for the model and its example inputs.
+
+    Raises:
+        InputError: there is no such model, or it cannot be built.
     """
     path = Path(word)
     with working(f"building {word}"):
@@ -120,11 +123,11 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
             trust_remote_code=ask.trust_remote_code,
             local_files_only=True,
         )
-        forget_attention(config)  # what the file asks for may be a kernel to download
+        forget_attention(config)  # the attention of the file may be a kernel to download
         model = _build(config, ask)
     except GraphplanError:
         raise
-    except Exception as error:  # transformers raises anything for a configuration that it cannot use
+    except Exception as error:  # transformers may raise anything for a bad configuration
         raise InputError(f"no model comes of {str(file)!r}: {_reason(error, config_file=file)}") from error
     if getattr(config, "quantization_config", None) is not None:
         warn(
@@ -137,22 +140,22 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
 
 
 def _build(config: Any, ask: Ask) -> nn.Module:
-    """The class that the configuration names; code of its own where that is trusted."""
+    """Build the class that the configuration names; its own code runs only if it is trusted."""
     trusted = ask.trust_remote_code
     import transformers  # optional package
 
-    own = getattr(config, "auto_map", None) or {}
-    auto_class = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
+    auto_map = getattr(config, "auto_map", None) or {}
+    auto_class = next((n for n in auto_map if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
-    found = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
+    model_class = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
     with torch.device("cpu" if ask.data else "meta"):
-        if trusted and auto_class in own:
-            made: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
-        elif found is not None:
-            made = found(config)
+        if trusted and auto_class in auto_map:
+            model: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
+        elif model_class is not None:
+            model = model_class(config)
         else:
-            made = transformers.AutoModel.from_config(config, trust_remote_code=False)
-    return made
+            model = transformers.AutoModel.from_config(config, trust_remote_code=False)
+    return model
 
 
 def _reason(error: Exception, config_file: Path) -> str:
@@ -168,13 +171,13 @@ def _reason(error: Exception, config_file: Path) -> str:
 
 
 def of_model(error: Exception) -> Exception:
-    """What a model raises for its example inputs, as an error of ours; an error in our own code as it is."""
+    """Return InputError for an error in a model's code; return an error in graphplan's own code as it is."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours, torchs = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (graphplan, torch))
-    if frames[-1].filename.startswith(ours):
+    own_dir, torch_dir = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (graphplan, torch))
+    if frames[-1].filename.startswith(own_dir):
         return error
-    own = [frame for frame in frames if not frame.filename.startswith((ours, torchs))]
-    place = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    others = [frame for frame in frames if not frame.filename.startswith((own_dir, torch_dir))]
+    place = f" ({others[-1].filename}:{others[-1].lineno}, in {others[-1].name})" if others else ""
     text = " ".join(str(error).split())
     return InputError(f"the model does not take its example inputs: {type(error).__name__}: {text}{place}")
 
@@ -182,17 +185,17 @@ def of_model(error: Exception) -> Exception:
 def _of_factory(word: str, ask: Ask) -> NamedModel:
     module_name, _, path = word.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: modules of the current folder
+        sys.path.insert(0, "")  # as with `python -m`: modules of the current folder
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
         for part in path.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
         with torch.device("meta" if ask.meta else "cpu"):
-            made = found() if callable(found) and not isinstance(found, nn.Module) else found
+            result = target() if callable(target) and not isinstance(target, nn.Module) else target
     except Exception as error:  # the caller's own code may raise anything
         text = " ".join(str(error).split())
         raise InputError(f"no model comes of {word!r}: {type(error).__name__}: {text}") from error
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(f"{word!r} gives {model!r:.60}, not a torch.nn.Module, or one and its inputs")
     dtype = ask.torch_dtype

@@ -1,4 +1,4 @@
-"""Plans of the model that the command line names, for devices that need not exist."""
+"""Plan the model that the command line names, for devices that need not exist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphplan.errors import GraphplanError, InfeasibleError
 from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
 from graphplan.passes.placement.problem import Problem
 
-_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
+_ROOMY = 1 << 50  # bytes of each device if only the graph is wanted
 
 
 def compared(named: NamedModel, topology: Topology) -> list[Baseline]:
-    """Our plan, and the device maps of accelerate and transformers, by the same evaluator."""
+    """Return rows of graphplan's plan and of the device maps of accelerate and transformers."""
     with working(f"tracing and planning {named.name}"):
         row, problem = _judge_ours(named, topology)
     with working("computing the maps of accelerate and transformers"):
@@ -30,11 +30,11 @@ def compared(named: NamedModel, topology: Topology) -> list[Baseline]:
 
 
 def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Problem]:
-    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
+    """Return graphplan's row, and the problem for the others; without a plan, from one with more memory."""
     start = time.perf_counter()
     try:
-        found = planned(named, topology)
-        return ours(found, time.perf_counter() - start), plain_problem(found)
+        our_plan = planned(named, topology)
+        return ours(our_plan, time.perf_counter() - start), plain_problem(our_plan)
     except InfeasibleError as error:
         row = Baseline("graphplan", error=as_typed(str(error)), planning=time.perf_counter() - start)
     roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
@@ -42,9 +42,9 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Proble
 
 
 def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
-    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
+    """Return a plan for described devices; ``constraints`` are arguments of :func:`graphplan.plan`."""
     try:
-        made: Plan = graphplan.plan(
+        result: Plan = graphplan.plan(
             named.model,
             topology.budgets,
             named.args,
@@ -58,4 +58,4 @@ def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
         raise
     except Exception as error:  # the model's own code may raise anything
         raise of_model(error) from error
-    return made
+    return result

@@ -1,7 +1,7 @@
-"""Carry out a saved plan: place the model as it says, run its example inputs, measure.
+"""Carry out a saved plan: place the model as it says, run its example inputs, and measure.
 
-The weights are those of the folder where it has safetensors files. Of a configuration alone they are newly
-initialised: they decide what is computed, and neither its bytes nor its time.
+Weights are read from the folder's safetensors files. If there are none, weights are newly initialised: their
+values affect the results, but neither bytes nor times.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from graphplan.runtime.simulate.simulation import simulate
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What was measured.
+    """Measurements of a placed model.
 
     Attributes:
         named: the model and its inputs.
-        profile: of one forward pass, with marks between the operations.
-        seconds: of another without marks, from inputs on the CPU to results there.
-        simulated: whether the accelerators were.
+        profile: profile of one forward pass, with marks between the operations.
+        seconds: seconds of another pass without marks, from inputs on the CPU to results there.
+        simulated: whether the accelerators were simulated.
     """
 
     named: NamedModel
@@ -45,7 +45,7 @@ class RunResult:
 
     @property
     def over(self) -> dict[DeviceKey, int]:
-        """Device key -> bytes by which the measured peak passes the planned one, where it does."""
+        """Device key -> bytes by which the measured peak exceeds the planned one, if it does."""
         planned = self.profile.plan.peak_bytes
         return {key: n - planned[key] for key, n in self.profile.peak_bytes.items() if n > planned[key]}
 
@@ -53,15 +53,15 @@ class RunResult:
 def run_plan(
     plan: Plan, word: str, ask: Ask, *, simulated: bool, capture_cache: Path | None = None
 ) -> RunResult:
-    """Run the example inputs of a model, placed as a plan of one forward pass says, without a search.
+    """Place a model as a plan of a forward pass says, without a search, and run its example inputs.
 
-    ``word`` and ``ask`` are as for :func:`load_named`; if ``simulated``, so are the plan's accelerators, on
-    the CPU.
+    ``word`` and ``ask`` are as for :func:`load_named`. If ``simulated``, the CPU simulates the plan's
+    accelerators.
 
     Raises:
-        PlanError: the plan is of another model, other inputs, or other versions.
+        PlanError: the plan is for another model, other inputs, or other versions.
         DeviceError: this machine lacks a device of the plan.
-        InputError: no such model, it does not run, or the plan is of a training step.
+        InputError: the model does not exist or does not run, or the plan is for a training step.
     """
     if plan.graph.trains:
         raise InputError("the plan is of a training step, and this runs forward passes: use partition(plan=)")
@@ -69,12 +69,12 @@ def run_plan(
         plan = on_simulated_devices(plan)
     sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
     with simulate(sizes) if simulated else nullcontext():
-        # before the model is built
+        # checked before the model is built
         require_present(plan.topology, "Add --simulate to run the plan on the CPU")
         named = load_named(word, replace(ask, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
         try:
-            placed = _placed(plan, word, ask, named, (args, kwargs), capture_cache)
+            placed = _place_model(plan, word, ask, named, (args, kwargs), capture_cache)
             placed(*args, **kwargs)
             start = time.perf_counter()
             placed(*args, **kwargs)
@@ -88,7 +88,7 @@ def run_plan(
 
 
 def on_simulated_devices(plan: Plan) -> Plan:
-    """The same plan for simulated accelerators."""
+    """Return the plan with simulated accelerators in place of its own."""
     accelerators = plan.topology.accelerators
     if not accelerators:
         raise InputError("the plan is for no accelerator: there is nothing to simulate")
@@ -100,7 +100,7 @@ def on_simulated_devices(plan: Plan) -> Plan:
 
 
 def _index(spec: DeviceSpec) -> int:
-    """Of an accelerator, of a kind that torch need not know here."""
+    """Return the index of an accelerator, whose type torch need not know here."""
     return int(spec.device.partition(":")[2] or 0)
 
 
@@ -108,7 +108,7 @@ def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
-def _placed(
+def _place_model(
     plan: Plan, word: str, ask: Ask, named: NamedModel, example: Any, capture_cache: Path | None
 ) -> Any:
     args, kwargs = example

@@ -1,4 +1,4 @@
-"""What the command prints of a plan, a comparison and devices. In JSON sizes are bytes, times seconds."""
+"""Text and JSON of plans, runs, comparisons and devices. In JSON, sizes are bytes and times seconds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from graphplan.ir.schedule import prefetch_bytes
 from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
 
-if TYPE_CHECKING:  # what makes them takes seconds to import, which a plan that is shown does not wait for
+if TYPE_CHECKING:  # their modules take seconds to import, which `graphplan show` must not wait for
     from graphplan.cli.demo import DemoResult
     from graphplan.cli.plan_run import RunResult
     from graphplan.integrations.accelerate.comparison import Baseline
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
-    """The figures of ``plan.summary()``, and the device map."""
+    """Return the figures of ``plan.summary()`` and the device map, for JSON."""
     buffers = prefetch_bytes(plan.schedule.prefetch_buffers)
     return {
         "operations": len(plan.graph.operations),
@@ -54,7 +54,7 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
 
 
 def run_digest(result: RunResult) -> dict[str, Any]:
-    """The measured seconds and peaks beside the planned ones."""
+    """Return measured and planned seconds and peaks, for JSON."""
     profile = result.profile
     return {
         "model": result.named.name,
@@ -75,7 +75,7 @@ def run_digest(result: RunResult) -> dict[str, Any]:
 
 
 def run_text(result: RunResult) -> str:
-    """The same for people."""
+    """Return the measurements as text."""
     lines = [result.profile.summary(), "", f"without marks between operations: {time_text(result.seconds)}"]
     if result.simulated:
         lines.append("accelerators were simulated on the CPU: peaks are theirs, times are not")
@@ -83,7 +83,7 @@ def run_text(result: RunResult) -> str:
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:
-    """A table, and what its columns mean where that is not plain."""
+    """Return a table of the planners, with notes on its columns."""
     header = [
         "planner",
         "forward pass",
@@ -125,12 +125,12 @@ def _cells(row: Baseline) -> list[str]:
 
 
 def device_digest(topology: Topology) -> list[dict[str, Any]]:
-    """Each device with its budget and speeds."""
+    """Return each device with its budget and speeds, for JSON."""
     return [{**asdict(spec), "name": card_of(spec.device)} for spec in topology.devices]
 
 
 def devices_text(topology: Topology) -> str:
-    """The same as a table."""
+    """Return a table of the devices with their budgets and speeds."""
     rows = [
         [
             str(spec.key),
@@ -147,17 +147,17 @@ def devices_text(topology: Topology) -> str:
 
 
 def card_of(device: str) -> str:
-    """The name that the driver gives an accelerator; empty for other devices."""
+    """Return the driver's name of an accelerator; empty for other devices."""
     kind, _, index = device.partition(":")
     if kind in ("cpu", "disk", SIMULATED):
         return ""
     backend = getattr(torch, kind, None)
-    named = getattr(backend, "get_device_name", None)
-    return str(named(int(index or 0))) if named is not None else ""
+    name_of = getattr(backend, "get_device_name", None)
+    return str(name_of(int(index or 0))) if name_of is not None else ""
 
 
 def demo_text(result: DemoResult) -> str:
-    """The plan of the demo, what was measured against it, and the sentences that are closest."""
+    """Return the demo's plan, its measurements, and the closest sentence to each."""
     kind = "simulated accelerators" if result.simulated else "accelerators"
     lines = [
         f"all-MiniLM-L6-v2 over two {kind} and the CPU",
