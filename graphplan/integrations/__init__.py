@@ -1,1 +1,1 @@
-"""Other libraries: what accelerate and transformers do beside calling a model."""
+"""Features of accelerate and transformers beside forward passes: device maps, checkpoints, ``generate``."""

@@ -1,12 +1,12 @@
-"""The calls that some code makes of a model, found without computing any of them.
+"""Find the calls that some code makes of a model, without computing any of them.
 
 The code runs on the copy of the model that is traced. Each call of the model, of its submodules or of its
-methods is traced, and answered with zeros of the shapes that the trace has::
+methods is traced, and returns zeros of the shapes in the trace::
 
     with rehearsal.model() as model:
-        model.encode(x)        traced; answered with zeros
-        model.decode(z)        likewise
-    rehearsal.calls            one of each structure, and how often it was made
+        model.encode(x)        traced; returns zeros
+        model.decode(z)        traced; returns zeros
+    rehearsal.calls            one call of each structure, and how often it was made
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _ON_ZEROS = (
 
 @one_at_a_time
 def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
-    """The calls that a caller's function makes of the model, each as often as it is made.
+    """Return the calls that ``run`` makes of the model, one of each structure, weighted by their number.
 
     Raises:
-        InputError: it makes none.
-        Exception: its own, unchanged.
+        InputError: ``run`` makes no call.
+        Exception: what ``run`` raises, with a note.
     """
     rehearsal = Rehearsal(compiler)
     with rehearsal.model() as model, torch.random.fork_rng(devices=()):
@@ -60,14 +60,14 @@ def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
 
 @dataclass(slots=True)
 class Rehearsed:
-    """A call that is made.
+    """Calls of one structure.
 
     Attributes:
-        number: of its structure, in the order in which they come.
-        asked: the first call of that structure.
-        capture: of it.
-        made_by: leaf -> what has made it: the number of an earlier call, and the position among its results.
-        count: of calls of that structure.
+        number: index of the structure, in the order of first calls.
+        asked: the first call.
+        capture: its trace.
+        made_by: input leaf -> its origin: the number of an earlier call, and the index among its results.
+        count: number of calls.
     """
 
     number: int
@@ -78,17 +78,17 @@ class Rehearsed:
 
 
 class Rehearsal:
-    """Where calls are made in place of a model: traced, and answered with zeros.
+    """Stands in for a model: traces its calls, and returns zeros.
 
-    ``calls`` has one of each structure, in order. They begin with the ``example``, if one is given, and end
-    with a :class:`RepeatedCallError` then.
+    ``calls`` has one call of each structure, in order. If an ``example`` is given, it is the first of them,
+    and the rehearsal ends with a :class:`RepeatedCallError`.
     """
 
     def __init__(self, compiler: Compiler, example: BoundCall | None = None) -> None:
         self.compiler = compiler
         self.calls: list[Rehearsed] = []
-        self._made: dict[int, tuple[int, int]] = {}  # identity of a result -> as in Rehearsed
-        self._kept: list[Any] = []  # so that no identity comes again
+        self._made: dict[int, tuple[int, int]] = {}  # id of a result -> its origin, as in Rehearsed.made_by
+        self._kept: list[Any] = []  # results, kept alive so that no id is reused
         self._generates = example is not None
         if example is not None:
             capture = compiler.captures.traced(example).capture
@@ -96,7 +96,7 @@ class Rehearsal:
 
     @contextmanager
     def model(self) -> Iterator[Any]:
-        """The model, with its own methods, to make calls of."""
+        """Context manager that yields the model, with its own methods, to be called."""
         shell = self._shell = _shell_of(self)
         link(shell)
         try:
@@ -105,18 +105,18 @@ class Rehearsal:
             unlink(shell)
 
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
-        """One call."""
+        """Trace a call of ``entry``, and return zeros in place of its results."""
         call = bind_call(signature, args, kwargs)
         with as_written(self._shell):
             capture = self.compiler.captures.traced(call, entry).capture
-        made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
+        made_by = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         known = next((one for one in self.calls if one.capture is capture), None)
         if known is None:
-            known = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made)
+            known = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made_by)
             self.calls.append(known)
         else:
             known.count += 1
-        if self._generates and any(index in made for index in capture.states.values()):
+        if self._generates and any(index in made_by for index in capture.states.values()):
             raise RepeatedCallError
         return self._answer(capture, known.number, call)
 
@@ -130,29 +130,29 @@ class Rehearsal:
 
 
 class RepeatedCallError(Exception):
-    """A call reads a state that an earlier one has made: what follows repeats what has been traced."""
+    """A call reads state that an earlier call returned: further calls repeat traced structures."""
 
 
 def _zeros(result: Any, sizes: Mapping[Any, int]) -> Any:
-    """Zeros, in memory that is never touched, for a result of a trace; the number for an integer."""
+    """Return zeros, in memory that is never touched, for a tensor of a trace; an integer as it is."""
     val = result.meta.get("val") if isinstance(result, fx.Node) else result
     if isinstance(val, torch.SymInt):
-        return _known(val, sizes, result)
+        return _size_of(val, sizes, result)
     if not isinstance(val, torch.Tensor):
         return val
-    shape = [_known(size, sizes, result) for size in val.shape]
+    shape = [_size_of(size, sizes, result) for size in val.shape]
     return torch.zeros(shape, dtype=val.dtype)
 
 
-def _known(size: Any, sizes: Mapping[Any, int], result: Any) -> int:
-    found = exact_size(size, sizes)
-    if found is None:
+def _size_of(size: Any, sizes: Mapping[Any, int], result: Any) -> int:
+    number = exact_size(size, sizes)
+    if number is None:
         raise CaptureError(f"the data decides the size of {result}, a result that is read later")
-    return found
+    return number
 
 
-class _OnStage:
-    """A model whose calls a :class:`Rehearsal` answers."""
+class _StandIn:
+    """Base class of a model whose calls go to a :class:`Rehearsal`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         rehearsal, signature = self.__dict__["_graphplan_rehearsal"], self.__dict__["_graphplan_signature"]
@@ -166,14 +166,14 @@ class _OnStage:
 
 
 def _shell_of(rehearsal: Rehearsal) -> Any:
-    """The model, whose calls go to the rehearsal."""
+    """Return the model to trace, with calls redirected to the rehearsal."""
     model_copy = rehearsal.compiler.model_copy
     module: nn.Module = model_copy.module
     original = type(module)
-    shell: Any = object.__new__(made_class(original, _OnStage, lambda: answers(_OnStage, original)))
+    shell: Any = object.__new__(made_class(original, _StandIn, lambda: answers(_StandIn, original)))
     shell.__dict__.update(module.__dict__)
     shell.__dict__.update(
-        _graphplan=ModuleState([], refused=lambda _error: None),  # its parts are traced instead
+        _graphplan=ModuleState([], refused=lambda _error: None),  # its submodules are traced instead
         _graphplan_rehearsal=rehearsal,
         _graphplan_signature=model_copy.signature,
     )

@@ -1,4 +1,4 @@
-"""accelerate: device maps of modules, and models that are placed by one.
+"""accelerate: device maps of modules, and models that are placed by such a map.
 
-In: a model that has no graph, or one to compare with. Out: a device map, and a module that hooks run.
+In: a model that cannot be traced, or one to compare plans for. Out: a device map, or a module run by hooks.
 """

@@ -1,11 +1,11 @@
-"""Device maps of accelerate and transformers for a planned model, judged by our own evaluator.
+"""Device maps of accelerate and transformers for a planned model, estimated by graphplan's evaluator.
 
-Both see a module tree and its parameters only; transformers has its own fork of accelerate's function. Each
-is asked as ``device_map="auto"`` asks (budgets balanced first), and as ``"sequential"`` does.
+Both see only a module tree and its parameters; transformers has its own fork of accelerate's function. Each
+is called as for ``device_map="auto"`` (with balanced budgets), and as for ``"sequential"``.
 
-Neither knows of activations: where the evaluator finds a budget passed, they are asked again with less
-room. What they place on the CPU is judged as if it were streamed ahead as graphplan streams it, which
-their hooks do not do: their estimated seconds are a lower bound of what they take.
+Neither counts activations: if the evaluator finds a budget exceeded, they are called again with smaller
+budgets. Weights on the CPU are estimated with graphplan's prefetch, which accelerate's hooks lack: the
+estimated times are lower bounds.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _FUNCTIONS = {
 }
 _TIES = "all_tied_weights_keys"
 
-LESS = "given less"  # the mark of a map that was made after another had passed a budget
-REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
+LESS = "given less"  # marks a map that was made after another had exceeded a budget
+REPAIRS = 12  # most attempts with smaller budgets, while the evaluator finds a map over budget
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What one of the planners makes of a problem.
+    """The placement of one planner, with its estimates.
 
     Attributes:
-        name: whose it is.
-        strategy: how it was asked, for those that can be asked in several ways.
-        seconds: estimated seconds of a call; None where it placed nothing.
-        over: bytes by which the fullest device is over its budget; 0 where all are kept.
-        offloaded: bytes of weights that live on no accelerator, of those that are read.
-        planning: seconds that it took.
-        error: what it raised instead.
-        excess: device -> bytes by which it is over its budget.
-        first_over: bytes by which the first answer was over, where another is taken instead.
-        first_seconds: the estimated seconds of that.
-        transfer_bytes: bytes of activations that cross between devices in a call.
-        streamed_bytes: bytes of weights that are copied in a call.
+        name: name of the planner.
+        strategy: how the planner was called, if there are several ways.
+        seconds: estimated seconds of a forward pass; None without a placement.
+        over: most bytes by which a device exceeds its budget; 0 if none does.
+        offloaded: bytes of the weights that a forward pass reads and that reside on no accelerator.
+        planning: seconds that the planner took.
+        error: the error, if the planner raised one.
+        excess: device key -> bytes by which it exceeds its budget.
+        first_over: ``over`` of the planner's map for ``device_map="auto"``, which may be another one.
+        first_seconds: ``seconds`` of that map.
+        transfer_bytes: bytes of activations that are copied between devices in a forward pass.
+        streamed_bytes: bytes of weights that are copied in a forward pass.
     """
 
     name: str
@@ -80,42 +80,42 @@ class Baseline:
 
     @property
     def feasible(self) -> bool:
-        """Whether it placed everything within the budgets."""
+        """Whether there is a placement within the budgets."""
         return self.seconds is not None and self.over == 0
 
 
 def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
-    """The maps of accelerate and transformers, of several ways to ask the best.
+    """Return the :func:`best` maps of accelerate and, if it is installed, transformers.
 
-    That is the fastest within the budgets; where all pass them, the nearest. ``model`` has the modules that
-    the graph's paths name, on the meta device too; ``no_split`` names classes of them that are kept whole.
+    ``model`` has the modules that the graph's paths name, and may be on the meta device; ``no_split`` names
+    classes of modules that are not split.
     """
-    found = []
+    rows = []
     for name in ("accelerate", "transformers"):
-        answers = list(_mapped(problem, name, mappers(name, model, no_split)))
-        if answers:  # none where transformers is not installed
-            first = answers[0]
-            found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
-    return found
+        candidates = list(_candidates(problem, name, mappers(name, model, no_split)))
+        if candidates:  # none where transformers is not installed
+            first = candidates[0]
+            rows.append(replace(best(candidates), first_over=first.over, first_seconds=first.seconds))
+    return rows
 
 
 def ours(plan: Plan, planning: float) -> Baseline:
-    """A plan of ours as one of them; ``planning``: seconds that it took."""
+    """Return the row of a plan of graphplan, which took ``planning`` seconds."""
     assignment = plan.schedule.assignment
     return replace(judged(plain_problem(plan), "graphplan", "", lambda: assignment), planning=planning)
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
-    """The fastest that keeps the budgets; where none does, the one that is least over."""
-    return min(found, key=lambda one: (one.seconds is None, one.over, one.seconds or 0.0))
+    """Return the fastest within the budgets; if none is, the one that exceeds them least."""
+    return min(found, key=lambda row: (row.seconds is None, row.over, row.seconds or 0.0))
 
 
 def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
-    """What the evaluator says of a proposal, or the error that came instead of it."""
+    """Return the estimates of a proposed placement, or the error that ``propose`` raised."""
     start = time.perf_counter()
     try:
         assignment = propose()
-    except Exception as error:  # whatever another's code raises is its result
+    except Exception as error:  # any error of another planner's code is its result
         return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
     planning = time.perf_counter() - start
     if assignment is None:
@@ -135,72 +135,72 @@ def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Ass
 
 
 def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int]:
-    """The evaluation, and the bytes of weights that were put on a CPU that has no budget."""
+    """Return the evaluation, and the bytes of weights on the CPU if it has no budget."""
     if CPU in problem.topology:
         return evaluate(problem, assignment), 0
     cpu = read_max_memory({CPU: 1 << 42}).devices[0]
-    wider = replace(problem.topology, devices=(*problem.topology.devices, cpu))
+    with_cpu = replace(problem.topology, devices=(*problem.topology.devices, cpu))
     weights = problem.graph.weights
     spilled = sum(weights[name].nbytes for name, key in assignment.weights.items() if key == CPU)
-    return evaluate(replace(problem, topology=wider), assignment), spilled
+    return evaluate(replace(problem, topology=with_cpu), assignment), spilled
 
 
-def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
-    """As users ask, ``"auto"`` first; and again with what was over taken off, in two ways."""
-    for way, mapper in ways.items():
-        asked = _asked(problem, name, way, mapper, {})
-        yield asked
+def _candidates(problem: Problem, name: str, strategies: Mapping[str, Mapper]) -> Iterator[Baseline]:
+    """Yield the maps of each strategy, ``"auto"`` first, and maps for budgets reduced by the excess."""
+    for strategy, mapper in strategies.items():
+        first = _judge_map(problem, name, strategy, mapper, {})
+        yield first
         for growth in (1, 2):
-            taken, found = dict[DeviceKey, int](), asked
+            removed, row = dict[DeviceKey, int](), first
             for _ in range(REPAIRS):
-                if found.feasible or not found.excess:
+                if row.feasible or not row.excess:
                     break
-                for key, excess in found.excess.items():
-                    before = taken.get(key, 0)
-                    taken[key] = max(before + excess, growth * before)  # modules move, not bytes
-                found = _asked(problem, name, f"{way}, {LESS}", mapper, taken)
-                yield found
+                for key, excess in row.excess.items():
+                    before = removed.get(key, 0)
+                    removed[key] = max(before + excess, growth * before)  # modules move whole
+                row = _judge_map(problem, name, f"{strategy}, {LESS}", mapper, removed)
+                yield row
 
 
-def _asked(
-    problem: Problem, name: str, strategy: str, mapper: Mapper, taken: Mapping[DeviceKey, int]
+def _judge_map(
+    problem: Problem, name: str, strategy: str, mapper: Mapper, removed: Mapping[DeviceKey, int]
 ) -> Baseline:
-    budgets = {s.key: max(0, s.room - taken.get(s.key, 0)) for s in problem.topology.devices}
+    budgets = {s.key: max(0, s.room - removed.get(s.key, 0)) for s in problem.topology.devices}
     return judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))
 
 
 def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
-    """Bytes of the weights that a call reads and that live on no accelerator, without any rounding."""
+    """Return the exact bytes of weights that a forward pass reads and that reside on no accelerator."""
     graph, homes, keys = problem.graph, assignment.weights, problem.topology.accelerator_keys
     read = (weight for weight in graph.weights.values() if weight.name in graph.consumers)
     return sum(weight.nbytes for weight in read if homes[weight.name] not in keys)
 
 
-# -- device maps of others -----------------------------------------------------------------------------
+# -- device maps of other planners ---------------------------------------------------------------------
 
 
 def mappers(package: str, model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
-    """Way to ask -> what makes a map of budgets; nothing where the package is not installed.
+    """Return strategy -> function from budgets to a device map; empty if the package is not installed.
 
-    ``no_split`` has the names of module classes that are kept whole.
+    ``no_split`` has the names of module classes that are not split.
     """
     if importlib.util.find_spec(package) is None:
         return {}
-    asked: Any = importlib.import_module(_FUNCTIONS[package])
+    lib: Any = importlib.import_module(_FUNCTIONS[package])
     options: dict[str, Any] = {}
     if package == "transformers":
         options["no_placement_params"] = getattr(model, "_no_placement_params", None)
 
     def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
         with _quiet(), _with_ties(model):
-            found: DeviceMap = asked.infer_auto_device_map(
+            device_map: DeviceMap = lib.infer_auto_device_map(
                 model, dict(budgets), no_split_module_classes=list(no_split), **options
             )
-        return found
+        return device_map
 
     def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
         with _quiet(), _with_ties(model):
-            balanced = asked.get_balanced_memory(model, dict(budgets), no_split_module_classes=list(no_split))
+            balanced = lib.get_balanced_memory(model, dict(budgets), no_split_module_classes=list(no_split))
         return sequential(balanced)
 
     return {"auto": auto, "sequential": sequential}
@@ -208,7 +208,7 @@ def mappers(package: str, model: nn.Module, no_split: Sequence[str]) -> dict[str
 
 @contextmanager
 def _with_ties(model: nn.Module) -> Iterator[None]:
-    """The fork reads ties off its own models; a plain module has them as long as it is asked."""
+    """Context manager that sets the attribute of shared weights, which transformers' fork reads."""
     if hasattr(model, _TIES):
         yield
         return
@@ -222,17 +222,17 @@ def _with_ties(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without their warnings that this machine has no such devices."""
+    """Context manager that silences warnings that this machine lacks the devices."""
     with silenced(*_FUNCTIONS.values(), below=logging.ERROR), unwarned():
         yield
 
 
 def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
-    """A device map as accelerate's hooks carry it out.
+    """Return the placement by which accelerate's hooks carry out a device map.
 
-    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are
-    copied there at each call, its buffers stay there. An operation of a module that the map names only
-    in parts runs where its first input is.
+    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are copied
+    there in each forward pass, and its buffers stay there. If the map has only submodules of a module, the
+    module's own operations run where their first inputs are.
     """
     graph = problem.graph
     main = next((key for key in device_map.values() if key not in _AWAY), CPU)

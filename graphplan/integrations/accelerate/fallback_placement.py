@@ -1,9 +1,9 @@
-"""What happens where no graph can be captured: modules are placed, and run one by one.
+"""Place a model that cannot be traced: its modules are placed, and hooks run them one by one.
 
-The plan is one of modules in the order in which they run. How large activations are is measured by running
-the model once; every accelerator keeps room for all of them. Hooks bring inputs to a module, and nobody
-brings together what a forward computes between its modules: so ways of splitting are tried one after
-another, on the example inputs, until one runs.
+The plan is of modules in the order in which they run. The bytes of activations are measured by running the
+model once; every accelerator leaves room for all of them. Hooks copy inputs to a module's device, but not the
+tensors that a forward computes with between its modules. So splits of the modules over devices are tried one
+after another, on the example inputs, until one runs.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from graphplan.runtime.module.placed_module import attach, note_untraced, placed
 from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 
-_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
-_TRIES = 4  # of traces that fail: what differs from call to call, such as a text, is not always another graph
+_BUDGET_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold more memory than is foreseen
+_TRACE_TRIES = 4  # failed traces: a call that differs, in a string say, need not have a graph
 _SIZES = ModuleSizes(step=ALIGNMENT)
 
 
@@ -76,14 +76,14 @@ def fall_back(
     error: CaptureError,
     retry: Callable[[Plan], Start] | None = None,
 ) -> nn.Module:
-    """A copy of ``model`` that hooks run, and one warning that says why.
+    """Return a copy of ``model`` that hooks run, and warn why.
 
-    ``retry``: of the plan of modules, what places the copy at a call of another structure, which may have a
-    graph.
+    ``retry`` makes, from the plan of modules, what places the copy at a call of another structure, which may
+    have a graph; None for no such attempts.
 
     Raises:
-        CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
-        InfeasibleError: the weights fit in no way.
+        CaptureError: the caller's options are more than hooks can do, or no split runs.
+        InfeasibleError: no split fits the budgets.
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
@@ -97,10 +97,10 @@ def fall_back(
 
 
 def later_refused(error: NoGraphError) -> None:
-    """Warn of a call of a placed model that no capture takes.
+    """Warn of a call of a placed model that cannot be traced.
 
     Raises:
-        NoGraphError: the call is beyond the caller's own ``dynamic_shapes``.
+        NoGraphError: the call violates the caller's own ``dynamic_shapes``.
     """
     if isinstance(error.__cause__, ConstraintViolationError):
         raise error
@@ -112,42 +112,42 @@ def later_refused(error: NoGraphError) -> None:
 
 
 def _refuse_constraints(options: Options, error: CaptureError) -> None:
-    asked = {
+    requests = {
         "pin": options.constraints.pin,
         "together": options.constraints.together,
         "compile": options.compile is not None,
         "balance": options.constraints.balance,
     }
-    named = [name for name, value in asked.items() if value]
-    if named:
-        raise CaptureError(f"{error}\nHooks cannot do what {', '.join(named)} asks for") from error
+    names = [name for name, value in requests.items() if value]
+    if names:
+        raise CaptureError(f"{error}\nHooks cannot do what {', '.join(names)} asks for") from error
 
 
 def in_place_of(model: nn.Module, copied: nn.Module) -> nn.Module:
-    """The model itself, placed and run as the copy is: others may hold its parameters."""
-    there = named_tensors(copied)
-    made = taken_over(model, {id(tensor): there[name] for name, tensor in named_tensors(model).items()})
-    join_memory(copied, made)
-    trace_patched(made)
-    made = of_class(made, type(copied))
-    attach(made, vars(copied)["_graphplan"])
-    return made
+    """Place the model itself as its copy is placed, and return it: others may refer to its parameters."""
+    tensors = named_tensors(copied)
+    placed = taken_over(model, {id(tensor): tensors[name] for name, tensor in named_tensors(model).items()})
+    join_memory(copied, placed)
+    trace_patched(placed)
+    placed = of_class(placed, type(copied))
+    attach(placed, vars(copied)["_graphplan"])
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A way of splitting, and where it puts what."""
+    """Modules and tensors split over devices, and how hooks run them."""
 
     entries: Mapping[str, DeviceKey]  # module or tensor -> device key
-    main: DeviceKey  # the accelerator that runs what is on the CPU
+    main: DeviceKey  # the accelerator that runs modules on the CPU
     way: Way = STAYS
 
 
 @dataclass(frozen=True, slots=True)
 class _ByModules:
-    """Places a model whose modules run one by one: now, or a plain copy of it that is unpickled.
+    """Places a model that hooks run: now, or a plain copy of it that is unpickled.
 
-    ``devices`` says where each weight lives; it is never ``strict``, as such a model runs without a graph.
+    ``devices`` maps weights to their devices. ``strict`` is always False, as such a model has no graph.
     """
 
     devices: Mapping[str, torch.device]
@@ -159,20 +159,20 @@ class _ByModules:
     strict: bool = False
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
-        """A placed copy, whatever call comes next."""
+        """Return the module itself, placed; the call does not matter."""
         model = unplaced(module)
         return in_place_of(model, self.place(model, None))
 
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
-        """A placed copy, with weights from a checkpoint if there is one."""
+        """Return a placed copy, with weights from ``source`` if it is given."""
         layout = Layout(self.devices)
-        made, _ = place_model(model, ModelWeights(model), layout, placed_class, source)
-        join_memory(model, made)
+        placed, _ = place_model(model, ModelWeights(model), layout, placed_class, source)
+        join_memory(model, placed)
         signature = signature_of(model.forward)
-        own = self.keep_grad, self.return_outputs
+        flags = self.keep_grad, self.return_outputs
         untraced = replace(self.untraced)
-        attach(made, ModuleState([], None, signature, self, *own, untraced=untraced, retry=self.retry))
-        return made
+        attach(placed, ModuleState([], None, signature, self, *flags, untraced=untraced, retry=self.retry))
+        return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,66 +186,67 @@ class _Fallback:
     retry: Callable[[Plan], Start] | None
 
     def place(self, reason: str) -> nn.Module:
-        """The first that runs."""
+        """Return a copy with the first split that runs the example call."""
         profile, raised = self._profile()
         failures: list[str] = []
         for split in self._splits(profile, failures):
-            made = self._try(split, profile, reason, raised)
-            if isinstance(made, nn.Module):
-                return made
-            failures.append(made)
-            gc.collect()  # what an error left is in cycles, and holds on to memory
+            result = self._try(split, profile, reason, raised)
+            if isinstance(result, nn.Module):
+                return result
+            failures.append(result)
+            gc.collect()  # errors leave cycles of references, which hold memory
         tried = "\n  ".join(dict.fromkeys(failures))
         raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
 
     def _try(
         self, split: _Split, profile: CallProfile, reason: str, raised: Exception | None
     ) -> nn.Module | str:
-        """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
+        """Return the model run by hooks, or why it does not run; raise if eager raised the same error."""
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
         options, plan = self.options, self._plan(split, profile)
         retry = None if self.retry is None else self.retry(plan)
-        main, tries = self.topology[split.main].torch_device, 0 if retry is None else _TRIES
+        main, tries = self.topology[split.main].torch_device, 0 if retry is None else _TRACE_TRIES
         untraced = Untraced(reason, main, split.way, tries)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
-            made = start.place(self.model, self.source)
-            note_untraced(made, self.asked.call, self.asked.entry)
+            placed = start.place(self.model, self.source)
+            note_untraced(placed, self.asked.call, self.asked.entry)
             args, kwargs = copied_arguments(self.asked.call)
-            with undone(made):
-                self._run(made)(*args, **kwargs)
+            with undone(placed):
+                self._run(placed)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             if is_same(error, raised):
                 raise
             where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
             return f"over {where}: {first_line(error)}"
-        return made
+        return placed
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
-        """What is asked for of a module, without what its class has around its call."""
+        """Return what the entry calls of a module, without a ``__call__`` that its class defines."""
         entry = self.asked.entry
         return method_of(module, entry) if entry else partial(nn.Module.__call__, module)
 
     def _profile(self) -> tuple[CallProfile, Exception | None]:
-        """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
+        """Run the call once: on the model's weights if they are on the CPU, else on zeros.
 
         Returns:
-            with zeros, an empty profile and what was raised: it may be due to them.
+            the profile and None; if the run on zeros raises, which may be due to them, an empty profile and
+            the error.
         """
         tensors = self.model_copy.weights.tensors.values()
         has_data = all(tensor.device.type == CPU for tensor in tensors)
         shared = {id(parameter): parameter for parameter in self.model.parameters()}
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
-        before = attributes_of(module)  # what is noted on parameters is the model's own
+        before = attributes_of(module)  # attributes of parameters are shared with the model
         try:
             args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
             simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
-            # simulated ones write attention out: kernels are to take what accelerators do
+            # simulated accelerators decompose attention: measure the memory of the same kernels
             with untouched(module), on_any_device() if simulated else nullcontext():
                 run, keep_grad = self._run(module), self.options.grad
                 return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
-        except Exception as error:  # the model's own code on weights of zero may raise anything
+        except Exception as error:  # a model's code may raise anything on zeros
             if has_data:
                 raise
             return CallProfile(), error
@@ -253,23 +254,23 @@ class _Fallback:
             put_back(before)
 
     def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
-        """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
-        host, found = self.topology.cpu, False
-        for share in _SHARES:
+        """Yield splits, those that use the accelerators best first; the CPU alone comes last."""
+        cpu, any_fits = self.topology.cpu, False
+        for share in _BUDGET_SHARES:
             for split in self._over_accelerators(share, profile.peak):
-                found = True
+                any_fits = True
                 yield split
             if not any("OutOfMemory" in failure for failure in failures):
                 break
         budgets = self._budgets(1.0, profile.peak)
-        alone = None if host is None else _Split({"": host}, host)
+        alone = None if cpu is None else _Split({"": cpu}, cpu)
         if alone is not None and self._fits(alone, budgets):
             yield alone
-        elif not found:
+        elif not any_fits:
             raise self._infeasible(budgets, profile.peak)
 
     def _budgets(self, share: float, peak: int) -> dict[DeviceKey, int]:
-        """Bytes for weights: accelerators keep room for activations."""
+        """Return device key -> bytes for weights; accelerators leave ``peak`` bytes for activations."""
         return {
             spec.key: max(0, int(spec.room * share) - peak) if spec.is_accelerator else spec.room
             for spec in self.topology.devices
@@ -280,22 +281,22 @@ class _Fallback:
         accelerators = [spec.key for spec in self.topology.accelerators]
         budgets, cpu = self._budgets(share, peak), self.topology.cpu or CPU
         mapped = partial(map_modules, self.model, sizes=_SIZES, cpu=cpu, quiet=True)
-        found = [
+        splits = [
             _Split(mapped(budgets, whole), accelerators[0]) for whole in self._granularities() if accelerators
         ]
-        # of those that leave as much to the CPU, large blocks first; the disk has no budget here
-        found.sort(key=lambda split: self._taken(split).get(cpu, 0))
-        found += [replace(split, way=RETURNS) for split in found]
+        # stable: of splits with equal bytes on the CPU, large blocks stay first
+        splits.sort(key=lambda split: self._taken(split).get(cpu, 0))
+        splits += [replace(split, way=RETURNS) for split in splits]
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, cpu)}
-            found.append(_Split(mapped(alone, set()), key))
-        if not self.options.differentiates:  # what is copied below autograd, a backward pass does not find
-            found += [replace(split, way=TOGETHER) for split in found if split.way is STAYS]
-        used = [split for split in found if set(split.entries.values()) & set(accelerators)]
+            splits.append(_Split(mapped(alone, set()), key))
+        if not self.options.differentiates:  # copies below autograd are unknown to a backward pass
+            splits += [replace(split, way=TOGETHER) for split in splits if split.way is STAYS]
+        used = [split for split in splits if set(split.entries.values()) & set(accelerators)]
         return [split for split in used if self._fits(split, budgets)]
 
     def _granularities(self) -> Iterator[set[str]]:
-        """Classes that are not split: what the model says, its repeated blocks, none."""
+        """Yield sets of classes that are not split: those the model states, its repeated blocks, none."""
         stated = getattr(self.model, "_no_split_modules", None)
         if stated:
             yield set(stated)
@@ -311,7 +312,7 @@ class _Fallback:
         return all(nbytes <= budgets[key] for key, nbytes in self._taken(split).items())
 
     def _taken(self, split: _Split) -> dict[DeviceKey, int]:
-        """Bytes of weights on each device."""
+        """Return device key -> bytes of weights."""
         taken: dict[DeviceKey, int] = {}
         for name, tensor in self.model_copy.weights.tensors.items():
             key = _device_of(split.entries, name)
@@ -320,26 +321,26 @@ class _Fallback:
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
-        given = self.topology.budgets
+        available = self.topology.budgets
         first = next(spec for spec in self.topology.devices if spec.key in budgets)
-        needed = {**given, first.key: total + peak + first.withheld}
+        needed = {**available, first.key: total + peak + first.withheld}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
-            f"accelerator) do not fit one by one: max_memory allows {given}. Budgets that would do: "
+            f"accelerator) do not fit one by one: max_memory allows {available}. Budgets that would do: "
             f"max_memory={needed}",
             needed=needed,
-            available=given,
+            available=available,
         )
 
     def _plan(self, split: _Split, profile: CallProfile) -> Plan:
-        graph, runs = self._graph(profile), dict[str, DeviceKey]()
+        graph, devices = self._graph(profile), dict[str, DeviceKey]()
         for name, operation in graph.operations.items():
             key = _device_of(split.entries, operation.module_path or name)
-            runs[name] = split.main if self.topology[key].type == CPU else key
+            devices[name] = split.main if self.topology[key].type == CPU else key
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
         cpu, returns = self.topology.cpu, self.options.return_outputs
         problem = Problem(graph, self.topology, CPU if cpu is None else cpu, returns, streaming=False)
-        judged = evaluate(problem, Assignment(runs, homes))
+        judged = evaluate(problem, Assignment(devices, homes))
         return Plan(
             graph,
             self.topology,
@@ -353,13 +354,13 @@ class _Fallback:
         )
 
     def _graph(self, profile: CallProfile) -> Graph:
-        """Modules with tensors of their own, in the order in which they ran."""
+        """Return a graph of the modules with own tensors, in the order in which they ran."""
         weights = self.model_copy.weights
         members: dict[str, list[str]] = {}
         parts = dict(self.model.named_modules(remove_duplicate=False))
         for name, first in weights.first.items():
             path = name.rpartition(".")[0]
-            while path not in parts:  # of what is noted on a parameter
+            while path not in parts:  # a tensor in a parameter's attribute
                 path = path.rpartition(".")[0]
             members.setdefault(path, []).append(first)
         ran = [name for name in profile.order if name in members]
@@ -371,16 +372,16 @@ class _Fallback:
             inputs, last = (*last, *dict.fromkeys(members[module])), (f"{name}:out",)
             values.append(Value(*last, nbytes, nbytes))
             kind = type(parts[module]).__name__
-            space = {CPU: max(0, profile.peak - nbytes - read)}  # the peak counts what lies beside it
+            space = {CPU: max(0, profile.peak - nbytes - read)}  # the peak includes its result and its input
             read = nbytes
             operations.append(Operation(name, kind, inputs, last, workspace=space, module_path=module))
-        # hooks move wrappers too
+        # hooks move tensor subclasses too
         homed = [weight_of(weights, name, written=False) for name in weights.tensors]
         movable = [replace(weight, movable=True) for weight in homed]
         return Graph(operations, values, movable, (), last, shapes_known=bool(profile.order))
 
 
 def _device_of(entries: Mapping[str, Any], name: str) -> Any:
-    """What a map says of a module or tensor; of a module without tensors anything."""
-    found = entry_of(entries, name)
-    return next(iter(entries.values())) if found is None else found
+    """Return the device of a module or tensor in a map; any device for a module without tensors."""
+    device = entry_of(entries, name)
+    return next(iter(entries.values())) if device is None else device

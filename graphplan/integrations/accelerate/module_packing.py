@@ -1,8 +1,8 @@
-"""Packing modules into devices by their bytes alone, in the order in which they are registered.
+"""Pack modules into devices by their bytes alone, in the order in which they are registered.
 
-What is in a device map for accelerate's hooks is a packing: no operations, no activations. Blocks that fit
-the accelerators together are never offloaded. Where they do not, the hooks bring each offloaded module to
-one accelerator, the main one, when it runs: room for the largest of them is kept there, and for no other.
+A device map for accelerate's hooks is such a packing, without operations and activations. Blocks that fit the
+accelerators together are never offloaded. Otherwise the hooks copy each offloaded module to one accelerator,
+the main one, when it runs: memory for the largest of them, and no more, is kept free there.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_STATES = 50_000  # partial packings after which the exact search gives up
+_STATES = 50_000  # most partial packings of the exact search
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Modules that go to one device together."""
+    """Modules that must be on one device together."""
 
-    names: tuple[str, ...]  # of the modules or tensors
-    nbytes: int  # of all their tensors, each once
-    loaded: int  # bytes that are copied to the main device at once when it is offloaded
-    kept: int = 0  # bytes that stay on the main device even then (buffers that are not offloaded)
+    names: tuple[str, ...]  # names of the modules or tensors
+    nbytes: int  # bytes of all their tensors, each once
+    loaded: int  # most bytes that are on the main device at once while it runs offloaded
+    kept: int = 0  # bytes that stay on the main device if it is offloaded, such as buffers
 
 
 Places = Sequence[int | None]
-"""For each block, the index of its accelerator; None where it is offloaded."""
+"""For each block, the index of its accelerator; None if it is offloaded."""
 
 
 def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> Places:
-    """Blocks onto accelerators, as many bytes as can be found.
+    """Return places for the blocks, with as many bytes on accelerators as the heuristics find.
 
-    ``capacities`` are in the order of preference; offloaded blocks are copied to the ``main`` one.
+    ``capacities`` are in bytes, in the order of preference; offloaded blocks run on accelerator ``main``.
     """
     sizes = [block.nbytes for block in blocks]
-    whole = _fit_all(sizes, capacities)
-    if whole is not None:
-        return whole
+    all_placed = _fit_all(sizes, capacities)
+    if all_placed is not None:
+        return all_placed
     limits = sorted({block.loaded for block in blocks}, reverse=True) if capacities else []
     ways = [(limit, largest_first) for largest_first in (False, True) for limit in limits]
     found = [places for way in ways if (places := _with_offload(blocks, capacities, main, *way)) is not None]
@@ -48,18 +48,18 @@ def _bytes_placed(blocks: Sequence[Block], places: Places) -> int:
 
 
 def _fit_all(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """All of them on accelerators: one after another, else wherever there is room."""
+    """Return places of all blocks on accelerators, contiguous if possible; None if none were found."""
     if sum(sizes) > sum(capacities) or max(sizes, default=0) > max(capacities, default=0):
         return None
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     return (
-        _one_after_another(sizes, capacities)
+        _fill_in_order(sizes, capacities)
         or _search(sizes, capacities, range(len(sizes)))
         or _search(sizes, capacities, by_size)
     )
 
 
-def _one_after_another(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
+def _fill_in_order(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
     places, device, used = [], 0, 0
     for size in sizes:
         while device < len(capacities) and used + size > capacities[device]:
@@ -72,7 +72,7 @@ def _one_after_another(sizes: Sequence[int], capacities: Sequence[int]) -> list[
 
 
 def _search(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int]) -> list[int] | None:
-    """Depth-first search, first fit first: it takes up no two packings that leave the same rooms."""
+    """Search depth-first, first fit first; partial packings that leave equal free bytes are pruned."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     unfinished: list[tuple[int, tuple[int, ...], Any]] = [(0, tuple(capacities), None)]
     while unfinished and len(seen) < _STATES:
@@ -85,13 +85,13 @@ def _search(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int
         size = sizes[order[count]]
         for device in reversed(range(len(free))):
             if free[device] >= size:
-                left = (*free[:device], free[device] - size, *free[device + 1 :])
-                unfinished.append((count + 1, left, (device, placed)))
+                remaining = (*free[:device], free[device] - size, *free[device + 1 :])
+                unfinished.append((count + 1, remaining, (device, placed)))
     return None
 
 
 def _places(order: Sequence[int], placed: Any) -> list[int]:
-    """The device of each block; ``placed`` has that of the last in ``order``, and the ones before it."""
+    """Return the device of each block, from nested pairs (device of the last in ``order``, the rest)."""
     places = [0] * len(order)
     for index in reversed(order):
         places[index], placed = placed
@@ -101,13 +101,13 @@ def _places(order: Sequence[int], placed: Any) -> list[int]:
 def _with_offload(
     blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, largest_first: bool
 ) -> Places | None:
-    """Some are offloaded, none that takes more than ``limit`` bytes when it is copied back."""
+    """Return places that offload only blocks with at most ``limit`` loaded bytes; None if none were found."""
     free = list(capacities)
     free[main] -= limit
     places: dict[int, int] = {}
     must = [index for index, block in enumerate(blocks) if block.loaded > limit]
     optional = [index for index, block in enumerate(blocks) if block.loaded <= limit]
-    kept = sum(blocks[index].kept for index in optional)  # given back as blocks are placed
+    kept = sum(blocks[index].kept for index in optional)  # freed as blocks are placed
     free[main] -= kept
     for index in sorted(must, key=lambda index: -blocks[index].nbytes):
         device = next((d for d, room in enumerate(free) if room >= blocks[index].nbytes), None)
@@ -127,7 +127,7 @@ def _with_offload(
 
 
 def spill(blocks: Mapping[int, Block], capacity: int) -> set[int]:
-    """Which offloaded blocks the CPU holds; the others go to disk, and pass through the CPU one by one."""
+    """Return the offloaded blocks that the CPU holds; others go to disk, and pass the CPU one by one."""
     if sum(block.nbytes for block in blocks.values()) <= capacity:
         return set(blocks)
     room = capacity - max(block.loaded for block in blocks.values())

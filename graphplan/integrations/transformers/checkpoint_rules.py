@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is which weight of a transformers model, by transformers' own rules.
+"""Match the tensors of a checkpoint with the weights of a transformers model, by transformers' own rules.
 
-transformers renames tensors (prefixes of base models, names of earlier versions) and converts them (experts
-that are stacked, projections that are joined or split) while it loads them. Here its rules run on names and
-shapes alone; reading comes later, when the plan says where to.
+While it loads tensors, transformers renames them (prefixes of base models, names of earlier versions) and
+converts them (stacks experts, joins or splits projections). Here its rules run on names and shapes only.
+Tensors are read later, when the plan says where to.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger("graphplan")
 
 @dataclass(slots=True)
 class Matched:
-    """What a checkpoint has for a model.
+    """Where the weights of a model are in a checkpoint.
 
     Attributes:
-        found: name of a weight -> the tensor that it is.
-        made: name of a weight -> the conversion that makes it.
-        missing: weights that it has not.
+        found: weight -> the tensor that has its data.
+        made: weight -> the conversion of tensors that makes it.
+        missing: weights that the checkpoint lacks.
         unexpected: tensors that are no weight of the model.
-        used: transformers' rules that applied; it undoes them when the model is saved.
+        used: the rules of transformers that applied; transformers reverts them when the model is saved.
     """
 
     found: dict[str, FileTensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """The sources that one converter takes for one weight."""
+    """The tensors that a converter needs for one weight."""
 
     converter: Any
     patterns: list[str]
@@ -57,10 +57,10 @@ class _Gathered:
 def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
     """Match the tensors of a checkpoint with the weights of a ``PreTrainedModel`` on the meta device.
 
-    Its weights are not tied yet.
+    The model's shared weights are not tied yet.
 
     Raises:
-        CheckpointError: shapes that do not fit, or a conversion that fails.
+        CheckpointError: shapes differ, or a conversion fails.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -68,7 +68,7 @@ def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
     matched = Matched(missing={name for name, value in state.items() if isinstance(value, torch.Tensor)})
     gathered: dict[str, _Gathered] = {}
@@ -77,12 +77,12 @@ def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if name not in state:
-            targets = [name] if pattern is None else of_pattern[pattern].target_patterns
+            targets = [name] if pattern is None else converter_of[pattern].target_patterns
             matched.unexpected.update(name.replace(targets[0], target) for target in targets)
         elif pattern is None:
             matched.found.setdefault(name, tensors[key])
         else:
-            group = gathered.setdefault(name, _Gathered(copy.deepcopy(of_pattern[pattern]), [], []))
+            group = gathered.setdefault(name, _Gathered(copy.deepcopy(converter_of[pattern]), [], []))
             group.patterns.append(pattern)
             group.sources.append(tensors[key])
     for name, group in gathered.items():
@@ -93,22 +93,22 @@ def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
     return matched
 
 
-def _make(model: nn.Module, name: str, group: _Gathered, tensors: Sequence[Any]) -> Mapping[str, Any]:
-    """Run one of transformers' converters."""
+def _convert(model: nn.Module, name: str, group: _Gathered, tensors: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the weights that a converter of transformers makes of ``tensors``."""
     converter = copy.deepcopy(group.converter)
     for pattern, tensor in zip(group.patterns, tensors, strict=True):
-        converter.add_tensor(name, name, pattern, lambda tensor=tensor: tensor)  # something to call for it
-    made: Mapping[str, Any] = converter.convert(name, model=model, config=model.config)
-    return made
+        converter.add_tensor(name, name, pattern, lambda tensor=tensor: tensor)  # it takes a function
+    weights: Mapping[str, Any] = converter.convert(name, model=model, config=model.config)
+    return weights
 
 
 def _add_conversion(
     model: nn.Module, matched: Matched, name: str, group: _Gathered, dtype: torch.dtype
 ) -> None:
-    conversion = Conversion(tuple(group.sources), dtype, partial(_make, model, name, group))
+    conversion = Conversion(tuple(group.sources), dtype, partial(_convert, model, name, group))
     try:
         outline = conversion.outline()
-    except Exception as error:  # transformers' converters raise anything where a tensor is missing
+    except Exception as error:  # a converter may raise anything if a tensor is missing
         kind = ", ".join(type(op).__name__ for op in group.converter.operations)
         raise CheckpointError(
             f"{name!r} cannot be made of {len(group.sources)} tensors of the checkpoint by {kind}: {error}"
@@ -118,12 +118,12 @@ def _add_conversion(
 
 
 def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
-    shapes = {name: one.shape for name, one in matched.found.items()}
+    shapes = {name: tensor.shape for name, tensor in matched.found.items()}
     for conversion in dict.fromkeys(matched.made.values()):
         for name, value in conversion.outline().items():
             shapes[name] = tuple((value[0] if isinstance(value, list) else value).shape)
     matched.unexpected.update(name for name in shapes if name not in state)
-    matched.made = {name: one for name, one in matched.made.items() if name in state}
+    matched.made = {name: rule for name, rule in matched.made.items() if name in state}
     wrong = [
         f"{name!r} is of shape {list(shape)}, in the model {list(state[name].shape)}"
         for name, shape in shapes.items()
@@ -134,23 +134,23 @@ def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def finish_weights(model: Any, matched: Matched) -> None:
-    """Give a meta model what no checkpoint has, as ``from_pretrained`` does; its other weights stay meta.
+    """Complete a model as ``from_pretrained`` does; weights in the checkpoint stay on the meta device.
 
-    Ties are made, buffers that are not saved and weights that are missing get the values that the model's
-    own initialisation gives them, in host memory. ``matched.missing`` and ``matched.unexpected`` lose what
-    transformers expects to be so.
+    Shared weights are tied. Missing weights and buffers that are not saved are initialised in host memory by
+    the model's own code. Names that transformers expects to be missing or unexpected are removed from
+    ``matched.missing`` and ``matched.unexpected``.
     """
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    _settle_double_ties(model, matched)
+    _tie_if_equal(model, matched)
     for name in (*matched.found, *matched.made):
         mark_initialized(model.get_parameter_or_buffer(name))
     info = LoadStateDictInfo(set(matched.missing), set(matched.unexpected), set(), [], {}, set())
     model.mark_tied_weights_as_initialized(info)
     for name in info.missing_keys - model.all_tied_weights_keys.keys():
-        _replace(model, name, model.get_parameter_or_buffer(name))
+        _allocate(model, name, model.get_parameter_or_buffer(name))
     for name, buffer in list(model.named_non_persistent_buffers()):
-        _replace(model, name, buffer)
+        _allocate(model, name, buffer)
     model.initialize_weights()
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     adjust_keys(model, info)
@@ -158,21 +158,21 @@ def finish_weights(model: Any, matched: Matched) -> None:
     matched.missing, matched.unexpected = info.missing_keys, info.unexpected_keys
 
 
-def _replace(model: nn.Module, name: str, meta: torch.Tensor) -> None:
-    """Memory for a tensor that was on the meta device."""
-    path, _, own = name.rpartition(".")
+def _allocate(model: nn.Module, name: str, meta: torch.Tensor) -> None:
+    """Put an uninitialised CPU tensor in place of one on the meta device."""
+    path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    empty = torch.empty_like(meta, device="cpu")
+    data = torch.empty_like(meta, device="cpu")
     if isinstance(meta, nn.Parameter):
-        module._parameters[own] = nn.Parameter(empty, meta.requires_grad)
+        module._parameters[attribute] = nn.Parameter(data, meta.requires_grad)
     else:
-        module._buffers[own] = empty
+        module._buffers[attribute] = data
 
 
-def _settle_double_ties(model: Any, matched: Matched) -> None:
-    """Where a checkpoint has both of two tied weights, they are tied if they are equal, as transformers does.
+def _tie_if_equal(model: Any, matched: Matched) -> None:
+    """Keep the tie of two weights that are both in the checkpoint only if their data are equal.
 
-    transformers compares them when both are in memory; here neither is.
+    transformers compares them in memory; here they are compared in their files.
     """
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in matched.found or source not in matched.found:

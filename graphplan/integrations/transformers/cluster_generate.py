@@ -1,11 +1,11 @@
 """``generate()`` of a model over several machines: every rank runs it, the last one chooses the tokens.
 
-Each rank runs transformers' own loop over its own stage and its own caches. The last rank has the scores:
-after all other processors it chooses a token, which it sends to the others, and all go on with scores that
-leave no other choice. So hidden states and chosen tokens cross the network, and nothing else does.
+Each rank runs transformers' own loop over its own stage and caches. The last rank has the scores: after all
+other logits processors it chooses a token and sends it to the others. All ranks go on with scores that allow
+only this token. So only hidden states and chosen tokens cross the network.
 
-An encoder is run by the first forward pass, with the decoder, and not before: until then its inputs stand for
-what it returns. That is sent to all ranks once, since later forward passes take it as an input.
+An encoder runs within the first forward pass, together with the decoder. Until then its inputs stand in for
+its outputs. These are sent to all ranks once, since later forward passes take them as inputs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MODES = ("greedy_search", "sample")
 def generator_of(
     model: nn.Module, forward: Callable[..., Any], last: int, traffic: Counter[str]
 ) -> Callable[..., Any] | None:
-    """What generates text with a model; None for a model that does not.
+    """Return the ``generate`` of a model over several machines; None if the model has none.
 
     Args:
-        model: any; its configuration and code are used, its weights are not.
-        forward: runs it over all ranks, as
+        model: any module, of which only configuration and code are used.
+        forward: runs the model over all ranks, as
             :meth:`graphplan.runtime.distributed.cluster_module.ClusterModule.forward_in_place`.
         last: rank of the last stage.
-        traffic: to which the bytes of tokens are added.
+        traffic: name -> bytes, to which the bytes of tokens and encoder outputs are added.
     """
     if not hasattr(model, "generate") or not hasattr(model, "generation_config"):
         return None
@@ -49,7 +49,7 @@ def generator_of(
             return forward(*args, **kwargs)
         if encoded.outputs is None:
             result = forward(*args, **{**kwargs, "encoder_outputs": None, **encoded})
-            encoded.outputs = _sent_to_all(result, last, traffic)
+            encoded.outputs = _broadcast_encoder_output(result, last, traffic)
             return result
         return forward(*args, **{**kwargs, "encoder_outputs": encoded.outputs})
 
@@ -64,7 +64,7 @@ def generator_of(
         "__module__": cls.__module__,
     }
     if model.config.is_encoder_decoder:  # type: ignore[union-attr]  # of transformers
-        body["get_encoder"] = lambda _: _LaterEncoder(model.get_encoder())  # type: ignore[operator]
+        body["get_encoder"] = lambda _: _DeferredEncoder(model.get_encoder())  # type: ignore[operator]
     shell = copy.copy(model)
     shell.__class__ = with_last_processor(type(cls.__name__, (cls,), body), choose)
     generate: Callable[..., Any] = shell.generate  # type: ignore[assignment]  # of transformers
@@ -72,23 +72,23 @@ def generator_of(
 
 
 class _Unencoded(dict[str, Any]):
-    """The inputs of an encoder, in place of what it returns, of which generate() may make copies of rows."""
+    """The inputs of an encoder in place of its outputs; generate() may repeat their rows."""
 
     outputs: Any = None
 
 
-class _LaterEncoder:
-    """What generate() calls in place of an encoder."""
+class _DeferredEncoder:
+    """Stands in for the encoder that generate() calls."""
 
     def __init__(self, encoder: nn.Module) -> None:
         self.forward = encoder.forward  # for its signature
 
     def __call__(self, **inputs: Any) -> _Unencoded:
-        return _Unencoded({name: given for name, given in inputs.items() if isinstance(given, torch.Tensor)})
+        return _Unencoded({name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
 
 
 def _require_simple(config: Any) -> None:
-    """Raise InputError for what needs more of the scores than the chosen token."""
+    """Raise InputError for options that need more than the chosen tokens on all ranks."""
     mode = str(getattr(config.get_generation_mode(), "value", config.get_generation_mode()))
     if mode not in _MODES:
         raise InputError(
@@ -104,13 +104,13 @@ def _require_simple(config: Any) -> None:
 def _choose(
     last: int, sample: bool, traffic: Counter[str], _input_ids: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Scores that leave no choice but the token that the ``last`` rank chooses, or draws to ``sample``.
+    """Return scores that allow only the token that the ``last`` rank chooses, or draws if ``sample``.
 
-    ``scores`` are (batch, tokens) of the next token, after all other processors.
+    ``scores`` are the (batch, vocabulary) scores of the next token, after all other processors.
     """
     tokens = torch.zeros(scores.shape[0], dtype=torch.int64)
     if dist.get_rank() == last:
-        if sample:  # the loop draws once more, from what is left, with the same numbers
+        if sample:  # the loop draws again from the returned scores, with the same random numbers
             state = torch.get_rng_state()
             tokens = torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1)
             torch.set_rng_state(state)
@@ -121,8 +121,8 @@ def _choose(
     return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
-def _sent_to_all(result: Any, last: int, traffic: Counter[str]) -> Any:
-    """What the encoder returned, of the result of the last rank, on all ranks."""
+def _broadcast_encoder_output(result: Any, last: int, traffic: Counter[str]) -> Any:
+    """Return the encoder's output on all ranks, sent from the last rank, which has it in its result."""
     from transformers.modeling_outputs import BaseModelOutput
 
     hidden = result.get("encoder_last_hidden_state")

@@ -1,12 +1,11 @@
-"""The calls that ``generate`` makes after an example, found without computing any of them.
+"""Find the calls that ``generate`` makes after an example, without computing any of them.
 
-Which arguments a prefill and a decode have is known to the code of transformers alone. So that code runs, on
-the copy of the model that is traced, and each of its calls is traced, and answered with zeros of the shapes
-that the trace has::
+Only transformers' code knows the arguments of a prefill and a decode step. So that code runs on the copy of
+the model that is traced. Each of its calls is traced, and returns zeros of the shapes in the trace::
 
     model.generate(input_ids)
-        model(input_ids, attention_mask, use_cache)    traced; answered with logits and keys of zeros
-        model(token, past_key_values, ...)             traced; answered likewise
+        model(input_ids, attention_mask, use_cache)    traced; returns logits and keys of zeros
+        model(token, past_key_values, ...)             traced; returns logits and keys of zeros
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from graphplan.warnings import silenced, warn
 
 logger = logging.getLogger("graphplan")
 
-_TOKENS = 2  # a prefill and a decode
-_LATER = ("decoder_", "labels")  # arguments of a call that generate makes by itself, or has no use for
+_TOKENS = 2  # a prefill and a decode step
+_LATER = ("decoder_", "labels")  # arguments that generate makes itself or does not need
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 @one_at_a_time
 def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
-    """What ``generate`` would call, one of each structure, without those that are the example's.
+    """Return one call of each structure that ``generate`` would make, except for the example's structure.
 
-    Returns:
-        nothing for a model that does not generate. Where generation cannot be followed, the calls until
-        then, with a warning.
+    Return nothing for a model that cannot generate. If generation fails, return the calls until then, and
+    warn unless a call could not be traced.
     """
     can_generate = getattr(compiler.model_copy.module, "can_generate", None)  # a plain module has none
     if call.args or not callable(can_generate) or not can_generate():
@@ -60,28 +58,28 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
 
 
 def _generate(rehearsal: Rehearsal, prompt: Mapping[str, torch.Tensor]) -> None:
-    """Rehearse ``generate``, until it has decoded."""
-    plainly: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+    """Rehearse ``generate`` up to the first decode step."""
+    greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1}
     with silenced("transformers"), suppress(RepeatedCallError), rehearsal.model() as model:
-        model.generate(**prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, **plainly)
+        model.generate(**prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, **greedy)
 
 
 def _prompts(call: BoundCall, longest: int | None) -> list[dict[str, torch.Tensor]]:
-    """The example's tensors as arguments of ``generate``; of a text alone, the longest too.
+    """Return arguments for ``generate``: the example's tensors, and for plain text also the longest prompt.
 
-    Where tokens can follow neither, they are cut. Past the window of a cache that slides, calls differ.
+    The longest prompt matters because calls differ beyond a sliding window. Prompts leave room for tokens.
     """
-    found = {
+    named = {
         name: value
         for name, value in call.kwargs.items()
         if isinstance(value, torch.Tensor) and not name.startswith(_LATER)
     }
-    ids = found.get("input_ids")
-    plain = ids is not None and all(value.dim() == 2 and value.shape == ids.shape for value in found.values())
-    if ids is None or not plain or longest is None or not set(found) <= set(_TEXT):
-        return [found]
+    ids = named.get("input_ids")
+    plain = ids is not None and all(value.dim() == 2 and value.shape == ids.shape for value in named.values())
+    if ids is None or not plain or longest is None or not set(named) <= set(_TEXT):
+        return [named]
     most, here = max(1, longest - _TOKENS), ids.shape[1]
     lengths = [most] if here >= most else [here, most]
     return [
-        {name: value[:, torch.arange(length) % here] for name, value in found.items()} for length in lengths
+        {name: value[:, torch.arange(length) % here] for name, value in named.items()} for length in lengths
     ]

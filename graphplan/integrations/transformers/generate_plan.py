@@ -1,9 +1,9 @@
-"""Plan a call so that the calls which ``generate`` makes after it have room too, up to the caller's limits.
+"""Plan a call so that the calls of ``generate`` after it fit in memory too, up to the caller's limits.
 
-The example's call is planned first, and the others with the weights where it puts them. Where one of these
-lacks room there, or room to be fast, it is the one that decides where the weights are; and where that is not
-enough, all are placed together. Without limits nothing else is planned: what has no room later moves the
-weights.
+The example's call is planned first, and the others with the weights where it puts them. If one of these does
+not fit, or is slow for lack of memory, it is planned first instead and decides where the weights reside. If
+that does not help, all calls are planned together. Without limits only the example is planned: calls that do
+not fit later move the weights.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ logger = logging.getLogger("graphplan")
 
 
 def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Planned]:
-    """Plan and commit the call that decides where weights are, and those of ``generate`` if limits are given.
+    """Plan and commit the first call, and the calls of ``generate`` if size limits are given.
 
-    The compiler has committed nothing, unless it knows from another process where weights are.
+    The compiler has committed nothing yet, but may know where weights reside already.
 
     Returns:
-        the plan of the example, and of each other structure of calls that there is room for.
+        the plan of the example, and a plan for each other structure of calls that fits.
     """
-    alone = compiler.homes is not None or compiler.given is not None
+    settled = compiler.homes is not None or compiler.given is not None
     first = compiler.plan(call, entry)
     compiler.commit(first)
     options = compiler.options
     trains = options.grad or options.training is not None
-    if entry or alone or trains or not options.size_limits.given:
+    if entry or settled or trains or not options.size_limits.given:
         return [first]
-    rehearsed = [_where_the_caller_is(other, call) for other in calls_of_generate(compiler, call)]
+    rehearsed = [_on_device_of(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))
     example = EntryCall(call)
     for fast in (False,) if lacks_room(first.plan) else (True, False):
-        found, lacking = _plan_in_turn(compiler, others, first, fast=fast)
+        planned, lacking = _plan_in_turn(compiler, others, first, fast=fast)
         if lacking is None:
-            _tell_of_slow_calls(found)
-            return found
-        again = _plan_around(compiler, lacking.call, example, others, fast=lacking.why is None)
-        if again is not None:
-            return again
+            _warn_of_slow_calls(planned)
+            return planned
+        replanned = _plan_around(compiler, lacking.call, example, others, fast=lacking.why is None)
+        if replanned is not None:
+            return replanned
         compiler.restart()
         compiler.commit(first)
-        if lacking.why is not None:  # no order of planning them one by one has room
+        if lacking.why is not None:  # another order of planning one by one does not help
             break
     assert lacking is not None
-    again = _plan_all(compiler, example, others)
-    if again is not None:
-        return again
+    replanned = _plan_all(compiler, example, others)
+    if replanned is not None:
+        return replanned
     warn(
         "the budgets have room for the example inputs, but not for generate() up to max_batch and "
         f"max_length: {lacking.why}"
@@ -73,9 +73,9 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
     return [first]
 
 
-def _tell_of_slow_calls(found: Sequence[Planned]) -> None:
-    """Warn where a call of ``generate`` has no room to be fast, whatever decides where the weights are."""
-    for one in found[1:]:
+def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
+    """Warn if a call of ``generate`` is slow for lack of memory, wherever the weights reside."""
+    for one in planned[1:]:
         if lacks_room(one.plan):
             warn(
                 f"a forward pass of generate() is estimated to take {one.plan.makespan:.2g} s; with more "
@@ -87,14 +87,14 @@ def _tell_of_slow_calls(found: Sequence[Planned]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Lacking:
-    """A call for which there is no room, and why; None where there is none to be fast."""
+    """A call that does not fit, and why; None if it fits but is slow for lack of memory."""
 
     call: EntryCall
     why: str | None
 
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
-    """Those that a plan can be made of: an image's prompt, say, may leave no room for a token."""
+    """Yield the calls that can be planned; an image prompt, say, may leave no length for a token."""
     for other in others:
         try:
             compiler.pose(other.asked)
@@ -107,27 +107,27 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
 def _plan_in_turn(
     compiler: Compiler, others: Sequence[Rehearsed], first: Planned, *, fast: bool
 ) -> tuple[list[Planned], _Lacking | None]:
-    """Plan and commit calls one by one, caches where the calls before leave them; or say which cannot be.
+    """Plan and commit calls one by one, with caches where earlier calls leave them, until one lacks room.
 
-    ``fast``: nor may one be slow for lack of room.
+    ``fast``: a call that is slow for lack of memory lacks room too.
     """
     planned = {0: first}
     for other in others:
         try:
-            found = compiler.plan(_brought(other, planned), other.asked.entry)
+            plan = compiler.plan(_with_placed_caches(other, planned), other.asked.entry)
         except InfeasibleError as error:
             return [], _Lacking(other.asked, str(error).splitlines()[0])
-        if fast and lacks_room(found.plan):
+        if fast and lacks_room(plan.plan):
             return [], _Lacking(other.asked, None)
-        compiler.commit(found)
-        planned[other.number] = found
+        compiler.commit(plan)
+        planned[other.number] = plan
     return [first, *(planned[other.number] for other in others)], None
 
 
 def _plan_around(
     compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed], *, fast: bool
 ) -> list[Planned] | None:
-    """Plan and commit all calls, with the weights where one of them has room; None where others lack it."""
+    """Plan and commit the ``hardest`` call, then all others; return None if one lacks room."""
     logger.info("planning the forward pass of generate() that lacked memory first")
     compiler.restart()
     try:
@@ -139,14 +139,14 @@ def _plan_around(
     if fast and lacks_room(first.plan):
         return None
     compiler.commit(first)
-    found, lacking = _plan_in_turn(compiler, others, first, fast=fast)
-    return found if lacking is None else None
+    planned, lacking = _plan_in_turn(compiler, others, first, fast=fast)
+    return planned if lacking is None else None
 
 
 def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
-    """Plan and commit all calls over one placement of the weights; None where that finds no room.
+    """Plan and commit all calls together over one placement of the weights; None if they do not fit.
 
-    That knows no disk.
+    Joint plans do not support the disk.
     """
     if DISK in compiler.topology:
         return None
@@ -160,8 +160,8 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
         return None
 
 
-def _where_the_caller_is(other: Rehearsed, example: BoundCall) -> Rehearsed:
-    """The call with its tensors on the device of the example's; they were on the CPU."""
+def _on_device_of(other: Rehearsed, example: BoundCall) -> Rehearsed:
+    """Return the call with its tensors, which are on the CPU, on the example's device."""
     device = example.device
     if device is None or device.type in (CPU, "meta"):
         return other
@@ -174,24 +174,24 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
-    """The call, with the tensors of its caches on the devices that planned calls leave them on.
+def _with_placed_caches(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
+    """Return the call, with its cache tensors on the devices where planned calls leave them.
 
-    Its caches are made anew: those that it was made with have been filled since.
+    The caches are new objects: those of the rehearsal have been filled since.
     """
     call = other.asked.call
     leaves = list(call.leaves)
     with FakeTensorMode():
         for leaf, (number, position) in other.made_by.items():
-            device = _left_on(planned.get(number), position)
+            device = _device_left_on(planned.get(number), position)
             if device is not None:
                 leaves[leaf] = _like(leaves[leaf], device)
         args, kwargs = unflatten(leaves, call.spec)
     return replace(call, args=args, kwargs=kwargs, leaves=tuple(leaves))
 
 
-def _left_on(planned: Planned | None, position: int) -> torch.device | None:
-    """Where a call leaves a tensor of a cache; None for another result."""
+def _device_left_on(planned: Planned | None, position: int) -> torch.device | None:
+    """Return the device on which a call leaves a cache tensor; None for other results."""
     if planned is None or position not in planned.capture.kept:
         return None
     result, plan = planned.capture.outputs[position], planned.plan
