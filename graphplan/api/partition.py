@@ -143,14 +143,14 @@ def partition(
             everywhere=return_outputs == "all",
             plan=plan,
         )
-    given = read_given_plan(plan, Plan, asked)
-    if given is None:
+    saved = read_given_plan(plan, Plan, asked)
+    if saved is None:
         topology = asked.topology(max_memory, grad=grad)
     else:
-        topology = budgeted(given, max_memory, asked.reserve, grad=grad)
+        topology = budgeted(saved, max_memory, asked.reserve, grad=grad)
     require_present(topology)
-    own = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
-    request = read_request(model, topology, asked, own, check=check)
+    preset = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
+    request = read_request(model, topology, asked, preset, check=check)
     model, model_copy = request.model, request.model_copy
     rules = pin_sparse(request.options.constraints, model_copy.weights, topology)
     _warn_of_shared(model_copy.shared)
@@ -158,7 +158,7 @@ def partition(
         require_data(model, model_copy.weights)
     source = read_source(request, checkpoint, strict=strict is not False)
     with_rules = replace(request.options, constraints=rules)
-    placer = Placer(topology, with_rules, strict is True, source, check, warm, given)
+    placer = Placer(topology, with_rules, strict is True, source, check, warm, saved)
     if asked.calls is not None:
         return placer.place_together(model, model_copy, partial(read_examples, asked, args, kwargs))
     call = read_example(request, args, kwargs)

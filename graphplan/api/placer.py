@@ -162,8 +162,8 @@ class Placer:
         return self._hooked(model, model_copy, calls, failed)
 
     def _checked(self, model: nn.Module, placed: nn.Module, calls: Sequence[EntryCall]) -> nn.Module:
-        for one in calls if self.check else ():
-            require_equal(model, placed, one.call, one.entry)
+        for example in calls if self.check else ():
+            require_equal(model, placed, example.call, example.entry)
         return placed
 
     def _hooked(
@@ -186,9 +186,9 @@ class Placer:
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
-        known = None if self.known_plan is None else self.known_plan.schedule.assignment
+        assignment = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
-        compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
+        compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, assignment, self.plan)
         if self.beside is not None:
             compiler.keep_room_for(self.beside)
         return compiler
@@ -261,7 +261,7 @@ class Placer:
             moved_for=self.moved_for,
         )
         attach(placed, state, memory)
-        if in_place is taken_over and state.guard is not None:  # the code's constants are of these values
+        if in_place is taken_over and state.guard is not None:  # the graphs' constants have these values
             state.values = state.guard.values
         if self.warm:
             warm_activations(program.plan for program in programs)

@@ -119,13 +119,13 @@ class PlanOptions:
 
     def require_companions(self, *, machines: bool) -> None:
         """Raise InputError for an argument that is given without the one that it requires."""
-        given = {"machines=": machines, "train=True": self.train, "calls=": self.calls is not None}
+        present = {"machines=": machines, "train=True": self.train, "calls=": self.calls is not None}
         defaults = PlanOptions()
         for needed, names in _ONLY_WITH.items():
             for name in names:
                 value, default = getattr(self, name), getattr(defaults, name)
                 is_default = value is default or (type(value) is type(default) and value == default)
-                if not given[needed] and not is_default:
+                if not present[needed] and not is_default:
                     raise InputError(f"{name}= goes with {needed}: give both")
 
     def topology(self, max_memory: MaxMemory | None, *, grad: bool = False) -> Topology:
@@ -158,9 +158,9 @@ def require_flags(**flags: object) -> None:
 def shows_options(function: _Function) -> _Function:
     """Put the fields of :class:`PlanOptions` in place of ``**options`` in a function's signature."""
     signature = inspect.signature(function)
-    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
     options = inspect.signature(PlanOptions).parameters.values()
-    shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
+    shared = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in options]
     function.__signature__ = signature.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
     return function
 
@@ -179,10 +179,10 @@ def require_known(function: Callable[..., Any], given: Iterable[str], called: st
         given: names of arguments.
         called: name of the function that the caller called.
     """
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             hint = "; it is an argument of partition" if name in _ONLY_IN_PARTITION else hint
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")

@@ -268,10 +268,10 @@ class RankBuilder:
         return self.runners[sizes]
 
     def _new_runner(
-        self, known: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
+        self, rank_cut: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
     ) -> StageRunner:
         programs, schedule = [], self.plan.schedule
-        for stage, source in zip(self.stages, known.sources, strict=True):
+        for stage, source in zip(self.stages, rank_cut.sources, strict=True):
             cut, trains = source.cut, source.step is not None or self.request.options.training is None
             received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
             programs.append(
@@ -295,13 +295,13 @@ class RankBuilder:
         """Return what runs this rank's stages forward and backward, or None if it has none."""
         if not self.stages or not self.request.options.differentiates:
             return None
-        known = self.cuts[key]
-        names = known.sources[-1].cut.sent
+        cut = self.cuts[key]
+        names = cut.sources[-1].cut.sent
 
         def loss_of(results: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
             return loss(rebuild(dict(zip(names, results, strict=True))), target)
 
-        return self._new_runner(known, wires, self.plan.microbatches, loss_of)
+        return self._new_runner(cut, wires, self.plan.microbatches, loss_of)
 
 
 @dataclass(frozen=True, slots=True)

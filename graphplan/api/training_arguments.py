@@ -46,9 +46,9 @@ def _require_one_optimizer(asked: PlanOptions) -> None:
     if nbytes is not None and not is_figure(nbytes, may_be_zero=True):
         raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
     if optimizer is not None and not callable(optimizer):
-        given = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}(...)"
+        text = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}(...)"
         raise InputError(
-            f"optimizer={given}: give the class of an optimizer, such as torch.optim.AdamW, or a function "
+            f"optimizer={text}: give the class of an optimizer, such as torch.optim.AdamW, or a function "
             "from parameters to one"
         )
 

@@ -40,11 +40,11 @@ from graphplan.versioned_json import encode
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
-def _typed_pairs(found: re.Match[str]) -> str:
+def _typed_pairs(match: re.Match[str]) -> str:
     """Return a mapping in a message as options: ``max_memory={0: 1024} -> --max-memory 0=1024``."""
-    option = f"--{found[1].replace('_', '-')} "
-    between = f" {option}" if found[1] == "pin" else ","
-    return option + found[2].replace("'", "").replace(": ", "=").replace(", ", between)
+    option = f"--{match[1].replace('_', '-')} "
+    between = f" {option}" if match[1] == "pin" else ","
+    return option + match[2].replace("'", "").replace(": ", "=").replace(", ", between)
 
 
 # arguments of `plan` in its error messages -> the options that set them
@@ -127,7 +127,7 @@ def say_written(*paths: Path | None) -> None:
 
 
 def _visible(text: str) -> str:
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def print_json(data: Any) -> None:

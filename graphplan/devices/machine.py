@@ -23,8 +23,8 @@ class _Current:
 
     def get(self) -> SimulatedMachine | None:
         """Return the machine, or None outside of all blocks."""
-        here = self._here.get()
-        return self._open[-1] if here is None and self._open else here
+        machine = self._here.get()
+        return self._open[-1] if machine is None and self._open else machine
 
     @contextmanager
     def being(self, machine: SimulatedMachine) -> Iterator[None]:

@@ -103,8 +103,8 @@ def _card(device: str) -> Card | None:
 def _index_here(device: str) -> int | None:
     """Return the index of a CUDA device of this machine; None for other devices."""
     kind, _, index = device.partition(":")
-    here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
-    return int(index) if here else None
+    is_here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
+    return int(index) if is_here else None
 
 
 def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
@@ -126,15 +126,15 @@ def own_links(
     specs: Sequence[DeviceSpec], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """Return links with the keys of ``max_memory``; raise DeviceError for repeated pairs and self-links."""
-    own = {
+    by_key = {
         (own_key(specs, source, "links"), own_key(specs, destination, "links")): link
         for (source, destination), link in links.items()
     }
-    if len(own) < len(links) or any(source == destination for source, destination in own):
+    if len(by_key) < len(links) or any(source == destination for source, destination in by_key):
         raise DeviceError(
             f"links name a pair twice, or a device with itself, in {list(links)}: keep one of each"
         )
-    return own
+    return by_key
 
 
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
@@ -215,12 +215,12 @@ def read_size(value: object, name: str) -> int:
 
 def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
     device = device_named(key)
-    own = int(key) if isinstance(key, numbers.Integral) else str(key)
+    spec_key = int(key) if isinstance(key, numbers.Integral) else str(key)
     if device == DISK:
-        return DeviceSpec(own, DISK, memory, 0.0, 0.0, 0.0)
+        return DeviceSpec(spec_key, DISK, memory, 0.0, 0.0, 0.0)
     if device == CPU:
-        return DeviceSpec(own, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
-    return _accelerator(own, device, memory, threads)
+        return DeviceSpec(spec_key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
+    return _accelerator(spec_key, device, memory, threads)
 
 
 def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> DeviceSpec:

@@ -110,15 +110,15 @@ class Rehearsal:
         with as_written(self._shell):
             capture = self.compiler.captures.traced(call, entry).capture
         made_by = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
-        known = next((one for one in self.calls if one.capture is capture), None)
-        if known is None:
-            known = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made_by)
-            self.calls.append(known)
+        seen = next((one for one in self.calls if one.capture is capture), None)
+        if seen is None:
+            seen = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made_by)
+            self.calls.append(seen)
         else:
-            known.count += 1
+            seen.count += 1
         if self._generates and any(index in made_by for index in capture.states.values()):
             raise RepeatedCallError
-        return self._answer(capture, known.number, call)
+        return self._answer(capture, seen.number, call)
 
     def _answer(self, capture: Capture, number: int, call: BoundCall) -> Any:
         sizes = sizes_of_call(capture.graph, capture.inputs, list(capture.inputs_in(call).values()))

@@ -62,7 +62,7 @@ from graphplan.runtime.weights.storage import Layout, place_model, taken_over
 from graphplan.warnings import warn
 
 _BUDGET_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold more memory than is foreseen
-_TRACE_TRIES = 4  # failed traces: a call that differs, in a string say, need not have a graph
+_TRACE_TRIES = 4  # failed traces before giving up: a call with another string, say, need not be traceable
 _SIZES = ModuleSizes(step=ALIGNMENT)
 
 

@@ -49,10 +49,10 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     except NoGraphError as error:
         logger.info("no memory is reserved for a forward pass of generate() that cannot be traced: %s", error)
     except Exception as error:  # the model's own code may raise anything
-        said = str(error) if isinstance(error, GraphplanError) else first_line(error)
+        reason = str(error) if isinstance(error, GraphplanError) else first_line(error)
         warn(
             f"the prefill and decode of generate() could not be traced ahead, so no memory is reserved for "
-            f"them ({said}): pass a prefill and a decode to partition as calls="
+            f"them ({reason}): pass a prefill and a decode to partition as calls="
         )
     return rehearsal.calls[1:]
 
@@ -78,8 +78,8 @@ def _prompts(call: BoundCall, longest: int | None) -> list[dict[str, torch.Tenso
     plain = ids is not None and all(value.dim() == 2 and value.shape == ids.shape for value in named.values())
     if ids is None or not plain or longest is None or not set(named) <= set(_TEXT):
         return [named]
-    most, here = max(1, longest - _TOKENS), ids.shape[1]
-    lengths = [most] if here >= most else [here, most]
+    most, size = max(1, longest - _TOKENS), ids.shape[1]
+    lengths = [most] if size >= most else [size, most]
     return [
-        {name: value[:, torch.arange(length) % here] for name, value in named.items()} for length in lengths
+        {name: value[:, torch.arange(length) % size] for name, value in named.items()} for length in lengths
     ]
