@@ -1,5 +1,5 @@
-"""A captured fx graph becomes a :class:`~graphplan.ir.graph.Graph`.
+"""Conversion of a captured fx graph to a :class:`~graphplan.ir.graph.Graph`.
 
-In: a capture. Out: its operations, values and weights with their bytes, FLOPs, aliases and workspaces; and
-captures whose largest weights are read in slices.
+Input: a capture. Output: its operations, values and weights with their bytes, FLOPs, aliases and workspaces;
+and captures whose largest weights are read in slices.
 """

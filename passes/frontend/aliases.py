@@ -1,7 +1,7 @@
 """Which operations must share a device because they share memory that is written to.
 
 A copy on another device is no longer a view: what is written to one is not seen in the other. So
-where a storage is written to, and somebody reads it afterwards by another name than the writer's
+where a storage is written to, and an operation reads it afterwards by another name than the writer's
 result, the writer, that reader and the makers of the views between them stay together::
 
     b = view(a)           b shares a's storage
@@ -9,9 +9,9 @@ result, the writer, that reader and the makers of the views between them stay to
     c = add_(a, 1)        writes to it
     d = mul(b, c)         reads it by the older name: view, add_, mul share a device
 
-Where only the result is read afterwards, nothing is tied: the writer may work on a copy. What touches
-a weight or an input that is written to stays together whole: the model, or the caller, sees the write
-after the call.
+Where only the result is read afterwards, nothing is tied: the writer may work on a copy. All operations
+that read or write a mutated weight or input stay together: the model, or the caller, sees the write after
+the forward pass.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from graphplan.ir.graph import Graph
 
 
 def find_together(graph: Graph, groups: Iterable[Sequence[str]]) -> list[frozenset[str]]:
-    """The sets of operations that aliasing ties to one device, disjoint, each of two or more.
+    """Return the disjoint sets of two or more operations that aliasing ties to one device.
 
-    ``groups`` are sets of values that are to be on one device, whoever makes them.
+    ``groups`` are sets of values that must be on one device, whichever operations make them.
     """
     roots = {name: graph.root(name) for name in graph.values}
     order = {name: index for index, name in enumerate(graph.operations)}
     members: dict[str, list[str]] = {}
     for name, root in roots.items():
         members.setdefault(root, []).append(name)
-    ties: nx.Graph[str] = nx.Graph()
+    same_device: nx.Graph[str] = nx.Graph()
     written = (name for operation in graph.operations.values() for name in operation.mutates)
     for root in dict.fromkeys(roots.get(name, name) for name in written):
         if root in graph.weights or root in graph.inputs:
-            nx.add_path(ties, _touching(graph, root, roots))
+            nx.add_path(same_device, _touching(graph, root, roots))
         else:
-            nx.add_path(ties, _entangled(graph, root, members.get(root, []), order))
+            nx.add_path(same_device, _entangled(graph, root, members.get(root, []), order))
     for operation in graph.operations.values():
         if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
-            nx.add_path(ties, [origin, operation.name])
+            nx.add_path(same_device, [origin, operation.name])
     for weight in graph.weights.values():
         if not weight.movable:
-            nx.add_path(ties, graph.readers.get(weight.name, ()))
+            nx.add_path(same_device, graph.readers.get(weight.name, ()))
     for names in groups:
-        nx.add_path(ties, [graph.producer[name] for name in names if name in graph.producer])
-    return [frozenset(group) for group in nx.connected_components(ties) if len(group) > 1]
+        nx.add_path(same_device, [graph.producer[name] for name in names if name in graph.producer])
+    return [frozenset(group) for group in nx.connected_components(same_device) if len(group) > 1]
 
 
 def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
-    """The operations that make or read the storage of ``root``, in order."""
+    """Return the operations that make or read the storage of ``root``, in order."""
     return [
         operation.name
         for operation in graph.operations.values()
@@ -62,8 +62,8 @@ def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
 
 
 def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, int]) -> list[str]:
-    """Writers of a storage, those who read it later by an older name, and the makers of both names."""
-    found: dict[str, None] = {}
+    """Return a storage's writers, its later readers by an older name, and the makers of both names."""
+    tied: dict[str, None] = {}
     inside = {*members, root}
     readers = [
         (order[reader], reader, name)
@@ -82,31 +82,31 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
         returned = [name for name in results if name in inside and name not in fresh]
         if not late and not returned:
             continue
-        # nor is it a copy that was made for an earlier reader
+        # the returned value must not be a copy that an earlier reader needed
         early = [use for use in readers if use[0] < order[writer] and use[2] in returned]
         names = {*targets, *returned, *(name for _, _, name in late)}
         makers = [maker for name in names for maker in _view_makers(graph, name)]
-        # what is returned is taken from where its maker ran
+        # a returned value is taken from its producer's device
         owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
-        found.update(dict.fromkeys([writer, *(reader for _, reader, _ in (*early, *late)), *makers, *owners]))
-    return sorted(found, key=lambda name: order[name])
+        tied.update(dict.fromkeys([writer, *(reader for _, reader, _ in (*early, *late)), *makers, *owners]))
+    return sorted(tied, key=lambda name: order[name])
 
 
 def _view_makers(graph: Graph, name: str) -> list[str]:
-    """The operations that made ``name`` out of its storage, view by view."""
-    found = []
+    """Return the operations that made ``name`` from its storage, view by view."""
+    makers = []
     while name in graph.values:
         base = graph.values[name].alias_of
         if base is None:
             break
         if name in graph.producer:
-            found.append(graph.producer[name])
+            makers.append(graph.producer[name])
         name = base
-    return found
+    return makers
 
 
 def _descendants(graph: Graph, members: list[str], outputs: tuple[str, ...]) -> set[str]:
-    """Those of ``members`` that are ``outputs`` or views of them."""
+    """Return ``outputs``, and those of ``members`` that are views of them."""
     found = set(outputs)
     for name in members:  # in order of creation, so one sweep reaches all
         if graph.values[name].alias_of in found:
@@ -115,7 +115,7 @@ def _descendants(graph: Graph, members: list[str], outputs: tuple[str, ...]) -> 
 
 
 def _view_origin(graph: Graph, name: str) -> str | None:
-    """The operation that made the storage, if ``name`` is a view whose strides a copy would change."""
+    """Return the producer of the storage if ``name`` is a view, whose strides a copy would change."""
     if name not in graph.values or graph.values[name].alias_of is None:
         return None
     return graph.producer.get(graph.root(name)) or graph.producer.get(name)

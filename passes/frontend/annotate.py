@@ -1,4 +1,4 @@
-"""Give a captured graph its bytes, FLOPs, aliases and workspaces: ``torch.fx`` becomes a ``Graph``."""
+"""Convert a captured ``torch.fx`` graph to a ``Graph`` with bytes, FLOPs, aliases and workspaces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graphplan.warnings import silenced
 
 
 class Annotator:
-    """Writes down the graph of a capture, as it is and as a schedule makes it.
+    """Converts a capture to a ``Graph``, without a schedule or under one.
 
     Args:
-        capture: simplified.
+        capture: already simplified.
         weights: of the model that was captured; unused ones are in the graph too.
-        device_types: for which to measure workspaces; a type without a backend here counts as CPU.
-        bench: to measure workspaces on this machine's cards.
+        device_types: for which workspaces are measured; a type without a backend here counts as CPU.
+        bench: measures workspaces on this machine's GPUs.
     """
 
     def __init__(
@@ -36,40 +36,40 @@ class Annotator:
     ) -> None:
         self.capture, self.weights, self.device_types, self.bench = capture, weights, device_types, bench
         self.interpreter = Interpreter(device_types, capture.sizes, bench)
-        self._as_it_is: Graph | None = None
+        self._unscheduled: Graph | None = None
 
     def of(self, capture: Capture, weights: ModelWeights | None = None) -> Annotator:
-        """An annotator of another capture of the model, which knows what this one has measured.
+        """Return an annotator of another capture of the model that shares this one's measurements.
 
-        ``weights`` are those of the model that it reads, if not all.
+        ``weights`` are those of the model that the capture reads, if not all.
         """
         other = Annotator(capture, weights or self.weights, self.device_types, self.bench)
         other.interpreter.memo = self.interpreter.memo
         return other
 
     def graph(self, schedule: Schedule | None = None, kinds: Mapping[DeviceKey, str] | None = None) -> Graph:
-        """The graph; with ``schedule``, as it is when values are moved as it says.
+        """Return the graph; with ``schedule``, as it is when values are moved accordingly.
 
-        Without one, values are those of accelerators, and an operation costs what it costs where it costs
-        least, so that bounds hold wherever it runs. With one, a moved value that was a slice arrives dense,
-        and kernels of one type of device return other strides than those of another: after either an
-        operation may copy where it took a view, or take another workspace.
+        Without a schedule, values are as on accelerators, and an operation has its least cost over device
+        types, so that bounds hold wherever it runs. With one, a moved slice arrives dense, and strides
+        depend on the type of device: after either an operation may copy instead of returning a view, or
+        need another workspace.
 
         Args:
             schedule: where operations run.
-            kinds: the type of each of its devices; one that is left out counts as CPU.
+            kinds: the type of each of its devices; a missing one counts as CPU.
 
         Raises:
-            CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
+            CaptureError: an operation cannot be run on fake tensors and has no recorded result.
         """
         if schedule is not None:
             return self._read(schedule, kinds or {})
-        if self._as_it_is is None:
+        if self._unscheduled is None:
             usual = next((kind for kind in self.device_types if kind != CPU), CPU)
-            self._as_it_is = self._read(None, {}, usual)
+            self._unscheduled = self._read(None, {}, usual)
             if usual != CPU and CPU in self.device_types and self.interpreter.differs:
-                self._as_it_is = with_least_costs(self._as_it_is, self._read(None, {}, CPU))
-        return self._as_it_is
+                self._unscheduled = with_least_costs(self._unscheduled, self._read(None, {}, CPU))
+        return self._unscheduled
 
     def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
         reader = GraphReader(self.capture, self.weights, kinds)

@@ -1,8 +1,8 @@
-"""Run operations on fake tensors: what each makes, what is a view of what, what it takes on the way.
+"""Run operations on fake tensors to find their results, views and workspaces.
 
-No data, no arithmetic. Two operations that look alike are run once between them, so a model of eighty
-equal layers costs little more than one of two. Running them shows what no schema tells: which result
-is a view, and how many bytes a composite operation takes before it is done.
+No data, no arithmetic. Of operations that look alike only one is run, so a model of eighty equal layers
+costs little more than one of two. A run shows what no schema tells: which result is a view, and how many
+bytes a composite operation allocates before it is done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.warnings import warn
 
-_DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # which the trace has seen
+_DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # the trace recorded the results
 
 
 class Interpreter:
@@ -45,7 +45,7 @@ class Interpreter:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
-        """Take a placeholder's value from the trace."""
+        """Store a placeholder's value from the trace."""
         value = describe(node.meta.get("val"), self.sizes)
         if isinstance(value, TensorMeta) and requires_grad:
             value = replace(value, requires_grad=True)
@@ -57,13 +57,13 @@ class Interpreter:
         copied: Callable[[fx.Node], bool] = lambda _: False,
         device_type: str = "cpu",
     ) -> Effect:
-        """Run one node; its value is remembered for those that read it.
+        """Run one node, and store its value for the nodes that read it.
 
         Args:
             node: an operation.
-            copied: whether it reads a copy of an argument that was moved to its device: a copy is
-                dense, which may make another operation take another path.
-            device_type: of its device: kernels differ in the strides of what they return.
+            copied: whether it reads a copy of an argument, moved to its device: a copy is dense, which may
+                make the operation take another path.
+            device_type: of its device, whose kernels determine the strides of the results.
         """
 
         def argument(source: fx.Node) -> Any:
@@ -77,7 +77,7 @@ class Interpreter:
         if effects is None:
             try:
                 effects = self.memo[key] = self._measure(node, leaves, spec)
-            except _NoFakeError as error:  # what the data decides differs between operations that look alike
+            except _NoFakeError as error:  # results that depend on data differ between equal operations
                 effects = {"": self._recorded(node, error.reason)}
         effect = effects.get(device_type) or next(iter(effects.values()))
         self.env[node] = effect.value
@@ -85,7 +85,7 @@ class Interpreter:
 
     @property
     def differs(self) -> bool:
-        """Whether some operation so far returns other strides, or copies, on one type of device only."""
+        """Whether an operation that was run returns other strides, or copies, on one type of device only."""
         return any(
             (effect.value, effect.results) != (first.value, first.results)
             for first, *others in map(list, map(dict.values, self.memo.values()))
@@ -93,12 +93,12 @@ class Interpreter:
         )
 
     def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
-        """For each type of device, what it showed; one entry where that does not depend on the device."""
+        """Return the effect for each type of device; a scalar has one effect for all."""
         if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
             return {"": _compute_scalar(node, leaves, spec)}
         effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
-        runs: dict[torch.device, Effect] = {}  # a type without a backend here has those of the CPU
+        runs: dict[torch.device, Effect] = {}  # types without a backend here share the CPU's
         for device_type in self.device_types:
             device = _fake_device(device_type)
             try:
@@ -107,7 +107,7 @@ class Interpreter:
             except Exception as error:  # a kernel without a fake may raise anything
                 if not effects:
                     raise _NoFakeError(error) from error
-                continue  # Operation.workspace_on takes the largest that is known
+                continue  # Operation.workspace_on falls back to the largest workspace
             run = runs[device]
             workspace[device_type] = run.workspace[""]
             if device_type == "cuda" and self.bench is not None:
@@ -115,16 +115,16 @@ class Interpreter:
                 taken = self.bench.workspace(node.target, leaves, spec, results)
                 workspace[device_type] = max(taken, run.workspace[""])
             if not effects or _shapes(run) == _shapes(next(iter(effects.values()))):
-                effects[device_type] = run  # some fakes of recurrent layers have other shapes than the CPU's
+                effects[device_type] = run  # some recurrent layers' fakes differ in shape from the CPU's
         flops = next(iter(effects.values())).flops
         return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
 
     def _recorded(self, node: fx.Node, error: Exception) -> Effect:
-        """What the trace itself recorded, for an operation that does not run on fake tensors."""
+        """Return the recorded effect of an operation that does not run on fake tensors."""
         if "val" not in node.meta:
             raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
-        # sizes need not add up at the bounds that they are counted with
-        if not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
+        # no warning for dynamic sizes: at their bounds they need not fit together
+        if not isinstance(error, _DATA_DECIDES) and _has_static_sizes(node):
             warn(
                 f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
                 "count as new memory of the traced sizes, and its workspace as 0 bytes"
@@ -166,8 +166,8 @@ def _makes_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
 
 
-def _has_sizes(node: fx.Node) -> bool:
-    """Whether the sizes of what it reads and makes are numbers."""
+def _has_static_sizes(node: fx.Node) -> bool:
+    """Whether all sizes of a node's inputs and results are numbers."""
     leaves = pytree.tree_leaves([one.meta.get("val") for one in (node, *node.all_input_nodes)])
     return not any(
         isinstance(size, torch.SymInt)

@@ -1,4 +1,4 @@
-"""One operation on fake tensors of one type of device: its results, its FLOPs, what it takes on the way."""
+"""Run one operation on fake tensors of one type of device: its results, FLOPs and workspace."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ _ELEMENTWISE = (
     aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default,
 )
-"""Losses whose result has memory for the loss of each element, also where it is their sum or mean."""
+"""Losses whose result has storage for every element's loss, even if it is their sum or mean."""
 
 _LENGTHS = (64, 128)
-"""Tokens at which longer recurrences are run, each round of which takes and computes the same."""
-
+"""Tokens with which longer recurrences are run, to extrapolate: all rounds need and compute the same."""
 
 _ROUNDS = 3
-"""Rounds of a scan or map that are run: in the third, what the first two have returned is alive."""
+"""Rounds of a scan or map that are run: in the third, the results of the first two are alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
     """One tensor that an operation returned.
 
-    ``argument`` is the index, among the operation's tensor arguments, of the one that it is a view
-    of; ``sibling`` that of the earlier result whose storage it shares; -1 for neither.
+    ``argument`` is the index, among the operation's tensor arguments, of the one that it is a view of;
+    ``sibling`` that of the earlier result whose storage it shares; -1 if there is none.
     """
 
     tensor: TensorMeta
@@ -56,7 +55,7 @@ class OperationResult:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What running one operation showed. ``results`` are a flat list; ``value`` the structure."""
+    """The observed effect of one operation. ``results`` are a flat list; ``value`` has the structure."""
 
     value: Any
     results: tuple[OperationResult, ...]
@@ -67,38 +66,38 @@ class Effect:
 def run_fake(
     target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device, mode: FakeTensorMode
 ) -> Effect:
-    """Run an operation on fakes of its arguments.
+    """Run an operation on fake tensors.
 
     Args:
         target: the operation.
         leaves: its arguments, flat, tensors as :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
         spec: their structure.
-        device: of the tensors, and what stands for each device among the arguments.
-        mode: of the fakes; one for many operations, since making one takes longer than to run most.
+        device: of the tensors; it replaces every device among the arguments.
+        mode: shared by many operations, since creating one takes longer than running most.
     """
     # torch may touch the device itself when it first fakes a tensor there
     with unmetered(), mode, torch.no_grad():
         fakes = [stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
-        mode.cache_enabled = bool(arguments)  # torch's forgets that a window is a part of a longer one
-        # the kernels of the types that are not here are taken to be as the CPU's
+        mode.cache_enabled = bool(arguments)  # torch's cache forgets that a window is part of a longer tensor
+        # a type without a backend here is taken to have the CPU's kernels
         kernels = DispatchKey.PrivateUse1 if device.type == SIMULATED else DispatchKey.CPU
         with _Tracker(arguments, target, kernels) as tracker:
-            # by what it runs, whose workspace is seen
+            # run attention by its implementation, whose workspace is visible
             out = ATTENTION.get(target, target)(*args, **kwargs)
         if target in _BATCH_NORMS:
             out = _with_true_strides(out, args[_BATCH_NORMS[target]])
         returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         results = _results(returned, arguments)
-        own = sum(round_up(result.nbytes) for result in results)
-        workspace = {"": max(0, tracker.live.peak - own)}
+        result_bytes = sum(round_up(result.nbytes) for result in results)
+        workspace = {"": max(0, tracker.live.peak - result_bytes)}
         flops = flops_of(target, args, kwargs, out) if target in ATTENTION else tracker.flops
         return Effect(describe(out), tuple(results), flops, workspace)
 
 
 def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
-    """What an operation returned, and whose storage each of it is."""
+    """Return the results of an operation, and whose storage each has."""
     owner = {storage_of(tensor): index for index, tensor in enumerate(arguments)}
     first: dict[int, int] = {}
     results: list[OperationResult] = []
@@ -117,24 +116,24 @@ _BATCH_NORMS: dict[Any, int] = {
     aten.native_batch_norm.default: 0,
     aten.native_batch_norm_backward.default: 1,
 }
-"""Each, and the position of its input."""
+"""Batch norm -> position of its input among the arguments."""
 
 
-def _with_true_strides(out: Any, given: torch.Tensor) -> Any:
-    """What a BatchNorm returned, with the strides that its kernels give it: fakes have an argument's.
+def _with_true_strides(out: Any, x: torch.Tensor) -> Any:
+    """Return a BatchNorm's results with the strides of its kernels; fakes have those of an argument.
 
     Kernels write contiguous results, or channels-last ones for channels-last input.
     """
-    last = given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)
-    form = torch.channels_last if last else torch.contiguous_format
-    strides = torch.empty(given.shape, device="meta", memory_format=form).stride()
+    channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    strides = torch.empty(x.shape, device="meta", memory_format=memory_format).stride()
     return pytree.tree_map_only(
-        torch.Tensor, lambda one: one.as_strided(one.shape, strides) if one.dim() == given.dim() else one, out
+        torch.Tensor, lambda t: t.as_strided(t.shape, strides) if t.dim() == x.dim() else t, out
     )
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts FLOPs, and the bytes that are alive beyond the arguments'."""
+    """Counts FLOPs, and the bytes alive beyond the arguments."""
 
     supports_higher_order_operators = True
 
@@ -149,7 +148,7 @@ class _Tracker(TorchDispatchMode):
         if func is torch.ops.higher_order.cond:
             _, true_branch, false_branch, operands = args
             before = most = self.flops
-            for branch in (false_branch, true_branch):  # one of which runs
+            for branch in (false_branch, true_branch):  # only one runs
                 self.flops = before
                 with self:
                     results = branch(*operands)
@@ -169,15 +168,15 @@ class _Tracker(TorchDispatchMode):
             return self._map(func, *args)
         if func is torch.ops.higher_order.scan:
             return self._scan(func, *args)
-        if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
+        if func in WHOLE:  # run step by step, to see workspace and FLOPs
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
-            return False  # it asks whether its window is too small
+            return False  # a check of the window's values, which a fake lacks
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         whole = func.has_kernel_for_dispatch_key(self.kernels)
         if not whole and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-            with self:  # in a branch or a round, operations arrive whole
+            with self:  # in control flow, operations arrive undecomposed
                 return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, out)
@@ -189,7 +188,7 @@ class _Tracker(TorchDispatchMode):
         return out
 
     def _in_whole_storage(self, func: Any, args: tuple[Any, ...], out: torch.Tensor) -> Any:
-        """A result whose memory is larger than what is in it: kernels make it smaller afterwards."""
+        """Return a result in the larger storage that its kernel allocates first, and narrows afterwards."""
         if func is aten.col2im.default:
             storage = args[0].new_empty(max(args[0].numel(), out.numel()))
         else:
@@ -198,7 +197,7 @@ class _Tracker(TorchDispatchMode):
         return storage.as_strided(out.shape, out.stride())
 
     def _map(self, operation: Any, function: Any, xs: Any, additional: Any) -> Any:
-        """The last rounds, for which the rows of all others are kept; then all rows are copied together."""
+        """Run the last rounds, in which the rows of all others are alive; then copy all rows together."""
         results = operation(function, xs, additional)
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         row = sum(round_up(tensor[0].nbytes) for tensor in tensors)
@@ -215,7 +214,7 @@ class _Tracker(TorchDispatchMode):
         return results
 
     def _scan(self, operation: Any, combine: Any, init: Any, xs: Any, additional: Any) -> tuple[Any, ...]:
-        """A few rounds beside the whole results: all others take and compute the same."""
+        """Run a few rounds with the whole results alive: all others need and compute the same."""
         rows = operation(combine, init, xs, additional)[len(init) :]
         self.live.count(row for row in rows if isinstance(row, torch.Tensor))
         length, before = xs[0].shape[0], self.flops
@@ -228,7 +227,7 @@ class _Tracker(TorchDispatchMode):
         return (*carried, *rows)
 
     def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
-        """One of many rounds; where they are very many, as much as two shorter texts tell of it."""
+        """Run a recurrence round by round; a long text is extrapolated from two shorter ones."""
         length = text_length(operation, args)
         if length <= sum(_LENGTHS):
             with self:
@@ -239,23 +238,24 @@ class _Tracker(TorchDispatchMode):
         beyond = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
         peak, flops = (round(b + (b - a) * beyond) for a, b in zip(short, longer, strict=True))
         results = operation(*args)
-        own = sum(round_up(result.untyped_storage().nbytes()) for result in results)
-        workspace = results[0].new_empty(max(0, peak - own), dtype=torch.uint8)
+        result_bytes = sum(round_up(result.untyped_storage().nbytes()) for result in results)
+        workspace = results[0].new_empty(max(0, peak - result_bytes), dtype=torch.uint8)
         self.live.count([*results, workspace])
         self.flops += flops
         return results
 
 
 def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of torch's kernels: fakes have others in dimensions of size 1, which decide how a convolution
-    lays its result out.
+    """Return the strides of torch's kernels; those of fakes differ in dimensions of size 1.
+
+    They decide how a convolution lays out its result.
     """
     with untraced():
         return torch.empty_strided(fake.shape, fake.stride(), device="meta").view(shape).stride()
 
 
 def _tracked(operation: Any, args: tuple[Any, ...], kernels: DispatchKey) -> tuple[int, int]:
-    """The bytes that a recurrence takes beyond its arguments, and its FLOP."""
+    """Return the bytes that a recurrence needs beyond its arguments, and its FLOPs."""
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     with _Tracker(tensors, operation, kernels) as tracker:
         run_in_torch(operation, args)

@@ -1,4 +1,4 @@
-"""FLOPs of one operation: torch's formulas, and those of operations that torch's counter does not know."""
+"""FLOPs of one operation: torch's formulas, and formulas for operations that torch's counter lacks."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of a call of ``func``, from the shapes of its arguments and its result; 0 where unknown."""
+    """Return the FLOPs of one call of ``func`` from the shapes of arguments and result; 0 if unknown."""
     if not isinstance(func, torch._ops.OpOverload):
-        return 0  # what operations of higher order run is counted as it runs
-    own = _FORMULAS.get(func.name().partition(".")[0])
-    if own is not None:
-        return own(args, out)
+        return 0  # operations inside a higher-order operation are counted when they run
+    custom = _FORMULAS.get(func.name().partition(".")[0])
+    if custom is not None:
+        return custom(args, out)
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def multiplies(func: Any) -> bool:
-    """Whether it has a formula: products of matrices, convolutions, attention, recurrent layers."""
+    """Whether an operation has a formula: matrix products, convolutions, attention, recurrent layers."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     return func.name().partition(".")[0] in _FORMULAS or func.overloadpacket in flop_registry
 
 
 def _attention(args: tuple[Any, ...], _: Any) -> int:
-    """Of two products of matrices a head of the query; keys and values may have fewer heads."""
+    """Return the FLOPs of two matrix products per query head; keys and values may have fewer heads."""
     query, key, value = args[:3]
     *heads, length, width = query.shape
     return int(2 * math.prod(heads) * length * key.shape[-2] * (width + value.shape[-1]))
 
 
 def _attention_backward(args: tuple[Any, ...], _: Any) -> int:
-    """The forward pass again, its scores once more, and two products for each of those two."""
+    """Count seven products where forward has two: both again, the scores twice, four for gradients."""
     return _attention(args[1:], None) * 7 // 2
 
 
 def _product(args: tuple[Any, ...], out: torch.Tensor) -> int:
-    """Each element of the first meets each column of the result: packed or grouped matrices.
+    """Count each element of the first argument with each column of the result: packed or grouped matrices.
 
-    Where either has all groups, the other's elements are those of one.
+    If only one of the two has a dimension for groups, the smaller of two counts is right.
     """
     return int(2 * min(args[0].numel() * out.shape[-1], out.numel() * args[0].shape[-1]))
 
 
 def _distances(args: tuple[Any, ...], out: torch.Tensor) -> int:
-    """Of each pair of rows; those of one batch may meet all batches of the other."""
+    """Count each pair of rows; one batch of rows may be paired with all batches of the other side."""
     return int(2 * out.numel() * args[0].shape[-1])
 
 
 def _grouped_backward(args: tuple[Any, ...], _: Any) -> int:
-    """Two products, for the gradients of the rows and of the matrices."""
+    """Count two matrix products: the gradients of the rows and of the matrices."""
     return int(2 * 2 * args[0].numel() * args[3].shape[-1])
 
 
 def _recurrent(
     weights: Callable[[tuple[Any, ...]], Any], products: int
 ) -> Callable[[tuple[Any, ...], Any], int]:
-    """Each matrix is multiplied with each token, ``products`` times."""
+    """Return a formula that multiplies each matrix with each token, ``products`` times."""
 
     def formula(args: tuple[Any, ...], _: Any) -> int:
         tokens = args[0].numel() // args[0].shape[-1]
@@ -100,7 +100,7 @@ _FORMULAS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
     ),
     **dict.fromkeys(("aten::_cdist_forward", "aten::_euclidean_dist"), _distances),
     "transformers::grouped_mm_fallback_backward": _grouped_backward,
-    # of cuDNN: a list of the weights of all layers; of oneDNN: the two matrices of one layer
+    # cuDNN takes a list of the weights of all layers, oneDNN the two matrices of one layer
     "aten::_cudnn_rnn": _recurrent(lambda args: args[1], 1),
     "aten::_cudnn_rnn_backward": _recurrent(lambda args: args[1], 2),
     "aten::mkldnn_rnn_layer": _recurrent(lambda args: args[1:3], 1),

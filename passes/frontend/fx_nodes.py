@@ -1,4 +1,4 @@
-"""What one node of an fx graph says of itself: its target, its module, what it returns."""
+"""Properties of one node of an fx graph: its arguments, its target, its module."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import fx
 
 
 def argument_nodes(node: fx.Node) -> list[fx.Node]:
-    """Its arguments that are nodes, in order, each as often as it is given."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    """Return the arguments that are nodes, in order, with repetitions."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return nodes
 
 
 def is_tensor_node(node: fx.Node) -> bool:
-    """Whether its traced value is one tensor."""
+    """Whether the traced value of a node is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def target_name(target: str | Callable[..., Any]) -> str:
-    """What it calls, for people."""
+    """Return a readable name of a node's target."""
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
@@ -33,7 +33,7 @@ def target_name(target: str | Callable[..., Any]) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The module that called it (``"model.layers.3.mlp"``); empty where the trace does not say."""
+    """Return the path of the calling module (``"model.layers.3.mlp"``); empty if the trace has none."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():

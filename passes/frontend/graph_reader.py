@@ -1,4 +1,4 @@
-"""Walk a captured fx graph once and write down its operations, values and weights."""
+"""Walk a captured fx graph once and record its operations, values and weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 _UNWRAP = torch.ops.export.access_subclass_inner_tensor.default
 
-# Reads of a few rows of a table: what passes through memory is the rows.
+# Reads of a few rows of a table: only these rows pass through memory.
 _GATHERS = {
     aten.embedding.default,
     aten.index.Tensor,
@@ -42,7 +42,7 @@ _GATHERS = {
 
 
 class GraphReader:
-    """Walks the fx graph once and writes down operations, values and weights."""
+    """Records the operations, values and weights of an fx graph."""
 
     def __init__(self, capture: Capture, weights: ModelWeights, kinds: Mapping[DeviceKey, str]) -> None:
         self.capture, self.model, self.kinds = capture, weights, kinds
@@ -56,7 +56,7 @@ class GraphReader:
         self.nodes = list(capture.graph.nodes)
 
     def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
-        """Read it as under a schedule; without one, as on devices of the usual type."""
+        """Read the graph as under a schedule; without one, as on devices of type ``usual``."""
         for node in self.nodes:
             if node.op == "placeholder":
                 weight = self.model.tensors.get(self.capture.weights.get(node.name, ""))
@@ -77,12 +77,12 @@ class GraphReader:
                     interpreter.env[user] = interpreter.env[node][user.args[1]]
 
     def _copied_by(self, schedule: Schedule | None, node: fx.Node) -> Callable[[fx.Node], bool]:
-        """Which arguments of an operation are copies, under a schedule."""
+        """Return a predicate: whether a node's argument is read from a copy, under a schedule."""
         if schedule is None:
             return lambda _: False
         device = schedule.assignment.operations[node.name]
-        for made in (node, *self._parts(node)):
-            self.home[made.name] = device
+        for output in (node, *self._parts(node)):
+            self.home[output.name] = device
 
         def copied(argument: fx.Node) -> bool:
             name = self.name_of.get(argument, argument.name)
@@ -99,9 +99,9 @@ class GraphReader:
             self.name_of[node] = node.name
             self.states.append((node.name, described))
             return
-        number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
-        if not isinstance(described, TensorMeta) and not number:
-            return  # a constant, which the trace has taken in
+        is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
+        if not isinstance(described, TensorMeta) and not is_number:
+            return  # a constant that the trace has inlined
         tangents = () if self.capture.step is None else self.capture.step.tangents
         if node.name not in self.capture.inputs and node.name not in tangents:
             return
@@ -109,10 +109,10 @@ class GraphReader:
         self.inputs.append(node.name)
         nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
         value = value_of(node.name, described, nbytes)
-        self.values[node.name] = replace(value, is_tensor=False) if number else value
+        self.values[node.name] = replace(value, is_tensor=False) if is_number else value
 
     def _is_part(self, node: fx.Node) -> bool:
-        """Whether this takes one result out of several: a part of its producer, not a step."""
+        """Whether a node takes one result out of several: it belongs to its producer."""
         if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
             return False
         return isinstance(node.args[0].meta.get("val"), list | tuple)
@@ -121,10 +121,10 @@ class GraphReader:
         return [user for user in node.users if self._is_part(user)]
 
     def _operation(self, node: fx.Node, effect: Effect) -> None:
-        """Write down an operation and its values."""
+        """Record an operation and its values."""
         parts = self._parts(node)
-        made = parts or [node]
-        self.name_of.update({part: part.name for part in made})
+        output_nodes = parts or [node]
+        self.name_of.update({part: part.name for part in output_nodes})
         inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
         self.written.update(storage_root(self.values, name) for name in mutates)
         values = values_of(node, parts, effect, self.name_of)
@@ -153,9 +153,9 @@ class GraphReader:
         )
 
     def _count_least(self, interpreter: Interpreter, node: fx.Node, kind: str) -> None:
-        """Let an operation that copies slices or expanded values cost what it costs where these were moved.
+        """Lower the cost of an operation that copies slices or expanded values to its cost after their move.
 
-        They are dense there, and what was a copy may be a view.
+        Moved values are dense, so that the operation may return a view.
         """
         operation = self.operations[-1]
         values = ((n, interpreter.env.get(n)) for n in node.all_input_nodes)
@@ -173,18 +173,18 @@ class GraphReader:
     def _cost(
         self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool
     ) -> tuple[int, int, Mapping[str, int]]:
-        """What an operation takes: FLOP, bytes that pass through memory, bytes beside its outputs."""
-        beside = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
-        workspace = {kind: nbytes + beside for kind, nbytes in effect.workspace.items()}
+        """Return an operation's FLOPs, its bytes read and written, and its workspace by device type."""
+        extra = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
+        workspace = {kind: nbytes + extra for kind, nbytes in effect.workspace.items()}
         return effect.flops, self._bytes_accessed(node, effect, writes), workspace
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
 
     def _unwrapped_bytes(self, node: fx.Node) -> int:
-        """Bytes that an operation takes for the plain form of wrapped weights that it is given as they are.
+        """Return the bytes that an operation needs to unwrap the wrapped weights that it reads.
 
-        The wrapper's own code makes it, which no trace sees: it is taken to need the plain tensor twice.
+        The wrapper's own code does it, which no trace sees: it is taken to need the plain tensor twice.
         """
         if node.target is _UNWRAP:
             return 0
@@ -193,17 +193,17 @@ class GraphReader:
         return sum(2 * round_up(tensor.numel() * tensor.element_size()) for tensor in wrapped)
 
     def _bytes_accessed(self, node: fx.Node, effect: Effect, writes: bool) -> int:
-        made = sum(result.nbytes for result in effect.results)
-        if not made and not writes:
+        output_bytes = sum(result.nbytes for result in effect.results)
+        if not output_bytes and not writes:
             return 0
         tensors = [describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes]
         read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
-            return 2 * made + sum(read[1:])
-        return made + sum(read)
+            return 2 * output_bytes + sum(read[1:])
+        return output_bytes + sum(read)
 
     def graph(self) -> Graph:
-        """What has been read."""
+        """Return the graph that has been read."""
         weights = [weight for name in self.model.tensors for weight in self._weights(name)]
         for name, tensor in self.capture.constants.items():
             weights.append(constant_weight(name, tensor, name in self.written))
@@ -221,27 +221,28 @@ class GraphReader:
         return Graph(*parts, find_together(Graph(*parts), self._states_together()))
 
     def _states_together(self) -> Iterator[list[str]]:
-        """The tensors that a layer of a cache takes to be on one device; sizes are on none."""
+        """Yield the tensors that each layer of a cache requires on one device; sizes are on none."""
         outputs = self.capture.outputs
         for group in states_on_one_device(self.capture.out_spec):
             names = (self.name_of.get(outputs[position]) for position in group)
             yield [n for n in names if n is not None and (n not in self.values or self.values[n].is_tensor)]
 
     def _bytes_of_states(self) -> list[int]:
-        """Bytes of each tensor of a cache, with what a window keeps of the tensor it was cut out of.
+        """Return the bytes of each tensor of a cache, with what a window keeps of the tensor it was cut from.
 
-        Not of a cache to which this call adds tensors: which of them is a later one of which, nobody knows.
+        The latter is left out if this forward pass adds tensors to the cache: it is not known which of its
+        results replaces which tensor.
         """
-        own = [described.copy_bytes for _, described in self.states]
+        sizes = [described.copy_bytes for _, described in self.states]
         changed = self.capture.out_spec.children()[1:] if self.capture.given else ()
         count = sum(spec.num_leaves for spec in changed)
         last = self.capture.outputs[-count:] if count else ()
         nodes = [n for n in last if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]
-        beside = [self._bytes_beside(self.name_of[node]) for node in nodes]
-        return list(map(operator.add, own, beside)) if len(beside) == len(own) else own
+        hidden = [self._hidden_bytes(self.name_of[node]) for node in nodes]
+        return list(map(operator.add, sizes, hidden)) if len(hidden) == len(sizes) else sizes
 
-    def _bytes_beside(self, name: str) -> int:
-        """Bytes of the storage of a result that are not its own: a broadcast one has none."""
+    def _hidden_bytes(self, name: str) -> int:
+        """Return the bytes of a result's storage beyond its own elements; 0 for a broadcast result."""
         storage = self.values.get(storage_root(self.values, name))
         return 0 if storage is None else max(storage.nbytes - self.values[name].copy_bytes, 0)
 
@@ -251,7 +252,7 @@ class GraphReader:
             self.values[name] = replace(value, stays=True)
 
     def _weights(self, name: str) -> list[Weight]:
-        """A weight, with its parts if it is sliced."""
+        """Return a weight, with its parts if it is sliced."""
         whole = weight_of(self.model, name, written=name in self.written)
         parts = [part for part in self.capture.parts.values() if part.weight == name]
         if not parts:
@@ -260,7 +261,7 @@ class GraphReader:
 
 
 def _inner_tensor(node: fx.Node) -> Effect | None:
-    """What takes a tensor out of a wrapper: it is there already."""
+    """Return the effect of taking a tensor out of a wrapper, a view; None for other nodes."""
     if node.target is not _UNWRAP:
         return None
     meta = describe(node.meta["val"])

@@ -1,4 +1,4 @@
-"""The weights of a graph: the model's, parts of them, constants of the trace, tensors of caches."""
+"""The weights of a graph: the model's, row ranges of them, constants of the trace, tensors of caches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
 
 
 def weight_of(model: ModelWeights, name: str, *, written: bool) -> Weight:
-    """A parameter or buffer.
+    """Return a parameter or buffer as a weight of the graph.
 
     Args:
-        model: whose it is.
+        model: the model's weights.
         name: its first name.
-        written: whether a call writes to it.
+        written: whether a forward pass writes to it.
     """
     tensor, names = model.tensors[name], tuple(model.names[name])
     return Weight(
@@ -36,7 +36,7 @@ def weight_of(model: ModelWeights, name: str, *, written: bool) -> Weight:
 
 
 def part_weight(whole: Weight, part: Part) -> Weight:
-    """Some rows of a weight, as a weight."""
+    """Return some rows of a weight as a weight."""
     rows = part.stop - part.start
     return replace(
         whole,
@@ -52,19 +52,19 @@ def part_weight(whole: Weight, part: Part) -> Weight:
 
 
 def constant_weight(name: str, tensor: torch.Tensor, written: bool) -> Weight:
-    """A tensor that the trace lifted out of the code."""
+    """Return a tensor that the trace lifted out of the code as a weight."""
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     return Weight(name, tensor_bytes(tensor), (name,), "constant", False, written, True, shape, dtype)
 
 
 def cache_weight(name: str, described: TensorMeta, nbytes: int, written: bool) -> Weight:
-    """A tensor of a cache: what reads it runs where it is."""
+    """Return a tensor of a cache as a weight that is not movable: its readers run where it resides."""
     dtype = dtype_name(described.dtype)
     return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)
 
 
 def _weight_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a weight; what a wrapper wraps is allocated tensor by tensor."""
+    """Return the bytes of a weight; each inner tensor of a wrapper is an allocation."""
     if not is_wrapper(tensor):
         return tensor_bytes(tensor)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's

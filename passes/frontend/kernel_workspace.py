@@ -1,8 +1,8 @@
-"""What an operation allocates on a CUDA card beside its results: measured, where the card is here.
+"""Workspaces of operations on CUDA GPUs, measured if the GPU is in this machine.
 
-Kernels and the libraries behind them take memory that no fake tensor shows: the algorithm that cuDNN chooses
-for a convolution may take a hundred times what it reads, a sum may take a buffer for its parts. So each
-distinct operation runs once, on zeros. What it allocates is read from the allocator, kernel by kernel.
+Kernels and the libraries behind them allocate memory that no fake tensor shows: the algorithm that cuDNN
+chooses for a convolution may take a hundred times its input, a sum may need a buffer for partial sums. So
+each distinct operation runs once, on zeros. The allocator tells what each kernel allocates.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from graphplan.passes.frontend.tensor_meta import TensorMeta, stand_in
 from graphplan.warnings import unwarned, warn
 
 _MEASURED = ("aten", "bitsandbytes")
-"""Namespaces of operations that take as much memory for zeros as for other values."""
+"""Namespaces of operations that allocate as much for zeros as for other values."""
 
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
-"""Parts of the names of operations that may refuse zeros on the card, after which no process can use it."""
-
+"""Parts of the names of operations that may fail on zeros; this process could not use the GPU after that."""
 
 _UNKNOWN = "What kernels take there beside their results counts as fake tensors show it: give a reserve"
 
@@ -35,11 +34,11 @@ logger = logging.getLogger("graphplan")
 
 
 class KernelBench:
-    """The cards of a plan that are here, to measure operations on.
+    """Measures operations on the GPUs of a plan that are in this machine.
 
     Args:
         topology: devices of the plan.
-        placed: weights that are on them by an earlier plan.
+        placed: weights that an earlier plan has put on them.
     """
 
     def __init__(self, topology: Topology, placed: Iterable[torch.Tensor] = ()) -> None:
@@ -52,7 +51,7 @@ class KernelBench:
                 continue
             try:
                 _warm(card)
-            except RuntimeError as error:  # no memory, or a card without such products
+            except RuntimeError as error:  # no memory, or no kernels for these dtypes
                 warn(f"nothing could be measured on device {spec.key!r} ({first_line(error)}). {_UNKNOWN}")
                 continue
             kinds.add(torch.cuda.get_device_name(card))
@@ -60,7 +59,7 @@ class KernelBench:
             self._room[card], self._before[card] = spec.room, torch.cuda.memory_allocated(card) - ours
 
     def workspace(self, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, results: int) -> int:
-        """The most bytes that an operation has allocated beside its results, on any of the cards.
+        """Return the most bytes that an operation allocates beyond its results, on any of the GPUs.
 
         Args:
             target: the operation; only those of ``_MEASURED`` and attention are run.
@@ -70,20 +69,19 @@ class KernelBench:
             results: bytes of its results.
 
         Returns:
-            0 where there is no card, and where the budget has no room now for its arguments and results
-            beside the weights that are there.
+            0 without a GPU, and if the rest of the memory budget cannot hold its arguments and results.
         """
-        own = isinstance(target, torch._ops.OpOverload) and target.namespace in _MEASURED
-        if not own and target not in ATTENTION:
+        measurable = isinstance(target, torch._ops.OpOverload) and target.namespace in _MEASURED
+        if not measurable and target not in ATTENTION:
             return 0
         if any(word in str(target) for word in _CHECKS):
             return 0
         need = results + sum(round_up(leaf.copy_bytes) for leaf in leaves if isinstance(leaf, TensorMeta))
         cards = [card for card in self._room if need <= self._left(card)]
-        return max((_measured(card, target, leaves, spec) for card in cards), default=0)
+        return max((_measure(card, target, leaves, spec) for card in cards), default=0)
 
     def _left(self, card: torch.device) -> int:
-        """Bytes of the budget that nothing has that was placed since, as far as they are free."""
+        """Return the bytes of the memory budget that are unallocated, as far as the GPU has them free."""
         placed = torch.cuda.memory_allocated(card) - self._before[card]
         cached = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
         free, _ = torch.cuda.mem_get_info(card)
@@ -98,40 +96,40 @@ def _is_here(device: torch.device) -> bool:
 
 
 def _warm(card: torch.device) -> None:
-    """Let libraries take the workspaces that they keep: these are counted with the card."""
+    """Let libraries allocate the workspaces that they keep: these count as used by the GPU itself."""
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.zeros(64, 64, device=card, dtype=dtype)
         torch.nn.functional.linear(square, square @ square, square[0])
 
 
-def _measured(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> int:
+def _measure(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec) -> int:
     try:
-        # random numbers of later calls stay what they are
+        # measuring does not change the caller's random numbers
         with torch.no_grad(), torch.random.fork_rng([card.index], device_type=card.type), unwarned():
             args, kwargs = pytree.tree_unflatten([_zeros(leaf, card) for leaf in leaves], spec)
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            with _Kernels(card, given) as kernels:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            with _Kernels(card, tensors) as kernels:
                 out = ATTENTION.get(target, target)(*args, **kwargs)
     except torch.OutOfMemoryError:
         warn(f"{target} could not be measured on {card}: no memory is free there. {_UNKNOWN}")
         return 0
-    except Exception as error:  # no such kernel, or nothing that can be done with zeros: a run says so itself
+    except Exception as error:  # no such kernel, or zeros are invalid: a real run raises itself
         logger.info("%s was not measured on %s: %s", target, card, first_line(error))
         return 0
-    own = LiveStorages(given)
-    own.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
-    return round_up(max(0, kernels.peak - own.peak))
+    results = LiveStorages(tensors)
+    results.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+    return round_up(max(0, kernels.peak - results.peak))
 
 
 def _zeros(leaf: Any, card: torch.device) -> Any:
-    made = stand_in(leaf, card)
-    return made.zero_() if isinstance(made, torch.Tensor) else made
+    tensor = stand_in(leaf, card)
+    return tensor.zero_() if isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Kernels(TorchDispatchMode):
-    """The most bytes that are alive at once beyond the arguments, what each kernel takes for itself included.
+    """Tracks the most bytes alive at once beyond the arguments, each kernel's own allocations included.
 
-    That is all that it asked for: the allocator's peak would have to be reset, and is the caller's.
+    These all count as alive at once: their peak could only be read after a reset of the caller's statistics.
     """
 
     def __init__(self, card: torch.device, arguments: Sequence[torch.Tensor]) -> None:
@@ -145,13 +143,13 @@ class _Kernels(TorchDispatchMode):
         self._live.count(())
         alive, before = self._live.alive, self._allocated()
         out = func(*args, **(kwargs or {}))
-        taken = self._allocated() - before
+        allocated = self._allocated() - before
         self._live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        self.peak = max(self.peak, self._live.alive, alive + taken)
+        self.peak = max(self.peak, self._live.alive, alive + allocated)
         return out
 
     def _allocated(self) -> int:
-        """Of large ones what was asked for: they may get up to 1 MiB more, by what was freed before."""
+        """Return the bytes allocated so far; of large blocks the request, as they may get 1 MiB more."""
         stats = torch.cuda.memory_stats(self._card)
         return int(
             stats["allocated_bytes.small_pool.allocated"] + stats["requested_bytes.large_pool.allocated"]

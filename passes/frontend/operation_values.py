@@ -1,4 +1,4 @@
-"""The values that an operation makes: their bytes, and whose storage they are a view of."""
+"""The output values of an operation: their bytes, and the storages that they are views of."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Names = Mapping[fx.Node, str]
 
 
 def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Names) -> list[Value]:
-    """What an operation that was measured makes.
+    """Return the output values of a measured operation.
 
     Args:
         node: the operation.
-        parts: the nodes that take one of several results.
-        effect: as measured.
-        names: of the values and weights before it.
+        parts: the nodes that take one of its several results.
+        effect: of the operation, as measured.
+        names: node -> name of the value or weight, for all nodes before it.
     """
     arguments = [names[n] for n in argument_nodes(node) if is_tensor_node(n) and n in names]
     if parts:
@@ -37,7 +37,7 @@ def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Na
 
 
 def unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:
-    """Bytes of results that nobody takes out: they die with the operation."""
+    """Return the bytes of results that no node takes out: they are freed with the operation."""
     if not parts:
         return 0
     index_of = _result_index(effect.value)
@@ -46,7 +46,7 @@ def unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:
 
 
 def value_of(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:
-    """A value of a tensor, or of what is none."""
+    """Return the value of a tensor, or of another result."""
     if isinstance(described, TensorMeta):
         dtype = dtype_name(described.dtype)
         return Value(name, nbytes, described.copy_bytes, base, True, described.shape, dtype)
@@ -81,10 +81,10 @@ def _result_value(
 
 
 def _result_index(value: Any) -> dict[Any, int]:
-    """Position in a list of results -> index among its tensors."""
-    found: dict[Any, int] = {}
+    """Return position in a list of results -> index among its tensors."""
+    index_of: dict[Any, int] = {}
     if isinstance(value, list | tuple):
         for position, item in enumerate(value):
             if isinstance(item, TensorMeta):
-                found[position] = len(found)
-    return found
+                index_of[position] = len(index_of)
+    return index_of

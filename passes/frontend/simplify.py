@@ -1,4 +1,4 @@
-"""Clean a captured graph: what checks nothing here and what changes nothing goes.
+"""Simplify a captured graph: remove assertions, and operations that return their input unchanged.
 
 Before and after::
 
@@ -6,8 +6,8 @@ Before and after::
     y = to.dtype(x, float32)          # x is float32      z = mul(x, w)
     z = mul(y, w)
 
-``view`` becomes ``reshape``, and each state of a mutated value gets the name of the operation that
-made it::
+``view`` becomes ``reshape``, and each state of a mutated value is read by the name of the operation
+that made it::
 
     a = add_(x, 1)                                        a = add_(x, 1)
     b = mul(x, w)                                         b = mul(a, w)
@@ -65,14 +65,14 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Remove the trace's assertions, which name the devices and sizes that it saw."""
+    """Remove the trace's assertions, which mention its devices and sizes."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _CHECKS and not node.users:
             graph.erase_node(node)
 
 
 def _fold_lifted_constants(graph: fx.Graph) -> None:
-    """A constant of the code is copied at each call lest somebody writes to it; drop unneeded copies."""
+    """Drop copies of lifted constants, except of those that are written to or returned."""
     changed = [*graph.output_node().all_input_nodes, *chain(*map(mutated_arguments, graph.nodes))]
     tensors = [value for value in map(_val, changed) if isinstance(value, torch.Tensor)]
     memories = {storage_of(value) for value in tensors if value.layout is torch.strided}
@@ -95,8 +95,8 @@ def _val(node: Any) -> Any:
 def _same_type(node: fx.Node) -> bool:
     before, after = _val(node.args[0]), _val(node)
     assert isinstance(node.target, torch._ops.OpOverload)
-    given = named_arguments(node.target, node.args, node.kwargs)
-    if given.get("copy") or given.get("memory_format") not in (None, torch.preserve_format):
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    if arguments.get("copy") or arguments.get("memory_format") not in (None, torch.preserve_format):
         return False
     return before is not None and after is not None and bool(before.dtype == after.dtype)
 
@@ -111,14 +111,14 @@ def _same_shape(node: fx.Node) -> bool:
     before, after = _val(node.args[0]), _val(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
-    # strides say nothing here: those of the example need not be those of a call, or of a GPU's kernel
+    # strides are not compared: those of the trace may differ from a later call's, or a GPU kernel's
     return all(bool(statically_known_true(a == b)) for a, b in zip(before.shape, after.shape, strict=True))
 
 
 def _drops_nothing(node: fx.Node) -> bool:
     assert isinstance(node.target, torch._ops.OpOverload)
-    given = named_arguments(node.target, node.args, node.kwargs)
-    return given["train"] is False or bool(given["p"] == 0)
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    return arguments["train"] is False or bool(arguments["p"] == 0)
 
 
 _DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)
@@ -128,9 +128,9 @@ _FOLDS: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(
         (aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape
     ),
-    aten.dropout.default: _drops_nothing,  # of torch.dropout: a trace has no other that drops nothing
+    aten.dropout.default: _drops_nothing,  # from torch.dropout; a trace has no other without effect
 }
-"""Operation -> whether a call of it returns what it is given."""
+"""Operation -> whether a node of it returns its first argument unchanged."""
 
 
 def _fold(graph: fx.Graph, folds: Mapping[Any, Callable[[fx.Node], bool]], kept: Collection[str]) -> None:
@@ -145,9 +145,9 @@ def _fold(graph: fx.Graph, folds: Mapping[Any, Callable[[fx.Node], bool]], kept:
 
 
 def _let_views_copy(graph: fx.Graph) -> None:
-    """A trace leaves out a ``contiguous()`` that the CPU's kernels make needless; others may need it.
+    """Replace ``view`` by ``reshape``, which copies where ``view`` would raise.
 
-    ``reshape`` is a view wherever ``view`` is one, and copies where that would be an error.
+    A trace omits a ``contiguous()`` that the CPU's kernels make needless; other kernels may need it.
     """
     for node in graph.nodes:
         if node.op == "call_function" and node.target is aten.view.default:
@@ -155,16 +155,16 @@ def _let_views_copy(graph: fx.Graph) -> None:
 
 
 _MAY_COPY = (aten.contiguous.default, aten.reshape.default, aten.flatten.using_ints)
-"""They copy where strides ask for it, and what was moved, or made by another kernel, has other strides."""
+"""Operations that copy if strides require it; strides differ after a move, or from another kernel."""
 
 
 def _keep_copies(graph: fx.Graph, written: set[int]) -> None:
-    """What copied in the trace copies, where it or its source is written to."""
+    """Make copies of the trace explicit where the copy or its source is written to."""
     for node in graph.nodes if written else ():
         if node.target not in _MAY_COPY:
             continue
-        source, made = _val(node.args[0]), _val(node)
-        if storage_of(source) == storage_of(made) or written.isdisjoint(map(storage_of, (source, made))):
+        source, result = _val(node.args[0]), _val(node)
+        if storage_of(source) == storage_of(result) or written.isdisjoint(map(storage_of, (source, result))):
             continue
         if node.target is aten.contiguous.default:
             node.target, node.kwargs = (
@@ -172,22 +172,22 @@ def _keep_copies(graph: fx.Graph, written: set[int]) -> None:
                 {"memory_format": torch.contiguous_format, **node.kwargs},
             )
             continue
-        with graph.inserting_before(node), made.fake_mode:
+        with graph.inserting_before(node), result.fake_mode:
             copied = graph.call_function(
                 aten.clone.default, (node.args[0],), {"memory_format": torch.contiguous_format}
             )
-            copied.meta = {**node.meta, "val": made.view(source.shape)}
+            copied.meta = {**node.meta, "val": result.view(source.shape)}
         node.replace_input_with(node.args[0], copied)
 
 
-# views that are marked as yet to be computed, and what computes them
+# lazy views -> the operations that compute them
 _LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 
 
 def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
-    """Conjugates are copies, with bytes that are known: as views, most kernels that read them copy them.
+    """Replace lazy conjugates and negatives by copies of known size: most kernels copy what they read lazily.
 
-    Not where their memory itself is asked for: to be written to, or by ``as_strided``.
+    Those whose memory is written to, or read by ``as_strided``, stay views.
     """
     strided = {storage_of(_val(node)) for node in graph.nodes if node.target is aten.as_strided.default}
     shared = written | strided
@@ -197,15 +197,15 @@ def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
 
 
 def _copy_windows(capture: Capture) -> None:
-    """Copy the windows of caches that are returned, where these would keep a whole prompt in memory."""
+    """Copy returned windows of caches that would keep a whole prompt in memory."""
     for window in [capture.outputs[position] for position in capture.kept]:
         if not isinstance(window, fx.Node) or window.target is not aten.slice.Tensor:
             continue
         value = _val(window)
-        if free_unbacked_symbols(value):  # as all such windows are with torch 2.11: nobody knows their sizes
+        if free_unbacked_symbols(value):  # all such windows with torch 2.11: sizes unknown
             continue
         whole, part = value.untyped_storage().nbytes(), value.numel() * value.element_size()
-        if not statically_known_true(whole <= 2 * part):  # as a token more than the window is
+        if not statically_known_true(whole <= 2 * part):  # one token more than the window is not worth a copy
             with capture.graph.inserting_after(window), value.fake_mode:
                 copied = capture.graph.call_function(aten.clone.default, (window,))
                 copied.meta = {**window.meta, "val": value.clone()}
@@ -216,7 +216,7 @@ _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values this one writes to."""
+    """Return the nodes whose values a node writes to."""
     if node.target is _GRAD_MODE:
         return _mutated_inside(node)
     if node.target in (aten.detach_.default, aten.lift_fresh_copy.default):
@@ -226,25 +226,25 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _mutated_inside(block: fx.Node) -> list[fx.Node]:
-    """Those arguments of a block without gradients, or with, whose memory its operations write to."""
-    _, inner, *given = block.args
+    """Return the arguments of a ``set_grad_enabled`` block whose memory its operations write to."""
+    _, inner, *arguments = block.args
     assert isinstance(inner, fx.Node)
     assert block.graph.owning_module is not None
     graph = cast(fx.GraphModule, block.graph.owning_module.get_submodule(str(inner.target))).graph
     values = [_val(written) for node in graph.nodes for written in mutated_arguments(node)]
     memories = {storage_of(value) for value in values}
-    pairs = zip(given, graph.find_nodes(op="placeholder"), strict=True)
+    pairs = zip(arguments, graph.find_nodes(op="placeholder"), strict=True)
     return [
         argument
-        for argument, own in pairs
+        for argument, placeholder in pairs
         if isinstance(argument, fx.Node)
-        and isinstance(_val(own), torch.Tensor)
-        and storage_of(_val(own)) in memories
+        and isinstance(_val(placeholder), torch.Tensor)
+        and storage_of(_val(placeholder)) in memories
     ]
 
 
 def _name_states(graph: fx.Graph) -> None:
-    """Let what reads a mutated value after the mutation read the mutation's result."""
+    """Let nodes that read a mutated value after the mutation read the mutation's result."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not _returns_first(node):
@@ -256,7 +256,7 @@ def _name_states(graph: fx.Graph) -> None:
 
 
 def _returns_first(node: fx.Node) -> bool:
-    """Whether this writes to its first argument and returns it."""
+    """Whether a node writes to its first argument, and only to it, and returns it."""
     mutated = mutated_arguments(node)
     if len(mutated) != 1 or not node.args or node.args[0] is not mutated[0]:
         return False
@@ -265,7 +265,7 @@ def _returns_first(node: fx.Node) -> bool:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    """Whether a node without users does something that its schema does not say."""
+    """Whether a node may have effects that its schema does not show."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace not in ("aten", "prim", "prims")
     return isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -1,6 +1,6 @@
-"""Slice operations whose weight no device holds: one for each part of the weight's rows, then joined.
+"""Slice operations whose weight fits no device: one for each part of the weight's rows, then joined.
 
-The parts are rows, so they lie in one piece in memory and can be streamed as they are. Before and after,
+The parts are rows, so they are contiguous in memory and can be streamed as they are. Before and after,
 for a ``linear`` (a convolution by its output channels, a product with a transposed weight alike)::
 
     y = linear(x, w, b)              y_rows_0 = linear(x, w[0:512], b[0:512])
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Where an operation takes the weight and the bias, and along which dimension the rows come out."""
+    """Positions of the weight and the bias among the arguments; dimension of the outputs of the rows."""
 
     weight: int
     bias: int | None
@@ -51,8 +51,8 @@ _RULES: dict[Any, _Rule] = {
     aten.conv3d.default: _Rule(1, 2, -4),
     aten.conv3d.padding: _Rule(1, 2, -4),
 }
-_GROUPS = 6  # position of a convolution's groups, which a linear layer has none of
-_PRODUCTS: dict[Any, _Rule] = {  # of something with a transposed weight
+_GROUPS = 6  # position of ``groups`` in a convolution; a linear layer has none
+_PRODUCTS: dict[Any, _Rule] = {  # products with a transposed weight
     aten.matmul.default: _Rule(1, None, -1),
     aten.mm.default: _Rule(1, None, -1),
     aten.addmm.default: _Rule(2, 0, -1),
@@ -61,32 +61,32 @@ _TRANSPOSITIONS = {aten.t.default, aten.transpose.int, aten.numpy_T.default, ate
 
 
 def is_sliceable(capture: Capture, weight: str) -> bool:
-    """Whether every operation that reads a weight, by its first name, can read it in parts."""
+    """Whether every operation that reads a weight, given by its first name, can read it in parts."""
     placeholders = _placeholders(capture, weight)
     readers = [(node, user) for node in placeholders for user in node.users]
     return bool(readers) and all(_reads_rows(node, user) for node, user in readers)
 
 
 def slice_weights(capture: Capture, parts: Iterable[Part]) -> Capture:
-    """A copy of a capture that reads weights in parts.
+    """Return a copy of a capture that reads weights in parts.
 
     Args:
-        capture: stays as it is.
-        parts: all rows of each weight that is to be sliced, in order; :func:`is_sliceable` holds for it.
+        capture: is not changed.
+        parts: all rows of each weight to slice, in order; each is :func:`is_sliceable`.
     """
-    made = copied(capture)
-    of: dict[str, list[Part]] = {}
+    sliced = copied(capture)
+    parts_of: dict[str, list[Part]] = {}
     for part in parts:
-        of.setdefault(part.weight, []).append(part)
+        parts_of.setdefault(part.weight, []).append(part)
     with suspended(), symbolic_kernels(), torch.no_grad():
-        for weight, rows in of.items():
-            _Slicer(made, weight, rows).run()
-    made.graph.lint()
-    return made
+        for weight, rows in parts_of.items():
+            _Slicer(sliced, weight, rows).run()
+    sliced.graph.lint()
+    return sliced
 
 
 def _placeholders(capture: Capture, weight: str) -> list[fx.Node]:
-    """The nodes of a weight: one for each of its tied names that is read."""
+    """Return the placeholders of a weight: one for each of its names that is read."""
     return [
         node
         for node in capture.graph.nodes
@@ -112,7 +112,7 @@ def _reads_rows(source: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_argument(node: fx.Node, argument: fx.Node, position: int) -> bool:
-    """Whether a node takes an argument at this position, and nowhere else."""
+    """Whether a node has an argument at this position, and nowhere else."""
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
     times = sum(leaf is argument for leaf in leaves)
     keyword = "weight" in node.kwargs or "bias" in node.kwargs
@@ -129,17 +129,17 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def copied(capture: Capture) -> Capture:
-    """The same capture with a graph of its own, of nodes of the same names."""
+    """Return a capture with a copy of the graph, whose nodes have the same names."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in capture.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].name = node.name  # fx has another for an input that is called as a builtin of Python
+        env[node].name = node.name  # fx renames an input that has the name of a builtin
     module = fx.GraphModule(capture.module, graph)
     return replace(capture, module=module, weights=dict(capture.weights), parts=dict(capture.parts))
 
 
 class _Slicer:
-    """Rewrites all that reads one weight."""
+    """Rewrites all readers of one weight."""
 
     def __init__(self, capture: Capture, weight: str, parts: Sequence[Part]) -> None:
         self.capture, self.graph, self.parts = capture, capture.graph, parts
@@ -156,7 +156,7 @@ class _Slicer:
                 self.graph.erase_node(source)
 
     def _placeholders_of_parts(self) -> list[fx.Node]:
-        source, made = self.sources[0], []
+        source, placeholders = self.sources[0], []
         with self.graph.inserting_before(source):
             for part in self.parts:
                 node = self.graph.placeholder(f"{source.name}_rows_{part.start}")
@@ -165,8 +165,8 @@ class _Slicer:
                 node.meta["val"] = whole.new_empty((part.stop - part.start, *whole.shape[1:]))
                 self.capture.weights[node.name] = part.name
                 self.capture.parts[part.name] = part
-                made.append(node)
-        return made
+                placeholders.append(node)
+        return placeholders
 
     def _rewrite(self, user: fx.Node, rows: Sequence[fx.Node]) -> None:
         if user.target is aten.embedding.default:
@@ -174,17 +174,17 @@ class _Slicer:
         elif user.target in _RULES:
             self._product(user, _RULES[user.target], rows)
         else:
-            turned = [
+            transposed = [
                 self._emit(user, f"rows_{part.start}", user.target, (row, *user.args[1:]))
                 for row, part in zip(rows, self.parts, strict=True)
             ]
             for product in list(user.users):
                 with self.graph.inserting_before(product):
-                    self._product(product, _PRODUCTS[product.target], turned)
+                    self._product(product, _PRODUCTS[product.target], transposed)
             self.graph.erase_node(user)
 
     def _product(self, node: fx.Node, rule: _Rule, rows: Sequence[fx.Node]) -> None:
-        """An operation each of whose outputs is made by a row of the weight."""
+        """Split an operation each of whose outputs depends on one row of the weight."""
         pieces = []
         for row, part in zip(rows, self.parts, strict=True):
             args = list(node.args)
@@ -195,7 +195,7 @@ class _Slicer:
         self._replace(node, self._emit(node, "joined", aten.cat.default, (pieces, rule.dimension)))
 
     def _bias(self, node: fx.Node, bias: Any, part: Part) -> Any:
-        """As much of a bias as belongs to a part; all of one that is the same for all rows."""
+        """Return the slice of a bias for a part; the whole bias if it is the same for all rows."""
         if not isinstance(bias, fx.Node) or bias.meta["val"].shape[-1] != self.parts[-1].stop:
             return bias
         arguments = (bias, -1, part.start, part.stop)
@@ -205,18 +205,18 @@ class _Slicer:
         indices, last = node.args[1], self.parts[-1]
         joined: fx.Node | None = None
         for row, part in zip(rows, self.parts, strict=True):
-            at = part.start
-            here = self._emit(node, f"from_{at}", aten.sub.Tensor, (indices, at)) if at else indices
-            # what is out of range of the whole is left so, to be refused
-            bounds = (0 if at else None, None if part is last else part.stop - at - 1)
-            inside = self._emit(node, f"inside_{at}", aten.clamp.default, (here, *bounds))
-            found = self._emit(node, f"rows_{at}", aten.embedding.default, (row, inside))
+            start = part.start
+            local = self._emit(node, f"from_{start}", aten.sub.Tensor, (indices, start)) if start else indices
+            # an index out of range of the whole weight stays out of range, and raises
+            bounds = (0 if start else None, None if part is last else part.stop - start - 1)
+            inside = self._emit(node, f"inside_{start}", aten.clamp.default, (local, *bounds))
+            embedded = self._emit(node, f"rows_{start}", aten.embedding.default, (row, inside))
             if joined is None:
-                joined = found
+                joined = embedded
                 continue
-            later = self._emit(node, f"is_from_{at}", aten.ge.Scalar, (indices, at))
-            mask = self._emit(node, f"mask_{at}", aten.unsqueeze.default, (later, -1))
-            joined = self._emit(node, f"joined_{at}", aten.where.self, (mask, found, joined))
+            is_later = self._emit(node, f"is_from_{start}", aten.ge.Scalar, (indices, start))
+            mask = self._emit(node, f"mask_{start}", aten.unsqueeze.default, (is_later, -1))
+            joined = self._emit(node, f"joined_{start}", aten.where.self, (mask, embedded, joined))
         assert joined is not None
         self._replace(node, joined)
 
@@ -232,10 +232,10 @@ class _Slicer:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """An operation of the module that ``origin`` is of, with the value that it has in the trace."""
+        """Create an operation in the module of ``origin``, with its fake value."""
         name = f"{origin.name}_{suffix}"
         node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
         node.meta = {key: value for key, value in origin.meta.items() if key != "val"}
-        known_args, known_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*known_args, **known_kwargs)
+        fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node

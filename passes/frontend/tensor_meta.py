@@ -1,6 +1,6 @@
-"""A tensor without data: shape, strides and dtype, and what a copy of it is.
+"""Tensors without data: shape, strides and dtype, and the layout of a copy.
 
-Sizes that vary count at their bound: the plan is for the largest.
+Dynamic sizes count at their upper bound: the plan is for the largest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TensorMeta:
     """A tensor as the interpreter carries it.
 
     ``requires_grad`` matters even without autograd: ``matmul`` copies a strided input to fold its
-    dimensions when the other side requires a gradient, and does not when it does not.
+    dimensions only if the other side requires a gradient.
     """
 
     shape: tuple[int, ...]
@@ -36,30 +36,30 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def copied(self) -> TensorMeta:
-        """What ``.to()`` another device makes of it: dense, its dimensions in the same order."""
+        """Return the result of ``.to()`` another device: dense, dimensions in the same order."""
         return TensorMeta(self.shape, _strides_of_copy(self.shape, self.stride), self.dtype)
 
 
-@lru_cache(maxsize=4096)  # asked for each argument of each operation
+@lru_cache(maxsize=4096)  # called for each argument of each operation
 def _strides_of_copy(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty_strided(shape, stride, device="meta").to("meta", copy=True).stride()
 
 
 def is_tensor_meta(value: Any) -> bool:
-    """Whether this is one, and so a leaf of the arguments and results that the interpreter carries."""
+    """Whether a value is a :class:`TensorMeta`, which is a leaf of arguments and results."""
     return isinstance(value, TensorMeta)
 
 
 def stand_in(leaf: Any, device: torch.device) -> Any:
-    """What an operation on a device is given for a leaf of its arguments; tensors have no values yet."""
+    """Return a leaf of an operation's arguments on a device; a tensor gets memory without values."""
     if isinstance(leaf, TensorMeta):
-        made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
-        return made.requires_grad_() if leaf.requires_grad else made
+        tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
     return device if isinstance(leaf, torch.device) else leaf
 
 
 def _size(size: Any, sizes: Mapping[Any, int]) -> int:
-    """A size as the plan counts it: a dynamic one at its bound, as one that the data decides."""
+    """Return a size as the plan counts it: at its upper bound if it is dynamic or depends on data."""
     bound = largest_size(size, sizes)
     if bound is not None:
         return bound
@@ -72,7 +72,7 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
 
 
 def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
-    """A traced value as the interpreter carries it; ``sizes`` are those of its symbols."""
+    """Return a traced value as the interpreter carries it; ``sizes`` maps symbols to sizes."""
     sizes = sizes or {}
     if isinstance(val, torch.Tensor):
         shape = tuple(_size(size, sizes) for size in val.shape)
@@ -89,10 +89,10 @@ def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension, of a tensor in row-major order."""
+    """Return the strides, in elements, of a tensor in row-major order."""
     return torch.empty(shape, device="meta").stride()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in a graph: ``"float32"``."""
+    """Return the name of a dtype in a graph: ``"float32"``."""
     return str(dtype).removeprefix("torch.")

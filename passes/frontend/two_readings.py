@@ -1,4 +1,4 @@
-"""One graph for two readings of a capture: layouts, and so copies, differ by device and by what is moved."""
+"""Combine two readings of a capture: layouts, and so copies, depend on devices and on moves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from graphplan.ir.graph_elements import Value
 
 
 def upper_bound_graph(a: Graph, b: Graph) -> Graph:
-    """Of two readings of one capture, each value's and operation's larger bytes.
+    """Return a graph that bounds two readings of a capture: each value and workspace has the larger bytes.
 
-    A value that is a view in one and not in the other is none, so both readings are covered.
+    A value that is a view in only one of them counts as no view.
     """
     values = [_upper_bound_value(value, b.values[name]) for name, value in a.values.items()]
     operations = []
@@ -24,9 +24,9 @@ def upper_bound_graph(a: Graph, b: Graph) -> Graph:
 
 
 def with_least_costs(a: Graph, b: Graph) -> Graph:
-    """The first of two readings, with the FLOP and bytes of the second where an operation takes fewer there.
+    """Return the first of two readings, with the FLOPs and bytes of the second where these are fewer.
 
-    A ``contiguous`` that copies what one device's kernel returns may only make a view on another.
+    A ``contiguous`` that copies the result of one device's kernel may return a view on another.
     """
     operations = []
     for name, operation in a.operations.items():
