@@ -1,5 +1,5 @@
-"""A schedule becomes an fx graph that runs.
+"""Conversion of a schedule to an executable fx graph.
 
-In: a capture and a schedule. Out: generated code whose moves are nodes, its calls specialised, its devices
-proven.
+Input: a capture and a schedule. Output: generated code in which transfers are nodes, calls are specialised
+and devices are verified.
 """

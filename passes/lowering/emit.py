@@ -1,4 +1,4 @@
-"""Turn a schedule back into ``torch.fx``: each move a ``.to()``, each device argument the true one.
+"""Convert a schedule to a ``torch.fx`` graph: moves become ``.to()``, device arguments the placed devices.
 
 Before and after, for ``arange`` and ``add`` on device ``sim:1``::
 
@@ -6,9 +6,8 @@ Before and after, for ``arange`` and ``add`` on device ``sim:1``::
     add = add(x, arange)                  x_1 = x.to('sim:1')
                                           add = add(x_1, arange)
 
-The result takes the tensors of a call, in order, and returns a flat tuple. Weights are read from the
-module under their original names; how those that are streamed are written is in
-:mod:`graphplan.ir.lowered_ops`.
+The result takes the tensors of a forward pass, in order, and returns a flat tuple. Weights are read from the
+module under their original names; for streamed ones see :mod:`graphplan.ir.lowered_ops`.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from graphplan.passes.frontend.simplify import drop_checks
 def lower(
     capture: Capture, graph: Graph, schedule: Schedule, topology: Topology
 ) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
-    """The fx graph that carries out ``schedule``, and those of ``torch.cond`` and its like, by attribute."""
+    """Return the fx graph of ``schedule``; attribute -> graph that ``torch.cond`` or its like calls."""
     return _Lowering(capture, graph, schedule, topology).run()
 
 
 def torch_devices(schedule: Schedule, topology: Topology) -> dict[DeviceKey, torch.device]:
-    """Each key, and ``schedule.host``, which may be a name instead -> the torch device that it means."""
-    found = {spec.key: spec.torch_device for spec in topology.devices}
-    if schedule.host not in found:
-        found[schedule.host] = torch.device(str(schedule.host))
-    return found
+    """Return the torch device of each key, and of ``schedule.host``, which may be a name instead."""
+    devices = {spec.key: spec.torch_device for spec in topology.devices}
+    if schedule.host not in devices:
+        devices[schedule.host] = torch.device(str(schedule.host))
+    return devices
 
 
 class _Lowering:
@@ -74,8 +73,8 @@ class _Lowering:
         self.owned = graph.owned_gradients
         self.step = 0
         self.last_read = _last_reads(graph, schedule)
-        self.added: dict[int, list[tuple[str, fx.Node]]] = {}  # by the step behind which their hooks run
-        self.copies: dict[str, list[fx.Node]] = {}  # of each weight in the pass under way, by their loads
+        self.added: dict[int, list[tuple[str, fx.Node]]] = {}  # step after which hooks run -> gradients
+        self.copies: dict[str, list[fx.Node]] = {}  # weight -> its loads in the current pass
 
     def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         self._placeholders()
@@ -135,7 +134,7 @@ class _Lowering:
         return node
 
     def _part(self, name: str, key: DeviceKey) -> fx.Node:
-        """Rows of a weight: a view where that lives, else what is kept on ``key``."""
+        """Return rows of a weight: a view on the weight's device, else the copy that is kept on ``key``."""
         part = self.graph.weights[name]
         whole = self._instance(part.part_of, self.home[part.part_of])
         if self.home[part.part_of] == key:
@@ -170,7 +169,7 @@ class _Lowering:
             self._add_gradient(step.value, step.destination, owned=True)
 
     def _await_copy(self, name: str, key: DeviceKey) -> fx.Node:
-        """The value on the CPU, once its copy is done."""
+        """Return the value on the CPU, once its copy is done."""
         source, node = self.arriving.pop((name, key)), self.env[name, key]
         self.env[name, key] = self._call(arrived, (node, str(source)), f"{name}_arrived")
         return self.env[name, key]
@@ -205,7 +204,7 @@ class _Lowering:
         node.meta["stream"] = step
 
     def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
-        """A call of a function, or of the first argument's method of this name."""
+        """Create a call of a function, or of the first argument's method if ``target`` is a name."""
         kind = "call_method" if isinstance(target, str) else "call_function"
         return self.out.create_node(kind, target, arguments, name=re.sub(r"\W", "_", name))
 
@@ -227,14 +226,14 @@ class _Lowering:
             elsewhere = operation.host_only or (value is not None and not value.is_tensor)
             return self._instance(name, self.home[name] if elsewhere else step.device)
 
-        made = self.out.node_copy(node, find)
-        made.target = ATTENTION.get(made.target, made.target)  # its function, in which autograd records
-        made.meta["operation"] = operation.name
-        _set_device(made, self.devices[step.device])
-        self._bind(node.name, step.device, made)
+        copied = self.out.node_copy(node, find)
+        copied.target = ATTENTION.get(copied.target, copied.target)  # the function that autograd records
+        copied.meta["operation"] = operation.name
+        _set_device(copied, self.devices[step.device])
+        self._bind(node.name, step.device, copied)
         for user in node.users:
             if user.name in operation.outputs and user is not node:
-                part = self.out.call_function(operator.getitem, (made, user.args[1]))
+                part = self.out.call_function(operator.getitem, (copied, user.args[1]))
                 part.meta.update(user.meta)
                 self._bind(user.name, step.device, part)
         for name in operation.outputs:
@@ -243,7 +242,7 @@ class _Lowering:
                 self._add_gradient(name, step.device, owned=name in self.owned)
 
     def _branch(self, name: str, device: torch.device) -> fx.Node:
-        """A graph that a control-flow operation calls: the same, on the operation's device."""
+        """Copy a graph that a control-flow operation calls to the operation's device."""
         branch = copy.deepcopy(getattr(self.capture.module, name))
         for part in [m for m in branch.modules() if isinstance(m, fx.GraphModule)]:
             drop_checks(part.graph)
@@ -276,8 +275,8 @@ class _Lowering:
 
 
 def _last_reads(graph: Graph, schedule: Schedule) -> dict[str, int]:
-    """Weight -> the last step that reads it, or a value that shares its memory."""
-    found: dict[str, int] = {}
+    """Return weight -> the last step that reads it, or a value that shares its memory."""
+    last: dict[str, int] = {}
     for index, step in enumerate(schedule.steps):
         read: Iterable[str] = ()
         if isinstance(step, Run):
@@ -286,12 +285,12 @@ def _last_reads(graph: Graph, schedule: Schedule) -> dict[str, int]:
             read = (step.value,)
         elif isinstance(step, Load):
             read = step.weights
-        found.update(dict.fromkeys(map(graph.root, read), index))
-    return found
+        last.update(dict.fromkeys(map(graph.root, read), index))
+    return last
 
 
 def _readable(name: str) -> str:
-    """The name of a weight; NoGraphError where code cannot read what has it."""
+    """Return the name of a weight; raise NoGraphError if generated code cannot read that attribute."""
     word = next(filter(iskeyword, name.split(".")), "self" if name == "self" else None)
     if word is not None:
         raise NoGraphError(
@@ -301,7 +300,7 @@ def _readable(name: str) -> str:
 
 
 def _set_device(node: fx.Node, device: torch.device) -> None:
-    """Give the operation its device, where the trace had baked one in."""
+    """Replace the devices that the trace baked into an operation."""
     for name in _device_arguments(node):
         if isinstance(name, int):
             node.update_arg(name, device)
@@ -310,12 +309,12 @@ def _set_device(node: fx.Node, device: torch.device) -> None:
 
 
 def _device_arguments(node: fx.Node) -> list[int | str]:
-    found: list[int | str] = [
+    arguments: list[int | str] = [
         index for index, value in enumerate(node.args) if isinstance(value, torch.device)
     ]
-    found += [name for name, value in node.kwargs.items() if isinstance(value, torch.device)]
-    if found or not isinstance(node.target, torch._ops.OpOverload):
-        return found
+    arguments += [name for name, value in node.kwargs.items() if isinstance(value, torch.device)]
+    if arguments or not isinstance(node.target, torch._ops.OpOverload):
+        return arguments
     schema = node.target._schema.arguments
-    makes = not any(isinstance(a, fx.Node) for a in node.all_input_nodes)
-    return [a.name for a in schema if a.name == "device" and makes and a.name not in node.kwargs]
+    is_factory = not any(isinstance(a, fx.Node) for a in node.all_input_nodes)
+    return [a.name for a in schema if a.name == "device" and is_factory and a.name not in node.kwargs]

@@ -1,4 +1,4 @@
-"""Call what dispatches fastest: torch's Python-bound builtins in place of ATen overloads.
+"""Speed up dispatch: call torch's Python-bound builtins in place of ATen overloads.
 
 ``torch.ops.aten`` looks an overload up, boxes its arguments and walks its schema at each call: about one
 microsecond more than the builtin that eager code calls, which does the same. Before and after::
@@ -7,8 +7,8 @@ microsecond more than the builtin that eager code calls, which does the same. Be
     view = torch.ops.aten.view.default(mul, [1, -1, 16])     view = mul.view(1, -1, 16)
     part = torch.ops.aten.slice.Tensor(view, 2, 0, 8)        part = view.narrow(2, 0, 8)
 
-Only overloads whose builtin is known to take the same arguments in the same places are replaced, and only
-calls whose arguments have the expected forms.
+Only overloads whose builtin is known to take the same arguments at the same positions are replaced, and only
+calls whose arguments have the expected types.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ METHODS: dict[torch._ops.OpOverload, str] = {
     aten.expand.default: "expand",
     aten.permute.default: "permute",
 }
-"""Overload with a list of sizes or dimensions -> the method that takes them one by one."""
+"""Overload with a list of sizes or dimensions -> the method that takes them as arguments."""
 
 _SAME_METHODS: dict[torch._ops.OpOverload, tuple[str, int]] = {
     aten.add_.Tensor: ("add_", 2),
@@ -72,13 +72,13 @@ _SAME_METHODS: dict[torch._ops.OpOverload, tuple[str, int]] = {
     aten.to.dtype: ("to", 2),
     aten.contiguous.default: ("contiguous", 1),
 }
-"""Overload -> the method that takes the same arguments, where there are so many of them."""
+"""Overload -> the method that takes the same arguments, and the number of these that is required."""
 
 _INT_MAX = (1 << 63) - 1
 
 
 def quicken(graph: fx.Graph) -> None:
-    """Rewrite a lowered graph in place: its weights are read and its values moved as before."""
+    """Replace overloads of a lowered graph by faster calls, in place."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             _rewrite(node)
@@ -105,7 +105,7 @@ def _rewrite(node: fx.Node) -> None:
 
 
 def _has_tensor_first(node: fx.Node) -> bool:
-    """Whether the first argument is a tensor, or a list of tensors, for certain."""
+    """Whether the first argument is a node, or a list of nodes, none of them known to be a number."""
     first = node.args[0] if node.args else None
     nodes = first if isinstance(first, list | tuple) else [first]
     return bool(nodes) and all(isinstance(n, fx.Node) and _may_be_tensor(n) for n in nodes)
@@ -118,7 +118,7 @@ def _may_be_tensor(node: fx.Node) -> bool:
 
 
 def _plain_arguments(node: fx.Node) -> bool:
-    """Whether the arguments are as the schema has them: none but those that are optional is None."""
+    """Whether the arguments fit the schema as a builtin reads it: None only where it is optional."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     positional = [a for a in schema if not a.kwarg_only]
@@ -126,9 +126,9 @@ def _plain_arguments(node: fx.Node) -> bool:
         return False
     names = {a.name for a in schema if a.kwarg_only}
     if not set(node.kwargs) <= names:
-        return False  # a builtin may have another name for what the schema has by position
+        return False  # a builtin may have another name for a positional argument
     if node.target in _COMPARISONS and not isinstance(node.args[1], fx.Node):
-        return False  # the builtin would take a number for the overload with a Scalar
+        return False  # with a number the builtin would call the Scalar overload
     return all(_fits(a.type, value) for a, value in zip(positional, node.args, strict=False))
 
 
@@ -147,7 +147,7 @@ def _to_method(node: fx.Node, name: str, arguments: Sequence[Any]) -> None:
 
 
 def _narrow(node: fx.Node) -> None:
-    """A slice of step one with bounds inside a size that is known."""
+    """Replace a slice of step one whose bounds lie inside a static size by ``narrow``."""
     before = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if node.kwargs or not isinstance(before, torch.Tensor):
         return

@@ -1,7 +1,7 @@
 """Cut a lowered training step in two: a graph of the forward pass and one of the backward pass.
 
-The forward graph returns the results and what it has saved; the backward graph takes that, as a list that
-it empties, and the gradients by the results. Before and after::
+The forward graph returns the results and the saved values; the backward graph takes the saved values, as a
+list that it empties, and the gradients with respect to the results. Before and after::
 
     def forward(x, tangent):             def forward(x):
         w = self.w                           w = self.w
@@ -26,12 +26,12 @@ from graphplan.ir.lowered_ops import take_saved
 
 
 def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[fx.Graph, fx.Graph]:
-    """The forward and the backward graph of a lowered training step.
+    """Return the forward and the backward graph of a lowered training step.
 
     Args:
-        graph: whose nodes of the backward pass have ``backward`` in their ``meta``.
+        graph: nodes of the backward pass have ``backward`` in their ``meta``.
         tangents: names of the placeholders of the backward pass.
-        results: how many of its outputs are the forward pass's; gradients of inputs follow.
+        results: number of leading outputs that are the forward pass's; gradients of inputs follow.
 
     Returns:
         a graph from the inputs to a pair, results and saved values; and one from the saved values and the
@@ -40,7 +40,7 @@ def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[
     later = [n for n in graph.nodes if n.meta.get("backward") and n.op not in ("get_attr", "output")]
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, tuple)
-    given, of_inputs = outputs[:results], outputs[results:]
+    leading, of_inputs = outputs[:results], outputs[results:]
     after = set(later)
     needed = [source for node in later for source in node.all_input_nodes]
     needed += [node for node in of_inputs if isinstance(node, fx.Node)]
@@ -52,10 +52,10 @@ def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[
     forward = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        here = not node.meta.get("backward") or (node.op == "get_attr" and _read_before(node, after, given))
+        here = not node.meta.get("backward") or (node.op == "get_attr" and _read_before(node, after, leading))
         if here and node.op != "output" and node.name not in tangents:
             env[node] = forward.node_copy(node, env.__getitem__)
-    forward.output((fx.map_arg(given, env.__getitem__), tuple(env[node] for node in saved)))
+    forward.output((fx.map_arg(leading, env.__getitem__), tuple(env[node] for node in saved)))
     return forward, _backward(graph, later, saved, tangents, of_inputs)
 
 
@@ -71,25 +71,25 @@ def _backward(
     tangents: Sequence[str],
     of_inputs: Sequence[Any],
 ) -> fx.Graph:
-    made = fx.Graph()
+    backward = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    held = made.placeholder("saved")
+    saved_list = backward.placeholder("saved")
     for node in graph.nodes:
         if node.name in tangents:
-            env[node] = made.placeholder(node.name)
-            env[node].meta = dict(node.meta)  # zeros take its place where no gradient comes
+            env[node] = backward.placeholder(node.name)
+            env[node].meta = dict(node.meta)  # describes the zeros that replace a missing gradient
     index_of = {node: index for index, node in enumerate(saved)}
 
     def find(node: fx.Node) -> fx.Node:
         if node not in env and node in index_of:  # right before its first reader
-            env[node] = made.call_function(take_saved, (held, index_of[node]))
+            env[node] = backward.call_function(take_saved, (saved_list, index_of[node]))
         elif node not in env:
-            env[node] = made.get_attr(str(node.target))
+            env[node] = backward.get_attr(str(node.target))
         return env[node]
 
     for node in later:
         for source in node.all_input_nodes:
             find(source)
-        env[node] = made.node_copy(node, find)
-    made.output(fx.map_arg(tuple(of_inputs), find))
-    return made
+        env[node] = backward.node_copy(node, find)
+    backward.output(fx.map_arg(tuple(of_inputs), find))
+    return backward

@@ -1,7 +1,7 @@
-"""Cut a lowered graph into its stages, so that each can be compiled as one.
+"""Cut a lowered graph into its stages, so that each can be compiled as a whole.
 
-A stage is a run of operations on one device, with no move and no step of a stream between them. Before and
-after, for two operations on one device and a third on another::
+A stage is a run of operations on one device, without a transfer or a weight streaming step between them.
+Before and after, for two operations on one device and a third on another::
 
     a = torch.mul(x, w)                      stage_0 = self._stage_0(x, w)
     b = torch.tanh(a)                        b = stage_0[0]
@@ -24,14 +24,14 @@ from graphplan.devices.topology import DeviceKey
 def cut_stages(
     graph: fx.Graph, devices: Mapping[str, DeviceKey], branches: Container[str]
 ) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
-    """The graph with a call in place of each stage, and the stages by the attributes that it calls.
+    """Return the graph with a call in place of each stage, and attribute -> stage for these calls.
 
-    A stage goes from the tensors that it reads to a tuple of those that are read later.
+    A stage takes the tensors that it reads and returns a tuple of those that are read later.
 
     Args:
         graph: lowered.
-        devices: name of each operation -> where it runs.
-        branches: attributes that are graphs of control flow: what calls them is in no stage.
+        devices: name of each operation -> its device.
+        branches: attributes that are graphs of control flow; their callers are in no stage.
     """
     return _Cutting(graph, devices, branches).run()
 
@@ -47,7 +47,7 @@ class _Cutting:
     def run(self) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:
         for node in self.source.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._copy(node)  # reads nothing, so it may come before the stage under way
+                self._copy(node)  # reads nothing, so it may precede the open stage
             elif self._continues(node):
                 self.group.append(node)
             else:
@@ -63,7 +63,7 @@ class _Cutting:
         self.env[node] = self.out.node_copy(node, self.env.__getitem__)
 
     def _device(self, node: fx.Node) -> DeviceKey | None:
-        """Where a node computes; None for what belongs in no stage."""
+        """Return the device of a node; None if it belongs in no stage."""
         if any(n.op == "get_attr" and n.target in self.branches for n in node.all_input_nodes):
             return None
         name = node.meta.get("operation")

@@ -1,7 +1,7 @@
-"""Prove, without running it, that a lowered graph keeps its tensors together.
+"""Prove, without running it, that each operation of a lowered graph has its tensors on one device.
 
-Devices are followed through the fx graph: weights bring theirs, ``.to()`` and the loading of a segment
-change it, and every other operation must find all its tensors on one.
+Devices are propagated through the fx graph from those of the weights and inputs; ``.to()`` and the load of a
+segment change a device, and every other operation requires all its tensors on its own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from graphplan.passes.lowering.emit import torch_devices
 
 
 def verify_lowered(code: fx.Graph, graph: Graph, schedule: Schedule, topology: Topology) -> None:
-    """Raise VerificationError unless each operation's tensors are on its device, where it was placed.
+    """Raise VerificationError unless each operation's tensors are on the device where it was placed.
 
-    Also: each value is moved at most once to each device, and as often as the schedule says.
+    Also, each value is moved at most once to each device, and as often as in the schedule.
     """
     _Proof(code, graph, schedule, topology).run()
 
@@ -82,7 +82,7 @@ class _Proof:
             return self._stream(node, node.meta["stream"])
         elif "operation" in node.meta:
             return self._operate(node, self.graph.operations[node.meta["operation"]])
-        else:  # one result taken out of several, part of a weight, or an input written back
+        else:  # one of several results, rows of a weight, or an input written back
             self.device[node] = self.device[node.all_input_nodes[0]]
         return None
 
@@ -105,20 +105,20 @@ class _Proof:
                 if self.device[weight] != self.devices[step.source]:
                     return f"{weight} is loaded from {step.source!r}, where it is not"
             self.device[node] = self.devices[step.device]
-        else:  # a wait hands on what was loaded, a release nothing
+        else:  # a wait returns what was loaded, a release nothing
             loaded = self.device[node.all_input_nodes[0]]
             self.device[node] = None if isinstance(step, Release) else loaded
         return None
 
     def _operate(self, node: fx.Node, operation: Operation) -> str | None:
         inputs = [n for n in node.all_input_nodes if self.device.get(n) is not None]
-        found: Mapping[torch.device, fx.Node] = {self.device[n]: n for n in inputs}  # type: ignore[misc]  # Nones are out
+        node_on: Mapping[torch.device, fx.Node] = {self.device[n]: n for n in inputs}  # type: ignore[misc]  # Nones are out
         placed = self.devices[self.schedule.assignment.operations[operation.name]]
         values = [self.graph.values[name] for name in operation.outputs]
         self.device[node] = placed if any(value.is_tensor for value in values) else None
         if operation.host_only:
             return None
-        for device, culprit in found.items():
+        for device, culprit in node_on.items():
             if device != placed:
                 return f"{node.name} runs on {placed}, its input {culprit} is on {device}"
         return None
