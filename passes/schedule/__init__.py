@@ -1,4 +1,4 @@
-"""An assignment becomes a schedule: every transfer and prefetch explicit, in order.
+"""Conversion of an assignment to a schedule: every transfer and prefetch explicit, in order.
 
-In: a graph, the devices, an assignment. Out: a :class:`~graphplan.ir.schedule.Schedule`.
+Input: a graph, the devices, an assignment. Output: a :class:`~graphplan.ir.schedule.Schedule`.
 """

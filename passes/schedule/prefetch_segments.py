@@ -1,10 +1,10 @@
-"""Which weights are copied together, when, and into which slot: decided before any call.
+"""Decide statically which weights are prefetched together, when, and into which slot.
 
-From where a weight is read, and where views of it are, follows how long its copy is needed. Readers far
-apart have a copy each rather than hold a slot between them; the weights of one operation, and of
-neighbours while they are small, are one segment where they lie side by side in host memory, which is in
-the order of their first copies. A segment gets the slot that is free for the longest time when it is first
-read, so it can be loaded early. Before and after, for two weights on the CPU::
+A copy of a weight is needed from its first reader to the last reader of its views. Readers far apart get a
+copy each rather than hold a slot in between. The weights of one operation, and small ones of neighbours,
+form one segment if they are adjacent in host memory, which has the order of first copies. A segment gets
+the slot that has been free for the longest time when it is first read, so it can be loaded early. Before
+and after, for two weights on the CPU::
 
     run a on 0       load 0: wa -> slot 0 of 0
     run b on 0       load 1: wb -> slot 1 of 0
@@ -38,13 +38,13 @@ from graphplan.ir.schedule import (
 )
 
 SMALL = 4.0
-"""A copy is small while it takes less than so many times its latency; small ones are joined."""
-_SLOTS = 2  # of a device of which an assignment says nothing: one is read while the next one is copied
-_ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
+"""A copy is small if it takes less than this many times its latency; small copies are joined."""
+_SLOTS = 2  # if an assignment sets no number: one is read while the next one is copied
+_ORDER = {Release: 0, Load: 1, Wait: 2}  # of the steps right before one step
 
 
 class Streamed:
-    """Tells which weights a device reads from its prefetch buffer."""
+    """The weights that devices read from their prefetch buffers."""
 
     def __init__(self, graph: Graph, topology: Topology, assignment: Assignment) -> None:
         memory = {spec.key for spec in topology.devices if spec.type in (CPU, DISK)}
@@ -71,9 +71,10 @@ class _Span:
 
 
 class _HostOrder:
-    """Which weights lie side by side, and are copied together: those whose first copies follow each other.
+    """The order of weights in host memory, which is that of their first copies.
 
-    What is on disk is apart from what is in memory. A part of a weight lies in that weight, beside none.
+    Adjacent weights can be copied together. Weights on disk are not adjacent to those in memory; rows of a
+    weight lie inside that weight, and are adjacent to nothing.
     """
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
@@ -81,21 +82,21 @@ class _HostOrder:
         self.place: dict[str, int] = {}
 
     def add(self, spans: Iterable[_Span]) -> None:
-        """What these are the first to copy comes next."""
+        """Append the weights that these spans are the first to copy."""
         for name in (name for span in spans for name in span.weights):
             self.place.setdefault(self.graph.weights[name].part_of or name, len(self.place))
 
     def adjoin(self, span: _Span, following: _Span) -> bool:
-        """Whether the second lies right behind the first."""
+        """Whether the weights of the second span directly follow those of the first."""
         last, first = self.place.get(span.weights[-1]), self.place.get(following.weights[0])
         return last is not None and first == last + 1 and self.home(span) == self.home(following)
 
     def home(self, span: _Span) -> DeviceKey:
-        """Where its weights are."""
+        """Return the device of a span's weights."""
         return self.assignment.weights[span.weights[0]]
 
     def source(self, topology: Topology, spans: Sequence[_Span]) -> DeviceKey:
-        """Where a device's copies come from: memory, if any does."""
+        """Return the device that copies come from: the CPU unless all spans are on disk."""
         if not spans:
             return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
         return next((home for span in spans if (home := self.home(span)) != DISK), DISK)
@@ -109,15 +110,15 @@ def add_streams(
     backward: int,
     least: Mapping[DeviceKey, int],
 ) -> tuple[tuple[Step, ...], tuple[PrefetchBuffer, ...]]:
-    """The steps with loads, waits and releases, and the prefetch buffers that they use.
+    """Return the steps with loads, waits and releases, and the prefetch buffers that they use.
 
     Args:
-        graph: what is scheduled.
-        topology: its devices and links.
-        assignment: where weights live, and how many slots a prefetch buffer has.
+        graph: to schedule.
+        topology: the devices and links.
+        assignment: devices of weights, and slots of prefetch buffers.
         steps: without the copies of streamed weights.
-        backward: how many of them are of the forward pass.
-        least: device -> bytes of the prefetch buffer that is there already.
+        backward: number of steps of the forward pass.
+        least: device -> bytes of an existing prefetch buffer.
     """
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
@@ -137,7 +138,7 @@ def add_streams(
 
 
 def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) -> dict[DeviceKey, list[_Span]]:
-    """Each read of a streamed weight, until the last read of a view made by it."""
+    """Return for each device the reads of streamed weights, each until the last read of its views."""
     uses: dict[DeviceKey, list[_Span]] = defaultdict(list)
     if not streamed.weights:
         return uses
@@ -170,22 +171,22 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
 
 
 def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
-    """Reads of one weight that share a copy: those between which no other weight is first read.
+    """Merge reads of one weight that share a copy: those between which no other copy is first read.
 
-    None is shared by the steps before ``backward`` and those from there on: other calls may come between.
+    The forward and the backward pass, from step ``backward`` on, share no copy: other calls may come between.
     """
     spans: list[_Span] = []
     starts: list[int] = []
     latest: dict[str, _Span] = {}
     for use in uses:
-        known = latest.get(use.weights[0])
-        apart = known is not None and known.start < backward <= use.start
+        previous = latest.get(use.weights[0])
+        crosses_passes = previous is not None and previous.start < backward <= use.start
         if (
-            known is not None
-            and not apart
-            and bisect_left(starts, use.start) <= bisect_right(starts, known.end)
+            previous is not None
+            and not crosses_passes
+            and bisect_left(starts, use.start) <= bisect_right(starts, previous.end)
         ):
-            known.end = max(known.end, use.end)
+            previous.end = max(previous.end, use.end)
             continue
         latest[use.weights[0]] = use
         starts.append(use.start)
@@ -194,7 +195,7 @@ def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
 
 
 def _group(spans: Iterable[_Span], order: _HostOrder) -> list[_Span]:
-    """The weights that one operation is the first to read, together where they lie together."""
+    """Merge spans that start at one operation and are adjacent in host memory."""
     grouped: list[_Span] = []
     for span in spans:
         last = grouped[-1] if grouped else None
@@ -209,9 +210,9 @@ def _group(spans: Iterable[_Span], order: _HostOrder) -> list[_Span]:
 def _merge_small(
     order: _HostOrder, topology: Topology, spec: DeviceSpec, spans: Sequence[_Span], backward: int
 ) -> list[_Span]:
-    """Neighbours in one copy while it takes little longer than its latency, and no larger slot.
+    """Merge adjacent spans while their copy is small and no larger than the largest span.
 
-    ``backward`` is the step at which the backward pass begins.
+    ``backward`` is the first step of the backward pass.
     """
     if not spans:
         return []
@@ -220,11 +221,11 @@ def _merge_small(
     sizes = [_bytes(graph, span.weights) for span in spans]
     limit = min(SMALL * link.latency * link.bandwidth, max(sizes))
     merged, nbytes = [spans[0]], sizes[0]
-    for span, own in zip(spans[1:], sizes[1:], strict=True):
-        last, joined = merged[-1], round_up(nbytes) + own
+    for span, size in zip(spans[1:], sizes[1:], strict=True):
+        last, joined = merged[-1], round_up(nbytes) + size
         if joined > limit or not order.adjoin(last, span) or last.start < backward <= span.start:
             merged.append(span)
-            nbytes = own
+            nbytes = size
         else:
             last.weights, last.end = [*last.weights, *span.weights], max(last.end, span.end)
             nbytes = joined
@@ -232,12 +233,12 @@ def _merge_small(
 
 
 def _offsets(graph: Graph, weights: Iterable[str]) -> list[int]:
-    """Where each weight of a segment begins, and where the segment ends."""
-    offsets, at, end = [], 0, 0
+    """Return the offset of each weight of a segment, and the segment's size."""
+    offsets, start, end = [], 0, 0
     for name in weights:
-        offsets.append(at)
-        end = at + graph.weights[name].nbytes
-        at = round_up(end)
+        offsets.append(start)
+        end = start + graph.weights[name].nbytes
+        start = round_up(end)
     return [*offsets, end]
 
 
@@ -246,7 +247,7 @@ def _bytes(graph: Graph, weights: Iterable[str]) -> int:
 
 
 def _choose_slots(spans: Sequence[_Span], wanted: int) -> list[int]:
-    """A slot for each segment: a new one while there are fewer than wanted, else the longest free."""
+    """Return a slot for each span: a new one up to ``wanted`` or if none is free, else the longest free."""
     slots: list[int] = []
     busy: list[int] = []  # the step at which each slot is last read
     for span in spans:
@@ -279,7 +280,7 @@ def _prefetch_buffer(
 
 
 def _leading_moves(steps: Sequence[Run | Move]) -> int:
-    """How many inputs are moved first: on the link they had better not queue behind whole segments."""
+    """Return the number of leading moves of inputs, which must not queue behind whole segments."""
     return next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
 
 
@@ -291,10 +292,10 @@ def _place_steps(
     backward: int,
     extra: dict[int, list[Step]],
 ) -> None:
-    """Loads as early as the slot allows, in order; waits and releases around the readers.
+    """Add loads to ``extra`` as early as the slots allow, in order; waits and releases around the readers.
 
     ``extra[i]`` comes right before step ``i``. Nothing is loaded before step ``load_at``, and nothing of the
-    backward pass before ``backward``.
+    backward pass before step ``backward``.
     """
     for index, span in enumerate(spans):
         extra[span.end + 1].append(Release(index, buffer.device))
@@ -311,10 +312,10 @@ def _place_steps(
 def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
     if not extra:
         return tuple(steps)
-    woven: list[Step] = []
-    at = 0
+    result: list[Step] = []
+    start = 0
     for index in sorted(extra):
-        woven += steps[at:index]
-        woven += sorted(extra[index], key=lambda step: _ORDER[type(step)])
-        at = index
-    return (*woven, *steps[at:])
+        result += steps[start:index]
+        result += sorted(extra[index], key=lambda step: _ORDER[type(step)])
+        start = index
+    return (*result, *steps[start:])

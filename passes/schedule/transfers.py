@@ -35,16 +35,16 @@ def build_schedule(
     prefetch_bytes: Mapping[DeviceKey, int] | None = None,
     runs: Runs | None = None,
 ) -> Schedule:
-    """The schedule that carries out ``assignment`` in the graph's order.
+    """Return the schedule of ``assignment`` in the graph's order.
 
     Args:
-        graph: what is scheduled.
-        topology: the devices, of which the accelerators may have prefetch buffers.
-        assignment: where operations run and weights live.
+        graph: to schedule.
+        topology: the devices; accelerators may have prefetch buffers.
+        assignment: devices of operations and weights.
         host: key or name of the caller's device.
         returns_to_host: whether outputs go back there.
-        prefetch_bytes: device -> bytes of the prefetch buffer that is there already.
-        runs: of other schedules of the graph, which this one shares.
+        prefetch_bytes: device -> bytes of an existing prefetch buffer.
+        runs: steps that this schedule shares with others of the graph.
     """
     writer = _ScheduleWriter(graph, topology, assignment, host, Runs() if runs is None else runs)
     operations = graph.operations.values()
@@ -62,8 +62,8 @@ def build_schedule(
         if operation.backward:
             writer.run(operation)
             writer.bring_gradients(operation)
-    steps, made = add_streams(graph, topology, assignment, writer.steps, backward, prefetch_bytes or {})
-    return Schedule(steps, assignment, host, returns_to_host, made)
+    steps, buffers = add_streams(graph, topology, assignment, writer.steps, backward, prefetch_bytes or {})
+    return Schedule(steps, assignment, host, returns_to_host, buffers)
 
 
 class _ScheduleWriter:
@@ -102,7 +102,7 @@ class _ScheduleWriter:
         self.steps.append(Move(name, self.home[name], device, self._bytes(name), kind))
 
     def write_back(self, name: str, host: DeviceKey) -> None:
-        # what touches a changed input is tied together, so at most one other device has it
+        # operations on a changed input share a device, so at most one other device has a copy
         for device in {key for value, key in self.copied if value == name} - {host}:
             self.steps.append(Move(name, device, host, self._bytes(name), "writeback"))
 
