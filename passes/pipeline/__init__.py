@@ -1,5 +1,5 @@
-"""Pipeline stages: where the order of operations is cut, one stretch for each machine.
+"""Pipeline stages: cuts of the order of operations into one stretch for each machine.
 
-In: a graph, the machines, the network. Out: cuts, with a bound on how much better others could be; and the
-capture of a stage, which the other rooms place and lower as they do a whole model's.
+Input: a graph, the machines, the network. Output: cuts, with a lower bound on all other cuts; and the capture
+of a stage, which the other packages place and lower like that of a whole model.
 """

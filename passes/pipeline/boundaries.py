@@ -1,10 +1,9 @@
-"""What crosses a cut of the order of operations, and where the order may be cut at all.
+"""Cuts of the order of operations: the values that cross each, and the positions that are allowed.
 
-Position ``p`` is before operation ``p``. Only tensors that an operation computed cross a cut. What a later
-stage can make itself it makes again: sizes, and views of weights and of the model's inputs, which every
-machine has::
+Position ``p`` is before operation ``p``. Only computed tensors cross a cut. A later stage recomputes sizes,
+and views of weights and of the model's inputs, which every machine has::
 
-    n = sym_size(x, 0)          # x is an input: made again after the cut
+    n = sym_size(x, 0)          # x is an input: recomputed after the cut
     h = linear(x, w)            # crosses
     -------------------------------------------- cut
     y = reshape(h, [n, -1])
@@ -29,7 +28,7 @@ class Boundaries:
 
     Attributes:
         graph: whose order is cut.
-        caches_stay: whether tensors of returned caches stay where they are made, instead of going to the end.
+        caches_stay: whether tensors of returned caches stay in their stage, instead of going to the last.
     """
 
     graph: Graph
@@ -37,7 +36,7 @@ class Boundaries:
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
-        """Operations that each stage which needs their outputs runs itself."""
+        """Operations that every stage runs itself if it needs their outputs."""
         graph, own = self.graph, {*self.graph.weights, *self.graph.inputs}
         return frozenset(
             op.name
@@ -53,37 +52,37 @@ class Boundaries:
 
     @cached_property
     def last_needed(self) -> dict[str, int]:
-        """Value or weight -> the position of the last operation that needs it, directly or to make it again.
+        """Value or weight -> position of the last operation that needs it, directly or to recompute it.
 
-        Results are needed at the end, by nobody: the position after the last operation.
+        For results it is the position after the last operation.
         """
         graph = self.graph
         operations = list(graph.operations.values())
         returned = [value.name for value in graph.values.values() if value.stays]  # tensors of caches
         ends = graph.outputs if self.caches_stay else (*graph.outputs, *returned)
-        found = dict.fromkeys(ends, len(operations))
+        last = dict.fromkeys(ends, len(operations))
         for position in range(len(operations) - 1, -1, -1):
             operation, until = operations[position], position
             if operation.name in self.recomputed:
-                until = max([position, *(found.get(name, -1) for name in operation.outputs)])
+                until = max([position, *(last.get(name, -1) for name in operation.outputs)])
             for name in operation.inputs:
-                found[name] = max(found.get(name, -1), until)
-        return found
+                last[name] = max(last.get(name, -1), until)
+        return last
 
     def crossing(self, position: int) -> tuple[str, ...]:
-        """The values that cross a cut here, in the order in which they are made."""
+        """Return the values that cross a cut at ``position``, in the order of their producers."""
         starts, ends = self._span_ends
         names = list(self._spans)
         return tuple(names[at] for at in np.flatnonzero((starts < position) & (position <= ends)))
 
     @cached_property
     def _span_ends(self) -> NDArray[np.int64]:
-        """(2, values that may cross) positions, of their producers and of what needs them last."""
+        """(2, values that may cross) positions of their producers and of the last operations to need them."""
         return np.array(list(self._spans.values()), dtype=np.int64).reshape(-1, 2).T
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:
-        """Value that may cross -> position of its producer, and of what needs it last."""
+        """Value that may cross -> positions of its producer and of the last operation that needs it."""
         graph, last = self.graph, self.last_needed
         return {
             name: (position, last[name])
@@ -104,7 +103,7 @@ class Boundaries:
         return self._per_position(dict.fromkeys(self._spans, 1.0))
 
     def seconds(self, link: Link) -> NDArray[np.float64]:
-        """(operations + 1,) seconds in which a link carries what crosses each position."""
+        """Return (operations + 1,) seconds of a link for the tensors that cross each position."""
         return self.crossing_count * link.latency + self.crossing_bytes / link.bandwidth
 
     def _per_position(self, amounts: dict[str, float]) -> NDArray[np.float64]:
@@ -119,27 +118,27 @@ class Boundaries:
     def allowed(self) -> NDArray[np.int64]:
         """Positions where the order may be cut, both ends included, in order.
 
-        Not between operations that must share a device, nor between those that read a weight which one of
-        them writes to, nor where nothing has been computed yet.
+        No cut separates operations that must share a device, or readers of a weight that one of them writes
+        to. Inside the order, at least one tensor crosses a cut.
         """
         graph, count = self.graph, len(self.graph.operations)
-        at = {name: position for position, name in enumerate(graph.operations)}
+        position_of = {name: position for position, name in enumerate(graph.operations)}
         written = {graph.root(name) for op in graph.operations.values() for name in op.mutates}
         readers: dict[str, list[str]] = {}
         for operation in graph.operations.values():
             for name in {graph.root(one) for one in operation.inputs} & written & graph.weights.keys():
                 readers.setdefault(name, []).append(operation.name)
-        kept = [*map(list, graph.together), *readers.values()]
+        inseparable = [*map(list, graph.together), *readers.values()]
         free = np.ones(count + 1, dtype=bool)
-        for group in kept:
-            places = [at[name] for name in group]
+        for group in inseparable:
+            places = [position_of[name] for name in group]
             free[min(places) + 1 : max(places) + 1] = False
         free[1:-1] &= self.crossing_count[1:-1] > 0
         free[[0, -1]] = True
         return np.flatnonzero(free)
 
     def candidates(self, most: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
-        """So many of the allowed cuts, those that few bytes cross, spread over the work.
+        """Return at most ``most`` allowed cuts: those that few bytes cross, spread over the work.
 
         ``progress``: (operations + 1,) share of the work before each position.
         """

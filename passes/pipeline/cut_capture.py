@@ -32,19 +32,18 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 
 @dataclass(frozen=True, slots=True)
 class StageCapture:
-    """One stage of a captured call.
+    """One stage of a captured forward pass.
 
     Attributes:
         capture: takes ``inputs``, returns ``outputs`` as a flat tuple.
-        inputs: names of the values that it takes: received ones, and inputs of the model.
-        outputs: names of the values that it computes for later stages, or as results, those included that
-            stay here.
+        inputs: names of its inputs: received values, and inputs of the model.
+        outputs: names of the values that it computes for later stages or as results, or that stay here.
         received: names of the values that cross the cut before it, in order; some only pass through.
-        sent: names of those that cross the cut after it; of the results, for the last stage.
-        sizes: name of each of these -> what it is at the sizes that the plan is for.
-        numbers: name of each input that is a number -> its value in the traced call.
-        trace: an argument without a value that a call of the stage has, beside its inputs: of which trace
-            of the model the stage is, as stages of two may take tensors of the same sizes.
+        sent: names of those that cross the cut after it; for the last stage, of the results.
+        sizes: name of each of these -> its metadata at the sizes of the plan.
+        numbers: name of each input that is a number -> its value in the trace.
+        trace: name of an empty argument of the stage, beside its inputs, that identifies the trace of the
+            model: stages of two traces may take tensors of the same sizes.
     """
 
     capture: Capture
@@ -60,16 +59,16 @@ class StageCapture:
 def cut_capture(
     whole: Capture, boundaries: Boundaries, start: int, end: int, trace: str = "trace"
 ) -> StageCapture:
-    """The stage of the operations from position ``start`` to ``end``, of a capture for the plan's sizes.
+    """Return the stage of the operations from ``start`` to ``end``, of a capture for the plan's sizes.
 
     Raises:
-        CaptureError: a value that crosses a cut, or a result, is no tensor, or of a size that data decides.
+        CaptureError: a value that crosses a cut, or a result, is no tensor, or has a size that data decides.
     """
     return _Cut(whole, boundaries, start, end).stage(trace)
 
 
 def results_of(whole: Capture, *, caches_stay: bool) -> tuple[str, ...]:
-    """The names of the results that are values of the graph, each once; without caches, where these stay."""
+    """Return the names of the results that are nodes, each once; without caches if ``caches_stay``."""
     named = (
         node.name
         for position, node in enumerate(whole.outputs)
@@ -93,9 +92,9 @@ class _Cut:
         self.cached = [node.name for node in nodes if self._producer(node).name in self.names]
 
     def stage(self, trace: str) -> StageCapture:
-        given = {*self.received, *self.whole.inputs}
-        made = (*self.sent, *sorted(self.cached))
-        outputs = tuple(dict.fromkeys(name for name in made if name not in given))
+        available = {*self.received, *self.whole.inputs}
+        returned = (*self.sent, *sorted(self.cached))
+        outputs = tuple(dict.fromkeys(name for name in returned if name not in available))
         wanted = self._wanted([*self.names, *outputs])
         inputs = [name for name in (*self.received, *self.whole.inputs) if self.nodes[name] in wanted]
         graph = self._graph(wanted, outputs)
@@ -125,7 +124,7 @@ class _Cut:
         return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes, numbers, trace)
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
-        """The nodes that the stage has: its own operations, what they read, what it makes again."""
+        """Return the nodes of the stage: its operations, what they read, and what it recomputes."""
 
         def read(node: fx.Node) -> list[fx.Node]:
             if node.name in self.received or node.op == "placeholder":
@@ -136,7 +135,7 @@ class _Cut:
         return set(reached((self.nodes[name] for name in names), read))
 
     def _producer(self, node: fx.Node) -> fx.Node:
-        """The node of the operation that makes a value, which may be one of several."""
+        """Return the node of the operation that makes a value, which may be one of several results."""
         while node.name not in self.boundaries.graph.operations and node.target is operator.getitem:
             node = node.all_input_nodes[0]
         return node
@@ -150,12 +149,12 @@ class _Cut:
     def _graph(self, wanted: set[fx.Node], outputs: Sequence[str]) -> fx.Graph:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         ordered = [node for node in self.whole.graph.nodes if node in wanted]
-        given = [n for n in ordered if n.op == "placeholder" or n.name in self.received]
-        for node in given:
-            made = graph.create_node("placeholder", node.name, name=node.name)
-            made.meta.update(node.meta)
-            made.name = node.name  # fx gives another where it is that of a builtin, as ``input`` is
-            env[node] = made
+        placeholders = [n for n in ordered if n.op == "placeholder" or n.name in self.received]
+        for node in placeholders:
+            placeholder = graph.create_node("placeholder", node.name, name=node.name)
+            placeholder.meta.update(node.meta)
+            placeholder.name = node.name  # fx renames a node that has the name of a builtin, as ``input``
+            env[node] = placeholder
         for node in ordered:
             if node not in env:
                 env[node] = graph.node_copy(node, env.__getitem__)
@@ -165,7 +164,7 @@ class _Cut:
         return graph
 
     def _leaf(self, name: str) -> Any:
-        """What the stage asks of an input: sizes that vary may be as large as the plan is for."""
+        """Return the stage's requirements on an input: dynamic sizes may be as large as in the plan."""
         val = self.nodes[name].meta.get("val")
         if not isinstance(val, torch.Tensor):
             index = self.whole.inputs.index(name)

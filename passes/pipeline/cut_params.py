@@ -1,4 +1,4 @@
-"""The numbers that steer the search for cuts."""
+"""Parameters of the search for cuts."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipelineParams:
-    """How far the search for cuts goes.
+    """Limits and tolerances of the search for cuts.
 
     Attributes:
-        cuts: candidate positions, at most; those that few bytes cross, spread over the work.
-        states: of the dynamic program; where there are more, machines are used in the order given.
-        cells: states of the dynamic program times stretches, at most: with many classes of machines there are
+        cuts: most candidate positions: those that few bytes cross, spread over the work.
+        states: most states of the dynamic program; if there are more, classes are filled one by one.
+        cells: most states of the dynamic program times stretches: with many classes of machines there are
             fewer candidates.
-        limits: limits on the slowest stage that are tried.
-        tolerance: relative; pipelines whose estimates differ by less are not told apart.
-        rounds: times that cuts are searched with what placements have shown.
-        worth: relative; pipelines that differ by less are alike to estimates, which are a percent or so off:
-            for latency the evenest is taken, and placements end where no other promises more.
-        refusals: likewise of a training step, as long as no stages were found that fit.
-        growth: by which budgets grow in turn, for the error that names some that would do.
-        growths: times that they grow, at most.
-        searches: of these, that seem enough and are searched for stages, at most.
-        bisections: of the bound on the slowest stage.
-        lack: by which the bytes grow that a stage is estimated to need, where its share was too little.
-        time_share: part of what is left of a caller's time limit that the placement of one stage gets.
-        shares: parts of the budgets of a machine, which are divided among its stages.
+        limits: number of limits on the slowest stage that are tried.
+        tolerance: relative; pipelines whose estimates differ by less count as equal.
+        rounds: most searches for cuts whose stages are placed, each with estimates corrected by the last.
+        worth: relative; estimates are about a percent off, so pipelines that differ by less count as equal:
+            for latency the most even one is taken, and searches end if no other promises to save more.
+        refusals: most searches whose stages do not fit, as long as no fitting stages were found.
+        growth: factor of each increase of budgets, for the error that names sufficient ones.
+        growths: most such increases.
+        searches: most of these for which stages are searched, as their budgets seem sufficient.
+        bisections: steps of the bound on the slowest stage.
+        lack: factor on the estimated bytes of a stage whose share of a machine was too small.
+        time_share: part of the caller's remaining time limit for the placement of one stage.
+        shares: number of equal parts of a machine's budgets, which are divided among its stages.
     """
 
     cuts: int = 400

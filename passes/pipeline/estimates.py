@@ -1,8 +1,8 @@
-"""Seconds and bytes of every stretch between two candidate cuts, estimated for a class of machines.
+"""Estimated seconds and bytes of every stretch between two candidate cuts, by class of machines.
 
-The estimate is cheap and as a rule a little low: operations run on the fastest device of the machine,
-weights that its accelerators do not hold are streamed from the host while others compute, and each further
-accelerator costs one transfer. Stages that are chosen are then placed for true.
+Estimates are cheap and usually a little low: operations run on the fastest device of the machine, weights
+that its accelerators cannot hold are streamed from the host during computation, and each further accelerator
+costs one transfer. The chosen stages are then really placed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from graphplan.passes.pipeline.stage_dp import Floats, StageCosts
 
 @dataclass(frozen=True)
 class Estimates:
-    """Tables over stretches, by the candidate cuts where they start (rows) and end (columns).
+    """Tables of stretches, by the candidate cuts where they start (rows) and end (columns).
 
     Attributes:
         boundaries: of the graph.
         cuts: candidate positions, both ends included.
-        machines: one of each class.
+        machines: one machine of each class.
         network: between any two machines.
-        flight: what is on its way.
-        exact: (class, start, end) -> seconds of the placement of a stretch that was placed; infinite where
-            nothing fits.
-        scale: (class, whether weights are streamed) -> factor by which estimates are low, as placements have
-            shown.
+        flight: the microbatches in flight.
+        exact: (class, start, end) -> seconds of a stretch that was placed; infinite if nothing fits.
+        scale: (class, whether weights are streamed) -> correction factor of estimates, by these placements.
         refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
-            nor do those that contain them, and receive and send as much.
-        assumes: whether nor do those that need as many bytes of each kind, which is so as a rule: one weight
-            may be too large for a device that holds many small ones.
+            those that contain them, and receive and send as much, do not fit either.
+        assumes: whether all that need as many bytes of each kind are taken not to fit. That is usually so,
+            but one weight may be too large for a device that holds many small ones.
     """
 
     boundaries: Boundaries
@@ -58,49 +56,49 @@ class Estimates:
 
     @property
     def graph(self) -> Graph:
-        """Whose order is cut."""
+        """The graph whose order is cut."""
         return self.boundaries.graph
 
     def costs(self) -> StageCosts:
-        """Of each class of machines, with what is known exactly in place of what was estimated."""
+        """Return the costs for each class of machines, exact ones in place of estimates where known."""
         receive, send = self.transfers[:, None], self.transfers[None, :]
         seconds = self.seconds()
         return StageCosts([here + send for here in seconds], [receive + here + send for here in seconds])
 
     def seconds(self) -> list[Floats]:
-        """Of each class of machines: (cuts, cuts) seconds of a stretch without what it sends."""
-        found = [
+        """Return for each class of machines (cuts, cuts) seconds of a stretch, without what it sends."""
+        tables = [
             table * np.where(streams, self.scale.get((c, True), 1.0), self.scale.get((c, False), 1.0))
             for c, (table, streams) in enumerate(zip(self._compute, self._streams, strict=True))
         ]
         for (c, start, end), value in self.exact.items():
-            found[c][start, end] = value
+            tables[c][start, end] = value
         for c, start, end, kept in self.refused:
             if not kept:
-                found[c][self._as_large(start, end)] = np.inf
-        for table in found:
-            table[np.tri(len(self.cuts), dtype=bool)] = np.inf  # backwards
-        return found
+                tables[c][self._as_large(start, end)] = np.inf
+        for table in tables:
+            table[np.tri(len(self.cuts), dtype=bool)] = np.inf  # empty or backwards
+        return tables
 
     def calibrate(self) -> None:
-        """Let estimates be as those of the stretches that were placed are in the middle."""
+        """Scale estimates by the median ratio of placed to estimated seconds."""
         ratios = defaultdict[tuple[int, bool], list[float]](list)
         for (c, *stretch), value in self.exact.items():
             before = float(self._compute[c][tuple(stretch)])
             if math.isfinite(value) and before > 0:
                 ratios[c, bool(self._streams[c][tuple(stretch)])].append(value / before)
-        self.scale.update({key: float(np.median(found)) for key, found in ratios.items()})
+        self.scale.update({key: float(np.median(values)) for key, values in ratios.items()})
 
     @cached_property
     def transfers(self) -> Floats:
-        """(cuts,) seconds in which what crosses a cut passes the network; 0 at both ends."""
-        found = self.boundaries.seconds(self.network)[self.cuts]
-        found[[0, -1]] = 0.0
-        return self.flight.crossings * found
+        """(cuts,) seconds on the network of the tensors that cross a cut; 0 at both ends."""
+        seconds = self.boundaries.seconds(self.network)[self.cuts]
+        seconds[[0, -1]] = 0.0
+        return self.flight.crossings * seconds
 
     @cached_property
     def buffers(self) -> Floats:
-        """(cuts, cuts) bytes of what a stretch receives and returns, of all microbatches.
+        """(cuts, cuts) bytes that a stretch receives and returns, of all microbatches.
 
         The stages of ``torch.distributed.pipelining`` keep both until the batch is through.
         """
@@ -111,33 +109,33 @@ class Estimates:
         return np.asarray(times * (arriving[:, None] + nbytes[None, :]))
 
     def fits(self, c: int, after: int) -> NDArray[np.bool_]:
-        """Whether activations that are kept for the backward pass have room, if so many stages follow.
+        """Return (cuts, cuts) whether the activations saved for backward fit, if ``after`` stages follow.
 
-        How much less a training step may save is not estimated: a stage is out where it, or one as large, did
-        not fit with as few microbatches.
+        A training step may save less, by an amount that is not estimated: so there a stage is excluded only
+        if it, or one no larger, did not fit with as few microbatches.
         """
         kept = self.flight.kept(after)
         if self.flight.train:
-            found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
-            for of, start, end, with_kept in self.refused:
-                if of == c and with_kept <= kept:
-                    found[self._as_large(start, end)] = False
-            return found
+            fitting = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
+            for refused_class, start, end, with_kept in self.refused:
+                if refused_class == c and with_kept <= kept:
+                    fitting[self._as_large(start, end)] = False
+            return fitting
         return np.asarray(self.needs(kept) <= sum(s.room for s in self.machines[c].computing))
 
     def _as_large(self, start: int, end: int) -> NDArray[np.bool_]:
-        """(cuts, cuts) whether a stretch needs all that one does, or as many bytes of each kind."""
-        found: NDArray[np.bool_] = np.asarray(self.buffers >= self.buffers[start, end])
+        """Return (cuts, cuts) whether a stretch contains this one, or needs as many bytes of each kind."""
+        as_large: NDArray[np.bool_] = np.asarray(self.buffers >= self.buffers[start, end])
         if self.assumes:
             for nbytes in (self.weights, self._live, self._saved):
-                found &= nbytes >= nbytes[start, end]
+                as_large &= nbytes >= nbytes[start, end]
         else:
-            found[start + 1 :] = False
-            found[:, :end] = False
-        return found
+            as_large[start + 1 :] = False
+            as_large[:, :end] = False
+        return as_large
 
     def needs(self, kept: int) -> Floats:
-        """(cuts, cuts) bytes of weights and activations, if a stretch keeps so many microbatches."""
+        """Return (cuts, cuts) bytes of weights and activations, if ``kept`` microbatches are saved."""
         return np.asarray(self.weights + kept * self._saved + self._live)
 
     # -- tables ----------------------------------------------------------------------------------------
@@ -146,21 +144,21 @@ class Estimates:
     def weights(self) -> Floats:
         """(cuts, cuts) bytes of the distinct weights that a stretch reads."""
         graph, cuts = self.graph, self.cuts
-        at = {name: position for position, name in enumerate(graph.operations)}
-        alone = np.zeros(len(at) + 1)  # with what training keeps beside them
-        found = np.zeros((len(cuts), len(cuts)))
+        position_of = {name: position for position, name in enumerate(graph.operations)}
+        alone = np.zeros(len(position_of) + 1)  # with gradients and optimizer state
+        shared = np.zeros((len(cuts), len(cuts)))
         for weight in graph.weights.values():
-            readers = sorted({at[name] for name in graph.readers.get(weight.name, ())})
+            readers = sorted({position_of[name] for name in graph.readers.get(weight.name, ())})
             if len(readers) == 1:
                 alone[readers[0]] += weight.held_bytes
             elif readers:
                 starts, ends = cuts[:, None], cuts[None, :]
-                read = np.zeros(found.shape, dtype=bool)
+                read = np.zeros(shared.shape, dtype=bool)
                 for reader in readers:
                     read |= (starts <= reader) & (reader < ends)
-                found += weight.held_bytes * read
+                shared += weight.held_bytes * read
         before = np.concatenate([[0.0], alone.cumsum()])[cuts]
-        return np.asarray(found + np.maximum(before[None, :] - before[:, None], 0.0))
+        return np.asarray(shared + np.maximum(before[None, :] - before[:, None], 0.0))
 
     @cached_property
     def live_bytes(self) -> Floats:
@@ -182,12 +180,12 @@ class Estimates:
 
     @cached_property
     def _live(self) -> Floats:
-        """(cuts, cuts) most bytes of activations at once."""
+        """(cuts, cuts) peak bytes of activations and workspace."""
         pieces = [self.live_bytes[a:b].max(initial=0.0) for a, b in pairwise(self.cuts)]
-        found = np.zeros((len(self.cuts), len(self.cuts)))
+        peaks = np.zeros((len(self.cuts), len(self.cuts)))
         for start in range(len(pieces)):
-            found[start, start + 1 :] = np.maximum.accumulate(pieces[start:])
-        return found
+            peaks[start, start + 1 :] = np.maximum.accumulate(pieces[start:])
+        return peaks
 
     @cached_property
     def _saved(self) -> Floats:
@@ -203,7 +201,7 @@ class Estimates:
 
     @cached_property
     def _streams(self) -> list[NDArray[np.bool_]]:
-        """Of each class of machines: (cuts, cuts) whether accelerators hold too little for a stretch."""
+        """For each class of machines: (cuts, cuts) whether a stretch exceeds its accelerators' memory."""
         rooms = [[spec.room for spec in machine.accelerators] for machine in self.machines]
         return [self.weights + self._live > (sum(room) if room else np.inf) for room in rooms]
 
@@ -229,13 +227,13 @@ class Estimates:
             seconds = seconds + further * (hop.latency + narrowest / hop.bandwidth)
         excess = np.maximum(0.0, need - room)
         host = next((spec.key for spec in hosts), CPU)
-        # stages that share a machine have a part of its accelerators each, and stream the more
+        # each stage on a shared machine has a share of its accelerators, and so streams more
         beyond = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
         streamed = beyond / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
-        """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
+        """Return (cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
         host = machine.cpu or CPU
         there, back = machine.link(host, device.key), machine.link(device.key, host)
         arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (there, back))
@@ -243,8 +241,8 @@ class Estimates:
 
 
 def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
-    """(operations,) seconds of each operation on the fastest of these devices."""
+    """Return (operations,) seconds of each operation on the fastest of these devices."""
     operations = graph.operations.values()
     speeds = {repr(Speed.of(spec)): spec for spec in devices}
-    each = [[cost_model.operation_seconds(one, spec) for one in operations] for spec in speeds.values()]
-    return np.asarray(np.min(each, axis=0))
+    by_speed = [[cost_model.operation_seconds(one, spec) for one in operations] for spec in speeds.values()]
+    return np.asarray(np.min(by_speed, axis=0))

@@ -1,13 +1,12 @@
-"""Cuts into stages that machines take in turn: dynamic programming, then hill climbing.
+"""Cuts into interleaved stages: dynamic programming, then hill climbing.
 
 Machine ``k`` of ``p`` has stages ``k``, ``k + p``, ... A batch of ``m`` microbatches is estimated at
 
     m * max_k (sum of the loads of the stages of machine k) + (p - 1) * the largest load of a stage
 
-which is exact for equal stages (Narayanan et al., SC 2021: a bubble of ``(p - 1)(t_f + t_b) / v``). The sum
-of a machine is not known at an edge, so the dynamic program finds the stages of the least sum of squared
-loads, which are even; then one cut or two are moved as long as the estimate falls, or what passes budgets
-does.
+which is exact for equal stages (Narayanan et al., SC 2021: a bubble of ``(p - 1)(t_f + t_b) / v``). An edge
+of the dynamic program does not show the sum of its machine, so it minimises the sum of squared loads, which
+makes stages even. Then one or two cuts are moved while the bytes over budget decrease, or the estimate does.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from numpy.typing import NDArray
 from graphplan.passes.pipeline.stage_dp import Floats
 from graphplan.passes.placement.params import ROUNDING
 
-Value = tuple[float, float, float]  # bytes too many, as a share of a budget; seconds; squared seconds
+Value = tuple[float, float, float]  # excess over a budget, as a share of it; seconds; sum of squared seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Stages in order.
+    """Interleaved stages, in order.
 
     Attributes:
         cuts: indices of the candidate cuts, from the first to the last.
-        excess: by how much the bytes of the fullest machine pass its budgets, as a share of them.
+        excess: bytes of the fullest machine above its budgets, as a share of them.
     """
 
     cuts: tuple[int, ...]
@@ -40,11 +39,11 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedDP:
-    """Finds cuts.
+    """Finds cuts into interleaved stages.
 
     Attributes:
-        loads: for each stage, (cuts, cuts) seconds that a stretch keeps its machine busy; infinite where it
-            cannot be.
+        loads: for each stage, (cuts, cuts) seconds that a stretch keeps its machine busy; infinite if
+            impossible.
         needs: for each stage, (cuts, cuts) bytes of a stretch.
         rooms: bytes of each machine.
         microbatches: of a batch.
@@ -56,31 +55,31 @@ class InterleavedDP:
     microbatches: int
 
     def solve(self) -> Turns | None:
-        """The cuts of the least estimate that are found; None where no stages fit one by one."""
+        """Return the best cuts found; None if in none each stage by itself fits its machine."""
         cuts = self._evenest()
         if cuts is None:
             return None
         value, cuts = self.best_of(np.array([cuts]))
         while True:
             for moved in (1, 2):
-                found, better = self.best_of(self._moves(cuts, moved))
-                if _is_less(found, value):
-                    value, cuts = found, better
+                new_value, better = self.best_of(self._moves(cuts, moved))
+                if _is_less(new_value, value):
+                    value, cuts = new_value, better
                     break
             else:
                 return Turns(tuple(cuts), value[0])
 
     def _evenest(self) -> list[int] | None:
-        """The cuts of the least sum of squared loads."""
+        """Return the cuts with the least sum of squared loads."""
         size = len(self.loads[0])
         least = np.full(size, np.inf)
         least[-1] = 0.0
         ends = []
         for stage in reversed(range(len(self.loads))):
             fits = self.needs[stage] <= self.rooms[stage % len(self.rooms)]
-            through = np.where(fits, self.loads[stage], np.inf) ** 2 + least
-            ends.append(through.argmin(1))
-            least = through.min(1)
+            total = np.where(fits, self.loads[stage], np.inf) ** 2 + least
+            ends.append(total.argmin(1))
+            least = total.min(1)
         if not np.isfinite(least[0]):
             return None
         cuts = [0]
@@ -89,19 +88,19 @@ class InterleavedDP:
         return cuts
 
     def _moves(self, cuts: Sequence[int], moved: int) -> NDArray[np.int64]:
-        """(moves, cuts) the same cuts, and with so many elsewhere: by 1, 2, 4, ... candidates, either way."""
+        """Return (variants, cuts) these cuts, and with ``moved`` of them shifted by 1, 2, 4, ... places."""
         steps = 1 << np.arange(len(self.loads[0]).bit_length())
-        ways = np.array(list(product((-1, 1), repeat=moved)))
-        by = (steps[:, None, None] * ways).reshape(-1, moved)
+        directions = np.array(list(product((-1, 1), repeat=moved)))
+        shifts = (steps[:, None, None] * directions).reshape(-1, moved)
         places = np.array(list(combinations(range(1, len(cuts) - 1), moved)), dtype=np.int64)
-        made = np.tile(np.array(cuts), (len(places) * len(by) + 1, 1))
+        variants = np.tile(np.array(cuts), (len(places) * len(shifts) + 1, 1))
         if len(places):
-            rows = np.arange(len(made) - 1)[:, None]
-            made[rows, np.repeat(places, len(by), axis=0)] += np.tile(by, (len(places), 1))
-        return np.asarray(made[(np.diff(made, axis=1) > 0).all(1)])
+            rows = np.arange(len(variants) - 1)[:, None]
+            variants[rows, np.repeat(places, len(shifts), axis=0)] += np.tile(shifts, (len(places), 1))
+        return np.asarray(variants[(np.diff(variants, axis=1) > 0).all(1)])
 
     def best_of(self, every: NDArray[np.int64]) -> tuple[Value, list[int]]:
-        """The least value, and its cuts, of (ways, cuts) ways to cut."""
+        """Return the least value of (variants, cuts) variants, and its cuts."""
         machines = len(self.rooms)
         loads, needs = (np.zeros((len(every), machines)) for _ in range(2))
         largest = np.zeros(len(every))
@@ -119,7 +118,7 @@ class InterleavedDP:
 
 
 def _is_less(one: Value, other: Value) -> bool:
-    """Whether the first that differs by more than rounding is less."""
+    """Whether the first element that differs by more than rounding is less."""
     for a, b in zip(one, other, strict=True):
         if abs(a - b) > ROUNDING * abs(b):
             return a < b

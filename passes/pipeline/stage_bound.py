@@ -3,23 +3,23 @@
 Each operation takes at least its seconds on the fastest device of all machines, each cut at least what its
 tensors take on the network. Let ``P`` be prefix sums of the former and ``x`` the latter.
 
-- One microbatch takes at least ``P[end]`` and, where ``k`` machines at least are needed to hold the weights,
+- One microbatch takes at least ``P[end]`` plus, if at least ``k`` machines are needed to hold the weights,
   ``k - 1`` times the least ``x``.
-- The busiest machine has at least the least ``T`` such that ``n`` stretches with ``x[i] + P[j] - P[i] + x[j]
-  <= T``, and with weights that some machine holds, cover the order: the probe of chains on chains (Pinar and
-  Aykanat, JPDC 2004). Which starts are reachable with ``k`` stretches is a running minimum of ``x - P``.
+- The busiest machine takes at least the least ``T`` such that ``n`` stretches with ``x[i] + P[j] - P[i] +
+  x[j] <= T``, each with weights that fit some machine, cover the order: the probe of chains on chains (Pinar
+  and Aykanat, JPDC 2004). A running minimum of ``x - P`` gives the positions reachable with ``k`` stretches.
 
 Interleaved stages share machines, and the second argument does not hold. A batch of ``m`` microbatches in
 ``n`` stages on ``p`` machines then takes at least
 
 - ``m (P[end] + 2 (n - 1) x) / p``, with the least ``x``: a machine does one thing at a time, together they
-  do all of this, and the busiest at least its part.
+  do all of this, and the busiest does at least the mean.
 - ``P[end] + (n - 1) x + (m - 1) t`` for the operation of the longest ``t``: its machine runs it for each
-  microbatch, and does nothing else meanwhile; what is before it precedes the first time, what is after it
-  follows the last.
+  microbatch, and does nothing else meanwhile; the operations before precede its first run, those after
+  follow its last.
 
-Layout operations that are free where their input arrives dense count as free. A weight counts where it is
-read first only, so that shared ones make the bound lower, never false.
+Layout operations that are free if their input arrives dense count as free. A weight counts only at its first
+reader, so that shared weights make the bound lower, but never invalid.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
 
 @dataclass(frozen=True, slots=True)
 class StageBound:
-    """Seconds that no contiguous pipeline takes less than.
+    """Lower bounds on the seconds of every contiguous pipeline.
 
     Attributes:
-        total: of one microbatch.
-        slowest: of the busiest machine for one microbatch.
+        total: seconds of one microbatch.
+        slowest: seconds of the busiest machine for one microbatch.
     """
 
     total: float
     slowest: float
 
     def seconds(self, microbatches: int) -> float:
-        """Of so many microbatches: see :mod:`graphplan.passes.pipeline.stage_dp`."""
+        """Return the bound for ``microbatches``: see :mod:`graphplan.passes.pipeline.stage_dp`."""
         return self.total + (microbatches - 1) * self.slowest
 
 
 def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: Link) -> StageBound:
-    """The bound for stages of a graph on at most these machines."""
+    """Return the bounds for stages of a graph on at most these machines."""
     return bound_prefix(
         _fastest(boundaries, machines),
         boundaries.seconds(network),
@@ -77,31 +77,31 @@ def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: 
 def bound_interleaved(
     boundaries: Boundaries, machines: Sequence[Topology], network: Link, flight: Flight
 ) -> Bound:
-    """The bound for stages that these machines take in turn, on the seconds of a batch."""
-    found = bound_turns(
+    """Return the bound on the seconds of a batch for interleaved stages on these machines."""
+    seconds = bound_turns(
         _fastest(boundaries, machines),
         boundaries.seconds(network)[boundaries.allowed[1:-1]],
         len(machines),
         flight.stages_per_machine,
         flight.microbatches,
     )
-    return Bound(found, INTERLEAVED)
+    return Bound(seconds, INTERLEAVED)
 
 
 def bound_turns(seconds: Floats, transfer: Floats, machines: int, each: int, microbatches: int) -> float:
-    """As :func:`bound_interleaved`, of plain figures, for so many stages on ``each`` machine.
+    """Return the bound of :func:`bound_interleaved` from plain figures, with ``each`` stages per machine.
 
-    ``transfer``: (positions,) of what crosses each position that may be cut, both ends excluded.
+    ``transfer``: (positions,) seconds of the tensors that cross each allowed cut, both ends excluded.
     """
     cuts, total = machines * each - 1, float(seconds.sum())
     least = float(transfer.min(initial=np.inf))
-    divided = microbatches * (total + 2 * cuts * least) / machines
-    alone = total + cuts * least + (microbatches - 1) * float(seconds.max(initial=0.0))
-    return max(divided, alone)
+    mean_busy = microbatches * (total + 2 * cuts * least) / machines
+    longest = total + cuts * least + (microbatches - 1) * float(seconds.max(initial=0.0))
+    return max(mean_busy, longest)
 
 
 def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:
-    """(operations,) seconds of each on the fastest device of all machines."""
+    """Return (operations,) seconds of each on the fastest device of all machines."""
     graph = boundaries.graph
     devices = [spec for machine in machines for spec in machine.computing]
     free = [
@@ -114,12 +114,12 @@ def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:
 def bound_prefix(
     seconds: Floats, transfer: Floats, weights: Floats, rooms: Sequence[float], allowed: NDArray[np.int64]
 ) -> StageBound:
-    """As :func:`bound_stages`, of plain figures.
+    """Return the bounds of :func:`bound_stages` from plain figures.
 
     Args:
-        seconds: (operations,) of each.
-        transfer: (operations + 1,) of what crosses each position.
-        weights: (operations,) bytes that each reads first.
+        seconds: (operations,) seconds of each.
+        transfer: (operations + 1,) seconds of the tensors that cross each position.
+        weights: (operations,) bytes of the weights that each is the first to read.
         rooms: bytes of each machine.
         allowed: positions that may be cut, both ends included.
     """
@@ -128,7 +128,7 @@ def bound_prefix(
     crossing = transfer[allowed].copy()
     crossing[[0, -1]] = 0.0
     most = sorted(rooms, reverse=True)
-    needed = int(np.searchsorted(np.cumsum(most), held[-1])) + 1  # machines that hold the weights
+    needed = int(np.searchsorted(np.cumsum(most), held[-1])) + 1  # machines to hold the weights
     least = float(crossing[1:-1].min(initial=np.inf)) if needed > 1 else 0.0
     total = float(before[-1]) + ((needed - 1) * least if np.isfinite(least) else 0.0)
     first = np.searchsorted(held, held - most[0] * (1 + ROUNDING), side="left")
@@ -145,7 +145,7 @@ def bound_prefix(
 
 
 def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
-    """Whether so many stretches within a limit, each from ``first[end]`` on or later, reach the end."""
+    """Whether ``machines`` stretches within a limit, each from ``first[end]`` or later, cover the order."""
     size = len(before)
     reached = np.zeros(size, dtype=bool)
     reached[0] = True
@@ -164,7 +164,7 @@ def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.in
 
 
 def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
-    """For each pair, the least of ``values[first : last + 1]``: a sparse table of powers of two."""
+    """Return the least of ``values[first : last + 1]`` for each pair, by a sparse table of powers of two."""
     tables = [values]
     while (1 << len(tables)) <= len(values):
         width = 1 << (len(tables) - 1)
@@ -177,11 +177,11 @@ def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.i
 
 
 def _first_reads(graph: Graph) -> Floats:
-    """(operations,) bytes of the weights that each operation is the first to read."""
-    at = {name: position for position, name in enumerate(graph.operations)}
-    found = np.zeros(len(at))
+    """Return (operations,) bytes of the weights that each operation is the first to read."""
+    position_of = {name: position for position, name in enumerate(graph.operations)}
+    nbytes = np.zeros(len(position_of))
     for weight in graph.weights.values():
-        readers = [at[name] for name in graph.readers.get(weight.name, ())]
+        readers = [position_of[name] for name in graph.readers.get(weight.name, ())]
         if readers:
-            found[min(readers)] += weight.nbytes
-    return found
+            nbytes[min(readers)] += weight.nbytes
+    return nbytes

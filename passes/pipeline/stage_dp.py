@@ -2,11 +2,12 @@
 
 A pipeline of ``m`` microbatches takes ``sum of stages + (m - 1) * slowest stage``: one microbatch passes all
 stages, and the others leave the slowest one after another (the bubble of GPipe: Huang et al., NeurIPS 2019).
-For one microbatch that is the latency. Stages of least sum are a shortest path over cuts, of least maximum a
-bottleneck path (Bokhari, "Partitioning problems in parallel, pipelined, and distributed computing", 1988);
-with a limit on the slowest stage, the first gives the least sum within it, and the limit is bisected.
+For one microbatch that is the latency. The least sum of stages is a shortest path over cuts, the least
+maximum a bottleneck path (Bokhari, "Partitioning problems in parallel, pipelined, and distributed computing",
+1988). A shortest path of edges within a limit gives the least sum for it, and the limit is bisected.
 
-A state is how many machines of each class the stages after a cut use: equal machines are searched once.
+A state is the number of machines of each class that the stages after a cut use: identical machines are
+searched once.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class StageCosts:
 
     Attributes:
         seconds: for each class of machines, (cuts, cuts) seconds from the first tensor that arrives until
-            the last that is sent, each transfer counted once, where it is sent: what a microbatch takes.
-        load: likewise, with what arrives counted too: what the machine is busy for.
+            the last that is sent, each transfer counted by its sender only: the time of a microbatch.
+        load: likewise, with the transfers that arrive: how long the machine is busy.
     """
 
     seconds: Sequence[Floats]
@@ -41,7 +42,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Stages in order.
+    """Contiguous stages, in order.
 
     Attributes:
         cuts: indices of the candidate cuts, from the first to the last; one more than stages.
@@ -56,24 +57,24 @@ class Segments:
     slowest: float
 
     def seconds(self, microbatches: int) -> float:
-        """Of so many microbatches, the bubble counted."""
+        """Return the seconds of ``microbatches``, bubble included."""
         return self.total + (microbatches - 1) * self.slowest
 
 
 def states_of(counts: Sequence[int]) -> list[State]:
-    """The states of so many machines of each class; where there are too many, from the last class on."""
+    """Return all states; if they are too many, those that fill classes one by one, the last one first."""
     return used_devices(counts, PARAMS.states, reversed(range(len(counts))))
 
 
 @dataclass(slots=True)
 class StageDP:
-    """Finds stages.
+    """Finds the stages of least seconds.
 
     Attributes:
-        costs: of each stretch on each class.
-        counts: machines of each class.
-        fits: whether a stretch fits a class of machines where so many stages follow; None where that does
-            not matter. Returns a (cuts, cuts) mask.
+        costs: of each stretch on each class of machines.
+        counts: number of machines of each class.
+        fits: class, number of later stages -> (cuts, cuts) mask of the stretches that fit; None if that is
+            of no account.
     """
 
     costs: StageCosts
@@ -85,11 +86,11 @@ class StageDP:
         self._states = states_of(self.counts)
 
     def evenest(self) -> Segments | None:
-        """The stages of the least load of the busiest machine: what very many microbatches ask for."""
+        """Return the stages whose busiest machine has the least load: the best for very many microbatches."""
         return self._path(np.inf, bottleneck=True)
 
     def solve(self, microbatches: int) -> Segments | None:
-        """The stages of the least seconds, within a tolerance; None where none fit."""
+        """Return the stages of the least seconds, within a tolerance; None if none fit."""
         quickest, evenest = self._path(np.inf, bottleneck=False), self.evenest()
         if quickest is None or evenest is None:
             return None
@@ -97,34 +98,34 @@ class StageDP:
             return self._more_even(quickest, evenest.slowest)
         least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
         assert least is not None
-        best = min((quickest, least), key=lambda found: found.seconds(microbatches))
-        spans = [(least.slowest, quickest)]  # what is slower than the first takes the second's total at least
+        best = min((quickest, least), key=lambda candidate: candidate.seconds(microbatches))
+        spans = [(least.slowest, quickest)]  # a slowest stage between both: total at least the second's
         for _ in range(PARAMS.limits):
             low, high = spans.pop() if spans else (quickest.slowest, quickest)
             optimistic, middle = high.total + (microbatches - 1) * low, (low + high.slowest) / 2
             if low >= high.slowest or optimistic >= best.seconds(microbatches) * (1 - PARAMS.tolerance):
                 continue
-            found = self._path(middle, bottleneck=False)
-            if found is None:
+            candidate = self._path(middle, bottleneck=False)
+            if candidate is None:
                 continue
-            best = min((best, found), key=lambda one: one.seconds(microbatches))
-            spans += [(middle, high), (low, found)]
+            best = min((best, candidate), key=lambda one: one.seconds(microbatches))
+            spans += [(middle, high), (low, candidate)]
         return best
 
     def _more_even(self, quickest: Segments, least: float) -> Segments:
-        """No more stages that take as long by estimate, and fill no machine more than they must."""
+        """Return the most even stages among those that are not more, and as fast by estimate."""
         best = quickest
         while least < best.slowest * (1 - PARAMS.tolerance):
             middle = (least + best.slowest) / 2
-            found = self._path(middle, bottleneck=False, most=len(quickest.classes))
-            if found is not None and found.total <= quickest.total * (1 + PARAMS.worth):
-                best = found
+            candidate = self._path(middle, bottleneck=False, most=len(quickest.classes))
+            if candidate is not None and candidate.total <= quickest.total * (1 + PARAMS.worth):
+                best = candidate
             else:
                 least = middle
         return best
 
     def _path(self, limit: float, *, bottleneck: bool, most: float = np.inf) -> Segments | None:
-        """At most so many stages, of the least sum with no load above the limit, or of the least load."""
+        """Return at most ``most`` stages: of least sum with no load above the limit, or of least load."""
         size = len(self.costs.load[0])
         start: State = (0,) * len(self.counts)
         at_end = np.full(size, np.inf)
@@ -151,31 +152,31 @@ class StageDP:
         return self._trace(final, choice) if np.isfinite(best[final][0]) else None
 
     def _edges(self, limit: float, *, bottleneck: bool) -> Callable[[int, int], Floats]:
-        """Of a class, and of the number of stages that follow: what a stretch adds."""
+        """Return a function of class and number of later stages: (cuts, cuts) cost of a stretch."""
         costs = self.costs.load if bottleneck else self.costs.seconds
-        known: dict[tuple[int, int], Floats] = {}
+        memo: dict[tuple[int, int], Floats] = {}
 
         def edge(c: int, after: int) -> Floats:
             key = c, after if self.fits is not None else 0
-            if key not in known:
-                made = np.where(self.costs.load[c] <= limit, costs[c], np.inf)
-                known[key] = made if self.fits is None else np.where(self.fits(c, after), made, np.inf)
-            return known[key]
+            if key not in memo:
+                within = np.where(self.costs.load[c] <= limit, costs[c], np.inf)
+                memo[key] = within if self.fits is None else np.where(self.fits(c, after), within, np.inf)
+            return memo[key]
 
         return edge
 
     def _trace(
         self, state: State, choice: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]]
     ) -> Segments:
-        cuts, classes, at = [0], [], 0
+        cuts, classes, start = [0], [], 0
         total, slowest = 0.0, 0.0
         while any(state):
-            ends, by = choice[state]
-            end, c = int(ends[at]), int(by[at])
-            total += float(self.costs.seconds[c][at, end])
-            slowest = max(slowest, float(self.costs.load[c][at, end]))
+            ends, classes_of = choice[state]
+            end, c = int(ends[start]), int(classes_of[start])
+            total += float(self.costs.seconds[c][start, end])
+            slowest = max(slowest, float(self.costs.load[c][start, end]))
             state = (*state[:c], state[c] - 1, *state[c + 1 :])
             cuts.append(end)
             classes.append(c)
-            at = end
+            start = end
         return Segments(tuple(cuts), tuple(classes), total, slowest)

@@ -1,4 +1,4 @@
-"""Where the order of another trace of a model is cut, so that each stage reads the weights that it has."""
+"""Cut another trace of a model such that each stage reads the weights that it holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 
 
 def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[int]:
-    """The cuts of stages that hold these weights, both ends included; of those that do, the narrowest.
+    """Return cuts for stages that hold these weights, both ends included; the fewest bytes cross each.
 
     Args:
         boundaries: of the graph of the other trace.
@@ -36,11 +36,11 @@ def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[in
         earliest = 1 + max(
             (p for p in range(latest) if any(n in known and n not in later for n in reads[p])), default=-1
         )
-        found = [int(p) for p in boundaries.allowed if max(earliest, cuts[-1]) <= p <= latest]
-        if not found:
+        valid = [int(p) for p in boundaries.allowed if max(earliest, cuts[-1]) <= p <= latest]
+        if not valid:
             raise PlanError(
                 f"calls of these sizes read weights in another order than the plan's: no cut after machine "
                 f"{stage} leaves each machine the weights that it holds"
             )
-        cuts.append(min(found, key=lambda p: boundaries.crossing_bytes[p]))
+        cuts.append(min(valid, key=lambda p: boundaries.crossing_bytes[p]))
     return [*cuts, count]
