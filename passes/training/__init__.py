@@ -1,6 +1,6 @@
-"""A training step in one graph is rewritten to take less memory, and what an optimizer keeps is measured.
+"""Rewrites of a training step that reduce its memory, and measurement of optimizer state.
 
-In: a capture of a forward and a backward pass. Out: one that reads weights anew in the backward pass,
-computes parts of the forward pass again, or keeps values in CPU memory between the two; and the bytes that
-reside with each parameter.
+Input: a capture of a forward and a backward pass. Output: one that takes views of weights again in the
+backward pass, recomputes parts of the forward pass, or keeps values in CPU memory between the two; and the
+bytes that reside with each parameter.
 """

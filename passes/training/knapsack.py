@@ -1,9 +1,9 @@
-"""Which segments save less, and how: the cheapest seconds for each byte that is freed, first.
+"""Choose the segments that save less, and how: those with the fewest seconds per freed byte first.
 
 The greedy method for the knapsack problem (Dantzig, 1957), as for rematerialization in Jain et al.,
-"Checkmate" (2020). A segment is computed again, selectively or as a whole, or waits in CPU memory: what takes
-least time for what it frees, and then what frees more. Segments that nothing tells apart are taken evenly
-spread, so that devices that have contiguous ones have their part of them.
+"Checkmate" (2020). A segment is recomputed, selectively or as a whole, or its values wait in CPU memory:
+first in the way that takes least time per byte, then in ways that free more. Identical segments are chosen
+evenly spread, so that each device that has contiguous ones gets its part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Way = Literal["selectively", "again", "offloaded"]
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What a step does to save less: paths of segments that it computes again, some in part, or offloads."""
+    """Paths of the segments that a step recomputes, selectively or as a whole, or offloads."""
 
     selectively: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Savings:
 
 
 def savings_of(graph: Graph, capture: Capture) -> Savings:
-    """What a planned step does to save less, given what it was planned from."""
+    """Return the savings of a planned step; ``capture`` is without them."""
     operations = graph.operations.values()
     offloaded = dict.fromkeys(segment_path(op.module_path) for op in operations if op.offloads)
     repeats = dict[str, set[str]]()
@@ -52,13 +52,13 @@ def savings_of(graph: Graph, capture: Capture) -> Savings:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A segment that can save less, or less than an item before it lets it.
+    """A way for a segment to save less, as a step from the item before it of the same segment, if any.
 
     Attributes:
         path: of the segment.
-        way: how.
-        nbytes: that it frees between the two passes, beside that item.
-        seconds: that this takes, likewise.
+        way: how it saves less.
+        nbytes: freed between the two passes, in addition to that item.
+        seconds: additional time, likewise.
     """
 
     path: str
@@ -78,31 +78,31 @@ def items_of(
     operation_seconds: Callable[[str], float] | None,
     copy_seconds: Callable[[int], float] | None,
 ) -> list[Item]:
-    """The segments that can save less, in steps from what is cheapest for each byte to what frees most.
+    """Return for each segment the ways to save less, in steps from the cheapest per byte to the largest.
 
     Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979).
 
     Args:
         segments: of a training step.
         graph: of the same step.
-        operation_seconds: of an operation by its name; None where nothing may be computed again.
-        copy_seconds: of a value of so many bytes to CPU memory and back; None where none may wait there.
+        operation_seconds: operation name -> seconds; None if recomputation is not allowed.
+        copy_seconds: bytes of a value -> seconds to CPU memory and back; None if offloading is not allowed.
     """
-    found: list[Item] = []
+    items: list[Item] = []
     for segment in segments:
         ways = list[Item]()
         if operation_seconds is not None:
-            ways.append(_again(segment, graph, operation_seconds, "selectively"))
-            ways.append(_again(segment, graph, operation_seconds, "again"))
+            ways.append(_recomputed(segment, graph, operation_seconds, "selectively"))
+            ways.append(_recomputed(segment, graph, operation_seconds, "again"))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]
             ways.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
-        found += _in_steps(ways)
-    return found
+        items += _in_steps(ways)
+    return items
 
 
 def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
-    """From each way to the one that frees more for the least time beside: what is dominated is left out."""
+    """Yield steps, each to the way that frees more at the least price; dominated ways are left out."""
     nbytes, seconds = 0, 0.0
     while more := [way for way in ways if way.nbytes > nbytes]:
         steps = [replace(way, nbytes=way.nbytes - nbytes, seconds=way.seconds - seconds) for way in more]
@@ -111,21 +111,21 @@ def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
         nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds
 
 
-def _again(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
-    """A segment that is computed again, selectively or as a whole."""
+def _recomputed(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
+    """Return the item of a segment that is recomputed, selectively or as a whole."""
     saved, again = repeated(segment, selectively=way == "selectively")
     names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
     return Item(segment.path, way, _nbytes(graph, saved), sum(map(seconds, names)))
 
 
 def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
-    """Bytes of what these make; of views, of what they are of."""
+    """Return the bytes of the storages of these nodes' values, each once."""
     roots = {graph.root(node.name) for node in nodes if node.name in graph.values}
     return sum(graph.values[root].nbytes for root in roots if root in graph.values)
 
 
 def cheapest(items: Sequence[Item], count: int) -> Savings:
-    """What the cheapest of the items save, so many; of each segment the last step counts."""
+    """Return the savings of the ``count`` cheapest items; the last step of each segment counts."""
     chosen = set[Item]()
     for group in _by_price(items):
         chosen.update(spread(group, min(len(group), count - len(chosen))))
@@ -137,23 +137,23 @@ def cheapest(items: Sequence[Item], count: int) -> Savings:
 
 
 def freed(items: Sequence[Item], count: int) -> int:
-    """Bytes that so many of the cheapest free."""
+    """Return the bytes that the ``count`` cheapest items free."""
     return sum(item.nbytes for item in ordered(items)[:count])
 
 
 def enough(items: Sequence[Item], nbytes: float) -> int:
-    """How many of the cheapest free so many bytes; all where these do not."""
+    """Return how many of the cheapest items free ``nbytes``; all if these do not suffice."""
     sums = accumulate((item.nbytes for item in ordered(items)), initial=0)
     return next((count for count, total in enumerate(sums) if total >= nbytes), len(items))
 
 
 def ordered(items: Sequence[Item]) -> list[Item]:
-    """The cheapest first."""
+    """Return the items, the cheapest first."""
     return [item for group in _by_price(items) for item in group]
 
 
 def _by_price(items: Sequence[Item]) -> list[list[Item]]:
-    """Items that nothing tells apart, the cheapest first."""
+    """Return groups of equal items of different segments, the cheapest first."""
     alike: dict[tuple[Way, int, float], list[Item]] = {}
     for item in items:
         alike.setdefault((item.way, item.nbytes, item.seconds), []).append(item)

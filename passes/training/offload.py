@@ -1,7 +1,7 @@
-"""Keep what segments save in CPU memory between the forward and the backward pass.
+"""Keep saved values of segments in CPU memory between the forward and the backward pass.
 
-An operation that runs on the CPU and does nothing stands between the two readers of a value, so that the
-schedule moves the value there and back. Before and after::
+A no-op on the CPU stands between the forward and the backward readers of a value, so that the schedule moves
+the value there and back. Before and after::
 
     mm = mm(x, w)                      mm = mm(x, w)
     silu = silu(mm)                    silu = silu(mm)
@@ -9,7 +9,7 @@ schedule moves the value there and back. Before and after::
     f = silu_backward(tangent, mm)     ...
                                        f = silu_backward(tangent, kept)
 
-Views of what is kept are taken anew in the backward pass.
+The backward pass takes views of such values itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
 from graphplan.passes.training.weight_views import VIEWS, backward_readers, view_anew
 
-_SMALLEST = 1 << 10  # bytes of a value that is worth two copies
+_SMALLEST = 1 << 10  # bytes of the smallest value that is worth two copies
 
 
 def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
-    """Keep what these segments of a training step save in CPU memory, in place."""
+    """Keep the saved values of these segments of a training step in CPU memory, in place."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for segment in segments:
         _views_anew(segment, order)
@@ -39,7 +39,7 @@ def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
 
 
 def offloadable(segment: ModuleSegment) -> list[fx.Node]:
-    """What a segment saves, views of its own apart, that may wait in CPU memory and is worth it."""
+    """Return the saved values of a segment, views replaced by bases, that may and should wait on the CPU."""
     written, views = written_nodes(segment.nodes), _own_views(segment)
     bases = dict.fromkeys(_base(node, views) for node in saved_nodes(segment))
     return [node for node in bases if _may_wait(node) and node not in written]
@@ -64,7 +64,7 @@ def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
 
 
 def _views_anew(segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
-    """Let the backward pass take views of what the segment saves itself."""
+    """Let the backward pass take the views that the segment saves by itself."""
     views = _own_views(segment)
     for view in [node for node in saved_nodes(segment) if node in views]:
         view_anew(view, views, order)
@@ -83,7 +83,7 @@ def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
 
 
 def _nbytes(node: fx.Node) -> int:
-    """How many bytes a node makes; 0 where values decide that."""
+    """Return the bytes of a node's value; 0 if its size depends on data."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or has_free_unbacked_symbols(value):
         return 0

@@ -1,10 +1,10 @@
-"""What an optimizer keeps for each parameter, takes for its step and moves: measured in a dry step.
+"""An optimizer's state, workspace and memory traffic for each parameter, measured in a dry step.
 
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
-parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
-most that lives in the second beyond that is what a step takes. If a third parameter makes that more, all are
-changed at once. What is on the CPU all the same, such as Adam's ``step``, is a scalar, and is not counted.
-Floating-point numbers that a step reads out of tensors, as Adafactor does, are ones: they scale values.
+parameters still holds the temporaries of the one before. After the first step, ``state`` is the optimizer's
+state; the peak beyond it in the second is the workspace of a step. If a third parameter raises that peak, all
+parameters are updated at once. Tensors on the CPU, such as Adam's ``step``, are scalars and not counted.
+Floating-point numbers that a step reads from tensors, as Adafactor does, are 1: they scale values.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from graphplan.ir.liveness import LiveBytes
 from graphplan.message_text import first_line
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""The class of an optimizer, or what makes one of parameters (``functools.partial(SGD, momentum=0.9)``)."""
+"""The class of an optimizer, or a function from parameters (``functools.partial(SGD, momentum=0.9)``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """Bytes of one parameter's training.
+    """Bytes that an optimizer keeps and moves for one parameter.
 
     Attributes:
-        state: of each tensor that the optimizer keeps.
-        step: the most that it takes beyond these while it changes parameters of this size one by one.
-        together: this parameter's part of the most that it takes where it changes all at once
-            (``foreach=True``, torch's default on GPUs); 0 where it never does.
-        traffic: that a step reads and writes, one operation after the other.
+        state: of each tensor of optimizer state.
+        step: peak beyond the state while parameters of this size are updated one by one.
+        together: this parameter's part of the peak if all are updated at once (``foreach=True``, torch's
+            default on GPUs); 0 if the optimizer never does so.
+        traffic: read and written in a step, summed over its operations.
     """
 
     state: tuple[int, ...] = ()
@@ -48,24 +48,24 @@ class OptimizerMemory:
 def optimizer_memory(
     parameters: Mapping[str, torch.Tensor], optimizer: Optimizer | None, bytes_per_element: float | None
 ) -> dict[str, OptimizerMemory]:
-    """Name of each parameter -> what the optimizer keeps and takes.
+    """Return name of each parameter -> its optimizer memory.
 
     Args:
-        parameters: those that may be trained.
-        optimizer: that will change them; None for none, or for what ``bytes_per_element`` says.
+        parameters: trainable ones.
+        optimizer: that will update them; None for none, or if ``bytes_per_element`` is given.
         bytes_per_element: bytes of state for each element, in one tensor, in place of a dry step.
 
     Raises:
         InputError: the optimizer cannot step on the meta device.
     """
-    known: dict[tuple[torch.Size, torch.dtype], OptimizerMemory] = {}
-    found = {}
+    measured: dict[tuple[torch.Size, torch.dtype], OptimizerMemory] = {}
+    by_name = {}
     for name, tensor in parameters.items():
         kind = tensor.shape, tensor.dtype
-        if kind not in known:
-            known[kind] = _measure(*kind, optimizer, bytes_per_element)
-        found[name] = known[kind]
-    return found
+        if kind not in measured:
+            measured[kind] = _measure(*kind, optimizer, bytes_per_element)
+        by_name[name] = measured[kind]
+    return by_name
 
 
 def _measure(
@@ -73,7 +73,7 @@ def _measure(
 ) -> OptimizerMemory:
     if bytes_per_element is not None:
         nbytes = int(shape.numel() * bytes_per_element)
-        traffic = 2 * nbytes + 3 * shape.numel() * dtype.itemsize  # at least: it reads a gradient besides
+        traffic = 2 * nbytes + 3 * shape.numel() * dtype.itemsize  # at least; the gradient is only read
         return OptimizerMemory((nbytes,) if nbytes else (), traffic=traffic)
     if optimizer is None:
         return OptimizerMemory()
@@ -91,28 +91,28 @@ def _measure(
 def _dry_steps(
     count: int, shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
 ) -> tuple[tuple[int, ...], int, int]:
-    """Bytes of one parameter's state, the most beyond that in the second step of ``count``, its traffic."""
+    """Return bytes of a parameter's state, the peak beyond state in step two of ``count``, and traffic."""
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     stepping = optimizer(parameters)
     fused = [group for group in stepping.param_groups if group.get("fused")]
     for group in stepping.param_groups:
-        if group in fused:  # there is no fused kernel for meta tensors; others take more
+        if group in fused:  # meta tensors have no fused kernel; others need more
             group["fused"] = False
         elif group.get("foreach", False) is not False:  # the caller's own False stays
             group["foreach"] = foreach
     with _NumbersAreOnes():  # type: ignore[no-untyped-call]  # torch's
         stepping.step()
         kept = _tensors(stepping.state.values())
-        known = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
-        with LiveBytes(known, _counts) as watch, _Traffic() as traffic:  # type: ignore[no-untyped-call]  # torch's
+        counted = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
+        with LiveBytes(counted, _counts) as watch, _Traffic() as traffic:  # type: ignore[no-untyped-call]  # torch's
             stepping.step()
-    # a fused optimizer has its scalars beside the parameter, too
-    mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
-    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in mine}
-    if fused:  # each is read and written once, but for gradients
-        traffic.nbytes = sum(2 * t.nbytes for t in known) - sum(p.nbytes for p in parameters)
+    # a fused optimizer keeps its scalars on the parameter's device, too
+    first_state = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
+    sizes = {storage_of(t): t.untyped_storage().nbytes() for t in first_state}
+    if fused:  # all are read and written once; gradients are only read
+        traffic.nbytes = sum(2 * t.nbytes for t in counted) - sum(p.nbytes for p in parameters)
     return tuple(sizes.values()), watch.live.peak, traffic.nbytes
 
 
@@ -133,7 +133,7 @@ class _Traffic(TorchDispatchMode):
 
 
 class _NumbersAreOnes(TorchDispatchMode):
-    """A floating-point number that is read out of a tensor without values is 1; others are an error."""
+    """Lets floating-point numbers read from meta tensors be 1; other reads raise."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -150,5 +150,5 @@ def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _counts(leaf: Any) -> bool:
-    """Whether it is a tensor that would be on the parameter's device."""
+    """Whether a value is a tensor on the parameter's device."""
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"

@@ -1,6 +1,6 @@
-"""Compute segments of the forward pass again in the backward pass, instead of saving what they make.
+"""Recompute segments of the forward pass in the backward pass, instead of saving their values.
 
-What a segment reads stays saved; what it makes is freed in the forward pass and made again right before its
+The inputs of a segment stay saved; its values are freed in the forward pass and recomputed right before its
 backward pass (Chen et al., "Training deep nets with sublinear memory cost", 2016). Before and after, for a
 segment of ``mm`` and ``silu``::
 
@@ -10,9 +10,9 @@ segment of ``mm`` and ``silu``::
     silu_backward = f(tangent, mm)         mm_again = mm(x, w)                backward
                                            silu_backward = f(tangent, mm_again)
 
-Random draws, and what is written to in place, are not repeated: their results stay saved. Selectively, only
-what needs no product of matrices is repeated, from what is saved beside it (Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022).
+Random draws, and values that are written to in place, are not recomputed but stay saved. Selective
+recomputation repeats only what needs no matrix product, from values that stay saved (Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from graphplan.passes.training.weight_views import make_again
 def recompute(
     capture: Capture, segments: Iterable[ModuleSegment], selectively: Container[str] = frozenset()
 ) -> None:
-    """Compute these segments of a training step again, in place; those of some paths selectively."""
+    """Recompute these segments of a training step, in place; those with paths in ``selectively`` so."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
-    # all before the first change: copies of one segment read what another would then find saved
+    # find all before the first change: copies are readers, which would make more nodes count as saved
     found = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
     for segment, saved, again in found:
         make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
@@ -41,7 +41,7 @@ def recompute(
 
 
 def repeated(segment: ModuleSegment, *, selectively: bool = False) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What a segment does not save if it is computed again, and what is computed for that."""
+    """Return the nodes that a segment does not save if it is recomputed, and those that are recomputed."""
     saved = saved_nodes(segment)
     able = _cheap(segment, saved) if selectively else segment.repeatable
     freed = [node for node in saved if node in able and not (selectively and _is_of_kept(node, able))]
@@ -49,7 +49,7 @@ def repeated(segment: ModuleSegment, *, selectively: bool = False) -> tuple[list
 
 
 def _needed(able: Container[fx.Node], freed: Sequence[fx.Node], kept: Container[fx.Node]) -> set[fx.Node]:
-    """What is to be computed again to have these again."""
+    """Return the nodes to recompute for the values of ``freed``."""
 
     def again(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return [node for node in nodes if node in able and node not in kept]
@@ -58,23 +58,23 @@ def _needed(able: Container[fx.Node], freed: Sequence[fx.Node], kept: Container[
 
 
 def _cheap(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:
-    """What can be made again without a product of matrices, from what is saved in any case."""
-    inside, found = set(segment.nodes), set[fx.Node]()
-    at_hand = set(saved)
+    """Return the nodes that can be recomputed without matrix products, from values saved in any case."""
+    inside, cheap = set(segment.nodes), set[fx.Node]()
+    available = set(saved)
     for node in segment.nodes:
-        outside = [one for one in node.all_input_nodes if one not in inside]
-        there = all(
-            one.op != "call_function" or any(u.meta.get("backward") for u in one.users) for one in outside
+        outside = [n for n in node.all_input_nodes if n not in inside]
+        outer_ok = all(
+            n.op != "call_function" or any(u.meta.get("backward") for u in n.users) for n in outside
         )
-        within = (one in at_hand for one in node.all_input_nodes if one in inside)
-        if there and node in segment.repeatable and not multiplies(node.target) and all(within):
-            found.add(node)
-            at_hand.add(node)
-    return found
+        inner_ok = (n in available for n in node.all_input_nodes if n in inside)
+        if outer_ok and node in segment.repeatable and not multiplies(node.target) and all(inner_ok):
+            cheap.add(node)
+            available.add(node)
+    return cheap
 
 
 def _is_of_kept(node: fx.Node, able: Container[fx.Node]) -> bool:
-    """Whether it is a view of memory that stays."""
+    """Whether a node is a view of memory that stays."""
     while is_view(node) and node.args[0] in able:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]

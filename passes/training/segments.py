@@ -1,8 +1,8 @@
 """Segments of a training step's forward pass: the layers of a stack, or the model's submodules.
 
-A segment is the largest unit that is computed again, or whose saved values are moved to CPU memory, as a
-whole: module boundaries, as for ``torch.utils.checkpoint`` on every block. What is in no submodule is in
-none.
+A segment is what is recomputed, or has its saved values moved to CPU memory, as a whole. Its boundaries are
+those of a module, as for ``torch.utils.checkpoint`` on every block. Operations outside of submodules are in
+no segment.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ModuleSegment:
     Attributes:
         path: of the module.
         nodes: in order.
-        repeatable: those that give the same again: they draw no random numbers, and nothing that they read or
-            make is written to. What the forward pass reads outside of the segment is not among them: it is
-            saved in any case, for the segment that reads it.
+        repeatable: those that can be recomputed: they draw no random numbers, and nothing that they read or
+            make is written to. Values that the forward pass reads outside of the segment are excluded: they
+            are saved in any case, for the segment that reads them.
     """
 
     path: str
@@ -40,17 +40,17 @@ class ModuleSegment:
 
 
 def segments_of(capture: Capture) -> list[ModuleSegment]:
-    """The segments of a capture, in order."""
+    """Return the segments of a capture, in order."""
     forward = [n for n in capture.graph.nodes if n.op == "call_function" and not n.meta.get("backward")]
     written = written_nodes(forward)
-    found: dict[str, list[fx.Node]] = {}
+    nodes_of: dict[str, list[fx.Node]] = {}
     for node in forward:
         path = segment_path(module_path(node))
         if path:
-            found.setdefault(path, []).append(node)
+            nodes_of.setdefault(path, []).append(node)
     return [
         ModuleSegment(path, tuple(nodes), frozenset(_repeatable(nodes, written)))
-        for path, nodes in found.items()
+        for path, nodes in nodes_of.items()
     ]
 
 
@@ -63,18 +63,18 @@ def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node
 
 
 def spread(each: Sequence[_T], taken: int) -> list[_T]:
-    """So many of these, evenly."""
+    """Return ``taken`` of these, evenly spread."""
     count = len(each)
     return [one for i, one in enumerate(each) if (i + 1) * taken // count > i * taken // count]
 
 
 def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:
-    """What of a segment the backward pass reads."""
+    """Return the nodes of a segment that the backward pass reads."""
     return [node for node in segment.nodes if any(user.meta.get("backward") for user in node.users)]
 
 
 def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Those that write, and all whose memory is written to, or is a view of such."""
+    """Return the nodes that write in place, and those whose memory, shared with views, is written to."""
     base: Mapping[fx.Node, fx.Node] = {
         node: node.args[0] for node in nodes if is_view(node) and isinstance(node.args[0], fx.Node)
     }
@@ -90,7 +90,7 @@ def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether its memory is its first argument's; of what torch calls unsafe the schema does not say so."""
+    """Whether a node's memory is its first argument's; schemas of torch's "unsafe" views do not say so."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is getitem
@@ -98,7 +98,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether it draws random numbers, or may give something else each time."""
+    """Whether a node draws random numbers, or may return something else each time."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target.__name__ != "getitem" if callable(target) else True
@@ -106,7 +106,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def segment_path(path: str) -> str:
-    """``model.layers.3.mlp -> model.layers.3``; the first part where no layer is numbered."""
+    """Return ``model.layers.3.mlp -> model.layers.3``; the first part if no layer is numbered."""
     parts = path.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():

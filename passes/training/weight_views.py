@@ -1,7 +1,7 @@
-"""Let the backward pass take its own views of weights, and not those of the forward pass.
+"""Let the backward pass take its own views of weights, instead of those of the forward pass.
 
-Autograd saves the view that a layer has read. A weight that is streamed would stay where it is used from
-the forward pass to the backward one only for that view's sake. Before and after::
+Autograd saves the view that a layer has read. Only for that view a streamed weight would stay on its device
+from the forward pass to the backward pass. Before and after::
 
     t = t(w)                       t = t(w)
     mm = mm(x, t)                  mm = mm(x, t)
@@ -36,11 +36,11 @@ VIEWS = {
     aten.alias.default,
     aten.detach.default,
 }
-"""Operations whose results are views, of which a copy costs nothing."""
+"""Operations whose results are views, so that a second one costs nothing."""
 
 
 def read_weights_anew(capture: Capture) -> None:
-    """Give each reader in the backward pass a view of a weight that is taken there, in place."""
+    """Let backward readers of a view of a weight read a view that is taken there, in place."""
     views = _views_of_weights(capture)
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for view in views:
@@ -49,7 +49,7 @@ def read_weights_anew(capture: Capture) -> None:
 
 
 def view_anew(view: fx.Node, views: Collection[fx.Node], order: dict[fx.Node, int]) -> None:
-    """Let the backward pass take a view of its own, of what the chain of views begins with."""
+    """Let the backward pass take a view of its own, from the base of the chain of ``views``."""
     chain = [view]
     while (base := chain[-1].args[0]) in views:
         assert isinstance(base, fx.Node)
@@ -60,13 +60,13 @@ def view_anew(view: fx.Node, views: Collection[fx.Node], order: dict[fx.Node, in
 def make_again(
     nodes: Iterable[fx.Node], saved: Sequence[fx.Node], order: dict[fx.Node, int], *, repeats: bool = False
 ) -> None:
-    """Copy nodes to before the backward pass first reads one of these, which it then takes from the copies.
+    """Copy nodes to right before the first backward reader of ``saved``, and let such readers use the copies.
 
     Args:
         nodes: in order.
         saved: those of them that the backward pass reads.
-        order: node -> its place in the graph; the copies are added.
-        repeats: whether the copies compute something again.
+        order: node -> its position in the graph; the copies are added.
+        repeats: whether the copies are recomputation, not only views.
     """
     readers = [user for node in saved for user in backward_readers(node)]
     if not readers:
@@ -75,27 +75,27 @@ def make_again(
     copied: dict[fx.Node, fx.Node] = {}
     with first.graph.inserting_before(first):
         for node in nodes:
-            made = copied[node] = first.graph.node_copy(node, lambda n: copied.get(n, n))
-            made.meta = {**node.meta, "backward": True, "forward": node.name}
-            made.meta.update({"repeats": node.name} if repeats else {})
-            order[made] = order[first]
+            copy = copied[node] = first.graph.node_copy(node, lambda n: copied.get(n, n))
+            copy.meta = {**node.meta, "backward": True, "forward": node.name}
+            copy.meta.update({"repeats": node.name} if repeats else {})
+            order[copy] = order[first]
     for node in saved:
         for reader in backward_readers(node):  # in order: plans are the same in every process
             reader.replace_input_with(node, copied[node])
 
 
 def backward_readers(node: fx.Node) -> list[fx.Node]:
-    """What reads it in the backward pass."""
+    """Return the readers of a node in the backward pass."""
     return [user for user in node.users if user.meta.get("backward")]
 
 
 def _views_of_weights(capture: Capture) -> dict[fx.Node, None]:
-    """Views of weights that nothing writes to, in order."""
-    found: dict[fx.Node, None] = {}
+    """Return the views of weights that the forward pass takes, in order."""
+    views: dict[fx.Node, None] = {}
     for node in capture.graph.nodes:
         if node.op != "call_function" or node.target not in VIEWS or node.meta.get("backward"):
             continue
         base = node.args[0]
-        if isinstance(base, fx.Node) and (base in found or base.name in capture.weights):
-            found[node] = None
-    return found
+        if isinstance(base, fx.Node) and (base in views or base.name in capture.weights):
+            views[node] = None
+    return views
