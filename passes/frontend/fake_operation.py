@@ -171,7 +171,7 @@ class _Tracker(TorchDispatchMode):
         if func in WHOLE:  # run step by step, to see workspace and FLOPs
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
-            return False  # a check of the window's values, which a fake lacks
+            return False  # istft's check of its window's values, which a fake lacks
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         whole = func.has_kernel_for_dispatch_key(self.kernels)

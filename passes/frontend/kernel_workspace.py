@@ -28,7 +28,7 @@ _MEASURED = ("aten", "bitsandbytes")
 _CHECKS = ("assert", "multinomial", "binomial", "poisson")
 """Parts of the names of operations that may fail on zeros; this process could not use the GPU after that."""
 
-_UNKNOWN = "What kernels take there beside their results counts as fake tensors show it: give a reserve"
+_UNKNOWN = "Kernel workspaces there are estimated with fake tensors, which may be too low: give a reserve"
 
 logger = logging.getLogger("graphplan")
 
@@ -113,7 +113,7 @@ def _measure(card: torch.device, target: Any, leaves: Sequence[Any], spec: pytre
     except torch.OutOfMemoryError:
         warn(f"{target} could not be measured on {card}: no memory is free there. {_UNKNOWN}")
         return 0
-    except Exception as error:  # no such kernel, or zeros are invalid: a real run raises itself
+    except Exception as error:  # no such kernel, which a run reports by itself, or zeros are invalid
         logger.info("%s was not measured on %s: %s", target, card, first_line(error))
         return 0
     results = LiveStorages(tensors)

@@ -32,7 +32,7 @@ def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Na
         return [_result_value(node.name, effect.results[0], arguments, {})]
     if not effect.results:
         return [Value(node.name, is_tensor=False)]
-    total = sum(round_up(result.nbytes) for result in effect.results)  # an allocation each
+    total = sum(round_up(result.nbytes) for result in effect.results)  # each is an allocation
     return [Value(node.name, total, sum(result.tensor.copy_bytes for result in effect.results))]
 
 

@@ -128,7 +128,7 @@ _FOLDS: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(
         (aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape
     ),
-    aten.dropout.default: _drops_nothing,  # from torch.dropout; a trace has no other without effect
+    aten.dropout.default: _drops_nothing,  # from torch.dropout; a trace has no other dropout without effect
 }
 """Operation -> whether a node of it returns its first argument unchanged."""
 
@@ -185,7 +185,7 @@ _LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default:
 
 
 def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
-    """Replace lazy conjugates and negatives by copies of known size: most kernels copy what they read lazily.
+    """Replace lazy conjugates and negatives by copies of known size: most kernels that read them copy.
 
     Those whose memory is written to, or read by ``as_strided``, stay views.
     """
@@ -202,7 +202,7 @@ def _copy_windows(capture: Capture) -> None:
         if not isinstance(window, fx.Node) or window.target is not aten.slice.Tensor:
             continue
         value = _val(window)
-        if free_unbacked_symbols(value):  # all such windows with torch 2.11: sizes unknown
+        if free_unbacked_symbols(value):  # unknown sizes, as all such windows have with torch 2.11
             continue
         whole, part = value.untyped_storage().nbytes(), value.numel() * value.element_size()
         if not statically_known_true(whole <= 2 * part):  # one token more than the window is not worth a copy

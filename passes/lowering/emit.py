@@ -242,7 +242,7 @@ class _Lowering:
                 self._add_gradient(name, step.device, owned=name in self.owned)
 
     def _branch(self, name: str, device: torch.device) -> fx.Node:
-        """Copy a graph that a control-flow operation calls to the operation's device."""
+        """Copy a graph that a control-flow operation calls, with that operation's device in its nodes."""
         branch = copy.deepcopy(getattr(self.capture.module, name))
         for part in [m for m in branch.modules() if isinstance(m, fx.GraphModule)]:
             drop_checks(part.graph)

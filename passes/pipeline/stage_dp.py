@@ -99,7 +99,7 @@ class StageDP:
         least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
         assert least is not None
         best = min((quickest, least), key=lambda candidate: candidate.seconds(microbatches))
-        spans = [(least.slowest, quickest)]  # a slowest stage between both: total at least the second's
+        spans = [(least.slowest, quickest)]  # pipelines whose slowest stage lies between have no lower total
         for _ in range(PARAMS.limits):
             low, high = spans.pop() if spans else (quickest.slowest, quickest)
             optimistic, middle = high.total + (microbatches - 1) * low, (low + high.slowest) / 2

@@ -52,7 +52,7 @@ def savings_of(graph: Graph, capture: Capture) -> Savings:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A way for a segment to save less, as a step from the item before it of the same segment, if any.
+    """A way for a segment to save less, relative to the segment's item before, if it has one.
 
     Attributes:
         path: of the segment.

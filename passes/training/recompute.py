@@ -31,7 +31,7 @@ from graphplan.passes.training.weight_views import make_again
 def recompute(
     capture: Capture, segments: Iterable[ModuleSegment], selectively: Container[str] = frozenset()
 ) -> None:
-    """Recompute these segments of a training step, in place; those with paths in ``selectively`` so."""
+    """Recompute these segments of a training step in place, those of paths in ``selectively`` in part."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     # find all before the first change: copies are readers, which would make more nodes count as saved
     found = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]

@@ -40,7 +40,7 @@ VIEWS = {
 
 
 def read_weights_anew(capture: Capture) -> None:
-    """Let backward readers of a view of a weight read a view that is taken there, in place."""
+    """Let the backward pass take its own views of weights, in place."""
     views = _views_of_weights(capture)
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for view in views:
@@ -60,7 +60,7 @@ def view_anew(view: fx.Node, views: Collection[fx.Node], order: dict[fx.Node, in
 def make_again(
     nodes: Iterable[fx.Node], saved: Sequence[fx.Node], order: dict[fx.Node, int], *, repeats: bool = False
 ) -> None:
-    """Copy nodes to right before the first backward reader of ``saved``, and let such readers use the copies.
+    """Copy nodes to right before the first backward reader of ``saved``; backward readers use the copies.
 
     Args:
         nodes: in order.
@@ -80,7 +80,7 @@ def make_again(
             copy.meta.update({"repeats": node.name} if repeats else {})
             order[copy] = order[first]
     for node in saved:
-        for reader in backward_readers(node):  # in order: plans are the same in every process
+        for reader in backward_readers(node):  # in order, so that plans are equal in all processes
             reader.replace_input_with(node, copied[node])
 
 
