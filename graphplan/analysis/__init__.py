@@ -1,4 +1,4 @@
-"""Questions to a plan: why something is where it is, what limits it, what would help.
+"""Analysis of a plan: why something is where it is, what limits the plan, what would help.
 
-In: a plan. Out: plain results that print themselves.
+Input: a plan. Output: plain results that print themselves.
 """

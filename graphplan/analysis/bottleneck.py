@@ -1,8 +1,8 @@
-"""What holds a plan back: each budget grown, each link and device twice as fast, and planned again.
+"""Find the bottleneck of a plan: plan again with larger budgets, and with faster links and devices.
 
-These plans start from the one that is there. All of them together take about as much search as the plan
-itself did, the answer a third of that: its gain is close to what one then gets, those of the others are what
-is had at least.
+These searches start from the plan. Together they take about as much effort as the plan itself did, a third of
+it for the answer: its gain is close to what a new plan would achieve, the gains of the others are lower
+bounds.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from graphplan.passes.placement.residence import on_one_device
 from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned
 
-WORTH = 1e-3  # of the makespan: a smaller gain is none
-_SAME = 1e-6  # of the makespan: times that differ by less are the same
-_PRECISION = 0.05  # of the increase that is reported
+WORTH = 1e-3  # of the makespan: a smaller gain counts as none
+_SAME = 1e-6  # of the makespan: times that differ by less are equal
+_PRECISION = 0.05  # relative precision of the increase that is reported
 _TWICE = 2.0
-_TRIALS = 0.5  # of a plan's effort, for the first plan with more of each thing
-_ANSWER = 0.3  # likewise, for the plan of the answer, and for those that narrow it down
+_TRIALS = 0.5  # share of a plan's effort for the first plans of all improvements
+_ANSWER = 0.3  # likewise for the plan of the answer; a fraction of it for plans that narrow it down
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
-    """Plan again with more of each thing; the result depends on the plan only."""
+    """Plan again with each improvement; the result depends on the plan only."""
     search = BottleneckSearch(plan)
     faster = (partial(search.sped, *one) for one in search.faster())
     trials: list[Callable[[], Growth]] = [*search.memory(), *faster]
     search.share = _TRIALS / max(1, len(trials))
-    # a bar that waits a second before it shows
+    # a bar that appears after a second
     bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
-    with bar, unwarned("balance=True"):  # the plan itself has said so
+    with bar, unwarned("balance=True"):  # the plan itself has warned
         growths = [trial() for trial in bar]
         growths.sort(key=lambda growth: -growth.gain)
         useful = [growth for growth in growths if growth.gain > WORTH * plan.weighted_makespan]
@@ -60,14 +60,14 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
 def _with_parts(
     plan: PlanData, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]
 ) -> Bottleneck:
-    """What was found, and where the seconds of the plan go."""
-    compute = transfers = streams = through = hidden = 0.0
+    """Return the result, with the parts of the plan's time."""
+    compute = transfers = streaming = inputs_outputs = hidden = 0.0
     for one in plan.calls:
         weight, parts = one.call_weight, time_parts(one)
         compute += weight * sum(parts.compute.values())
         transfers += weight * parts.transfers
-        streams += weight * parts.streaming
-        through += weight * (parts.inputs + parts.outputs)
+        streaming += weight * parts.streaming
+        inputs_outputs += weight * (parts.inputs + parts.outputs)
         hidden += weight * one.timeline.hidden_seconds
     return Bottleneck(
         answer,
@@ -76,15 +76,15 @@ def _with_parts(
         plan.weighted_makespan,
         compute_seconds=compute,
         transfer_seconds=transfers,
-        streaming_seconds=streams,
-        io_seconds=through,
+        streaming_seconds=streaming,
+        io_seconds=inputs_outputs,
         hidden_seconds=hidden,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A placement of every call, on other devices than the plan's."""
+class _Placements:
+    """Placements of all calls on modified devices."""
 
     calls: tuple[Evaluation, ...]
     seconds: float
@@ -103,10 +103,10 @@ class BottleneckSearch:
         self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
-        self.share = 1.0  # of a plan's effort, for each plan
+        self.share = 1.0  # of a plan's effort, for each search
 
-    def _place(self, topology: Topology, near: Sequence[Assignment] | None = None) -> _Found | None:
-        """What is found for these devices; None where nothing is, since no search is complete."""
+    def _place(self, topology: Topology, near: Sequence[Assignment] | None = None) -> _Placements | None:
+        """Return the placements found for these devices; None if the incomplete search finds none."""
         calls, start = [call.on(topology) for call in self.calls], near or self.near
         limits = Limits(effort=self.share, proves=False)
         try:
@@ -116,32 +116,32 @@ class BottleneckSearch:
                 solutions = list(place_jointly(calls, limits, near=start))
         except InfeasibleError:
             return None
-        found = tuple(solution.evaluation for solution in solutions)
-        return _Found(found, sum(c.weight * one.seconds for c, one in zip(calls, found, strict=True)))
+        placed = tuple(solution.evaluation for solution in solutions)
+        return _Placements(placed, sum(c.weight * one.seconds for c, one in zip(calls, placed, strict=True)))
 
     def _growth(
         self,
         what: Thing,
         devices: tuple[DeviceKey, ...],
-        found: _Found | None,
+        found: _Placements | None,
         like: tuple[DeviceKey, ...] = (),
     ) -> Growth:
         gain = 0.0 if found is None else self.now - found.seconds
         gain = gain if gain > _SAME * self.now and not self._is_free(found) else 0.0
         return Growth(what, devices, like, 0, self.now - gain, gain)
 
-    def _is_free(self, found: _Found | None) -> bool:
-        """Whether a placement saves no more than one on the same devices does, without earlier plans."""
+    def _is_free(self, found: _Placements | None) -> bool:
+        """Whether letting weights of earlier plans move, on unmodified devices, saves as much."""
         return found is not None and self._freed - found.seconds <= _SAME * self.now < self.now - self._freed
 
     @cached_property
     def _freed(self) -> float:
-        """Seconds on the same devices, were no earlier plan to settle where weights are."""
+        """Seconds on unmodified devices if the weights of earlier plans could move."""
         found = self._place(self.topology) if self.placed_before else None
         return self.now if found is None else min(self.now, found.seconds)
 
     def confirmed(self, answer: Growth) -> Growth:
-        """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
+        """Return the answer with the fewest sufficient bytes, and the gain of a plan made with them."""
         self.share = _ANSWER
         if answer.what != "memory":
             return max(answer, self.sped(answer.what, answer.devices), key=lambda growth: growth.gain)
@@ -154,18 +154,18 @@ class BottleneckSearch:
         return replace(best, increase=fewest.increase, trials=tuple(sorted(trials.items())))
 
     def with_fewest_bytes(self, answer: Growth, precision: float) -> Growth:
-        """The answer, which is more memory, with the fewest bytes that do, up to a share of them."""
+        """Return the answer, more memory, with the fewest sufficient bytes up to relative ``precision``."""
         spec = self.topology[answer.devices[0]]
         self.share = _ANSWER * _PRECISION
         trials = self._narrowed(spec, answer, precision)
-        least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
-        seconds, ordered = trials[least], tuple(sorted(trials.items()))
-        return replace(answer, increase=least, makespan=seconds, gain=self.now - seconds, trials=ordered)
+        fewest = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
+        seconds, ordered = trials[fewest], tuple(sorted(trials.items()))
+        return replace(answer, increase=fewest, makespan=seconds, gain=self.now - seconds, trials=ordered)
 
     # -- memory -----------------------------------------------------------------------------------
 
     def memory(self) -> Iterator[Callable[[], Growth]]:
-        """For each kind of device, what more memory on it saves."""
+        """Yield for each kind of device a trial of what more memory on it saves."""
         kinds: dict[DeviceSpec, list[DeviceSpec]] = {}
         named = {*self.plan.constraints.pin.values()}
         for spec in self.topology.devices:
@@ -178,23 +178,23 @@ class BottleneckSearch:
                 yield partial(self._memory, members[0], like)
 
     def _memory(self, spec: DeviceSpec, like: tuple[DeviceKey, ...]) -> Growth:
-        """What is saved where it holds everything that may run on it."""
-        whole = self._missing(spec)
-        if whole <= 0:
+        """Return the gain if the device holds everything that may run on it."""
+        missing = self._missing(spec)
+        if missing <= 0:
             return self._growth("memory", (spec.key,), None, like)
-        found = self._place(self._grown(spec, whole))
+        found = self._place(self._grown(spec, missing))
         growth = self._growth("memory", (spec.key,), found, like)
         if found is None or not growth.gain:
             return growth
-        taken = self._taken(spec, found)
-        return replace(growth, increase=taken, trials=((taken, found.seconds),))
+        excess = self._excess(spec, found)
+        return replace(growth, increase=excess, trials=((excess, found.seconds),))
 
-    def _taken(self, spec: DeviceSpec, found: _Found) -> int:
-        """Bytes by which a placement passes the device's budget."""
+    def _excess(self, spec: DeviceSpec, found: _Placements) -> int:
+        """Return the bytes by which a placement exceeds the device's budget."""
         return max(0, found.peak(spec.key) - spec.room)
 
     def _narrowed(self, spec: DeviceSpec, answer: Growth, precision: float) -> dict[int, float]:
-        """Bytes added -> seconds, on the way to the fewest bytes with which the time is the answer's."""
+        """Bisect for the fewest bytes with the answer's time; return bytes added -> seconds."""
         trials = dict(answer.trials)
         low, high, near = 0, answer.increase, self.near
         while high - low > max(ALIGNMENT, precision * high):
@@ -204,7 +204,7 @@ class BottleneckSearch:
                 trials[middle] = self.now if found is None else min(found.seconds, self.now)
                 low = middle
                 continue
-            high = min(middle, max(self._taken(spec, found), low + 1))
+            high = min(middle, max(self._excess(spec, found), low + 1))
             near = [one.schedule.assignment for one in found.calls]
             trials[high] = found.seconds
         return trials
@@ -213,15 +213,15 @@ class BottleneckSearch:
         return self.topology.with_memory({spec.key: spec.memory + size})
 
     def _missing(self, spec: DeviceSpec) -> int:
-        """Bytes that the device lacks to hold everything that may run on it."""
+        """Return the bytes that the device lacks to hold everything that may run on it."""
         problems = (call.with_homes({}) for call in self.calls)
-        found = (evaluate(one, on_one_device(one, spec.key)) for one in problems)
-        return max(one.peak(spec.key).nbytes for one in found) - spec.room
+        evaluations = (evaluate(one, on_one_device(one, spec.key)) for one in problems)
+        return max(one.peak(spec.key).nbytes for one in evaluations) - spec.room
 
     # -- speed ------------------------------------------------------------------------------------
 
     def faster(self) -> Iterator[tuple[Thing, tuple[DeviceKey, ...]]]:
-        """Each link and each device that is used."""
+        """Yield each link and each device that is used."""
         pairs: dict[tuple[DeviceKey, DeviceKey], None] = {}
         for one in self.plan.calls:
             for copy in one.schedule.copies():
@@ -235,7 +235,7 @@ class BottleneckSearch:
                 yield "speed", (spec.key,)
 
     def topology_with_faster(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Topology:
-        """The devices with a link, or one of them, twice as fast."""
+        """Return the devices with one link, or one device, twice as fast."""
         if what == "link":
             source, destination = devices
             return self.topology.with_faster_link(source, destination, _TWICE)
@@ -250,5 +250,5 @@ class BottleneckSearch:
         return replace(self.topology, devices=changed)
 
     def sped(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Growth:
-        """What a plan for a faster device or link saves."""
+        """Return the gain of a plan for a faster device or link."""
         return self._growth(what, devices, self._place(self.topology_with_faster(what, devices)))

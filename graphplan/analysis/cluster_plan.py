@@ -1,4 +1,4 @@
-"""The plan of several machines as users hold it."""
+"""The plan of several machines as users see it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
     """
 
     def summary(self) -> str:
-        """A table: machines with their stages, peaks, and what crosses the network."""
+        """Return a table: machines with their stages, peaks, and bytes over the network."""
         return cluster_summary(self)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
         """Read a plan.
 
         Raises:
-            PlanError: the text is no such plan, one of an unknown version, or one that does not hold.
+            PlanError: the text is no such plan, is of an unknown version, or its checks fail.
         """
         return cls._read(Plan, text)
 
@@ -57,5 +57,5 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
         write_whole(path, to_cluster_svg(self, title))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture of :meth:`save_svg`."""
+        """Return what a notebook shows: the picture of :meth:`save_svg`."""
         return to_cluster_svg(self)

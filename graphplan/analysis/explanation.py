@@ -1,4 +1,4 @@
-"""Why a module, operation or weight is where it is: what it costs there, elsewhere, and what stops it.
+"""Why a module, operation or weight is where it is: its cost there and elsewhere, and obstacles.
 
 ::
 
@@ -37,10 +37,10 @@ class Explanation:
     Attributes:
         name: the module, operation or weight.
         kind: ``"module"``, ``"operation"`` or ``"weight"``.
-        devices: where its operations run (those that read it, of a weight).
+        devices: where its operations run (for a weight: its readers).
         homes: where its weights reside.
         stages: indices of the stages that run it.
-        operations: their names, in order.
+        operations: names of its operations, in order.
         weight_bytes: bytes of its weights, shared ones once.
         activation_bytes: output size of its operations.
         flops: FLOP of its operations.
@@ -49,7 +49,7 @@ class Explanation:
             and outputs. The copy of a streamed weight counts as far as an operation waits for it.
         makespan: of the plan; with ``calls=`` the weighted sum.
         alternatives: one for each device of ``max_memory``.
-        saved_bytes: of a training step, what its operations make in the forward pass for the backward pass.
+        saved_bytes: of a training step: bytes of its forward outputs that the backward pass reads.
         recompute_seconds: estimated seconds of these operations of the forward pass.
     """
 
@@ -70,7 +70,7 @@ class Explanation:
     recompute_seconds: float = 0.0
 
     def to(self, device: DeviceKey) -> Alternative:
-        """Its cost on one device.
+        """Return its cost on one device.
 
         Raises:
             PlanError: the plan has no such device.
@@ -82,7 +82,7 @@ class Explanation:
         raise PlanError(f"no device {device!r} in this plan: it has {known}")
 
     def to_json(self) -> str:
-        """All of it as JSON text; devices are pairs where they are keys of a mapping."""
+        """Return all fields as JSON text; mappings become lists of pairs."""
         return json.dumps(encode(self), indent=1)
 
     def __str__(self) -> str:
@@ -120,10 +120,10 @@ class Explanation:
 
 
 def explain(plan: PlanData, name: str) -> Explanation:
-    """Where ``name`` is in ``plan``, and what it would cost on each other device.
+    """Return where ``name`` is in ``plan``, and its cost on each other device.
 
     Raises:
-        PlanError: no module, operation or weight of that name, with those that are close.
+        PlanError: no module, operation or weight has that name; the error suggests similar ones.
     """
     graph = plan.graph
     operations = [operation.name for operation in plan.operations_of(name)]
@@ -152,7 +152,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
         ),
         flops=sum(graph.operations[op].flops for op in operations),
         compute_seconds=sum(seconds.values()),
-        transfer_seconds=_touching(plan, operations, owned),
+        transfer_seconds=_copy_seconds(plan, operations, owned),
         makespan=plan.weighted_makespan,
         alternatives=tuple(mover.to(spec.key) for spec in plan.topology.devices),
         saved_bytes=_saved_bytes(graph, forward),
@@ -161,15 +161,15 @@ def explain(plan: PlanData, name: str) -> Explanation:
 
 
 def _saved_bytes(graph: Graph, forward: Sequence[str]) -> int:
-    """Bytes that operations of the forward pass make and the backward pass reads, each storage once."""
-    made = {graph.root(value) for op in forward for value in graph.operations[op].outputs}
-    later = (operation for operation in graph.operations.values() if operation.backward)
-    read = {graph.root(name) for operation in later for name in operation.inputs}
-    return sum(graph.values[name].nbytes for name in made & read & graph.values.keys())
+    """Return the bytes that ``forward`` operations make and the backward pass reads, each storage once."""
+    written = {graph.root(value) for op in forward for value in graph.operations[op].outputs}
+    backward = (operation for operation in graph.operations.values() if operation.backward)
+    read = {graph.root(name) for operation in backward for name in operation.inputs}
+    return sum(graph.values[name].nbytes for name in written & read & graph.values.keys())
 
 
 def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
-    """The weights of a module by their names, and those that only its operations read."""
+    """Return the weights of a module by their names, and those that only its operations read."""
     under = {
         weight.name
         for weight in graph.weights.values()
@@ -179,8 +179,8 @@ def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
     return [one for one in graph.weights if one in under]
 
 
-def _touching(plan: PlanData, operations: Sequence[str], owned: Sequence[str]) -> float:
-    """Seconds in which the call does nothing but copy what these operations read and make."""
+def _copy_seconds(plan: PlanData, operations: Sequence[str], owned: Sequence[str]) -> float:
+    """Return the seconds in which the forward pass only copies what these operations read and make."""
     graph = plan.graph
     named = (graph.operations[op] for op in operations)
     touched = {name for op in named for name in (*op.inputs, *op.outputs)} | set(owned)

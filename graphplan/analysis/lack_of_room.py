@@ -1,4 +1,4 @@
-"""Whether a call is slow for lack of memory: beside what it would take if there were enough."""
+"""Whether a forward pass is slow for lack of memory, compared with its time if there were enough."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, reside
 
-SLOW = 5.0  # times as long as with room: some operations on the CPU cost a few times as much
+SLOW = 5.0  # ratio to the time with room: some operations on the CPU take a few times as long
 
 
 def seconds_with_room(plan: PlanData) -> float:
-    """The least seconds of some simple placements, whatever memory they take.
+    """Return the least seconds of a few simple placements, whatever memory they need.
 
-    All operations are on one device, or each where the weights before it are, but for the caller's rules.
+    All operations are on one device, or each on the accelerator of the last fixed weight before it; the
+    caller's constraints hold.
     """
     problem = constrained_problem(replace(plan, prefetch_limits={}))
-    return min(evaluate(problem, found).seconds for found in _simple(problem))
+    return min(evaluate(problem, placement).seconds for placement in _simple_placements(problem))
 
 
 def slowness(plan: PlanData) -> float:
-    """How many times as long a call takes as it would with room."""
+    """Return the ratio of a forward pass's time to its time with enough memory."""
     least = seconds_with_room(plan)
     return plan.makespan / least if least else 1.0
 
 
 def lacks_room(plan: PlanData) -> bool:
-    """Whether memory keeps a call from being nearly as fast as it might be."""
+    """Whether lack of memory makes a forward pass slower by more than the factor ``SLOW``."""
     return slowness(plan) > SLOW
 
 
-def _simple(problem: Problem) -> Iterator[Assignment]:
+def _simple_placements(problem: Problem) -> Iterator[Assignment]:
     graph, topology = problem.graph, problem.topology
     for spec in topology.computing:
         yield on_one_device(problem, spec.key)
     if not topology.accelerators:
         return
-    here, found = topology.accelerators[0].key, {}
+    current, devices = topology.accelerators[0].key, {}
     keys = topology.accelerator_keys
     for name, operation in graph.operations.items():
         homes = (problem.fixed_weights.get(value) for value in operation.inputs)
-        here = found[name] = next((key for key in homes if key in keys), here)
-    yield reside(problem, problem.obey(found))
+        current = devices[name] = next((key for key in homes if key in keys), current)
+    yield reside(problem, problem.obey(devices))

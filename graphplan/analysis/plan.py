@@ -1,4 +1,4 @@
-"""The plan as users hold it: the data, and what can be asked of it."""
+"""The plan as users see it: the data, with methods that explain and export it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Plan(PlanData, JsonFile):
     """
 
     def explain(self, name: str) -> Explanation:
-        """Why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
+        """Return why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
 
         Gives its cost there, the estimated time of the forward pass with it on each other device and
         everything else unchanged, and what rules that device out.
 
         Raises:
-            PlanError: no such name; the error suggests similar ones.
+            PlanError: nothing has that name; the error suggests similar ones.
         """
         return explain(self, name)
 
     def bottleneck(self, *, progress: bool = True) -> Bottleneck:
-        """Which budget, link or device to improve to save most time, by how much, and what is saved.
+        """Return which budget, link or device to improve to save most time, by how much, and the time saved.
 
-        Plans again with each device's budget increased, and each link and each device twice as fast. All but
-        the answer are estimated by local search from this plan, so they may save more than is shown.
+        Plans again with each device's budget increased, and each link and each device twice as fast. All
+        improvements but the answer are estimated by local search from this plan: they may save more.
 
         Args:
             progress: show a progress bar if this takes over a second.
@@ -53,7 +53,7 @@ class Plan(PlanData, JsonFile):
         return find_bottleneck(self, progress=progress)
 
     def summary(self) -> str:
-        """A table: devices with budgets and peaks, stages, transfers, estimated time and gap."""
+        """Return a table: devices with budgets and peaks, stages, transfers, estimated time and gap."""
         return summary_text(self)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Plan(PlanData, JsonFile):
         )
 
     def to_json(self) -> str:
-        """The plan as JSON text; :meth:`from_json` reads it back."""
+        """Return the plan as JSON text; :meth:`from_json` reads it back."""
         return json.dumps(encode_plan(self), indent=1)
 
     @classmethod
@@ -75,7 +75,7 @@ class Plan(PlanData, JsonFile):
         """Read a plan.
 
         Raises:
-            PlanError: the text is no plan, one of an unknown version, or one that does not hold.
+            PlanError: the text is no plan, is of an unknown version, or its checks fail.
         """
         return decode_plan(cls, PLAN_FORMAT.parse(text))
 
@@ -88,13 +88,13 @@ class Plan(PlanData, JsonFile):
         write_whole(path, to_dot(self))
 
     def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
-        """What would save time, and what each stage would cost on the other devices, in words.
+        """Return in words what would save time, and what each stage would cost on other devices.
 
         Args:
-            bottleneck: what :meth:`bottleneck` has found; by default a quick look takes its place.
+            bottleneck: result of :meth:`bottleneck`; by default a quick look takes its place.
         """
-        said = advice(self) if bottleneck is None else bottleneck.headline
-        return Remarks(said, stage_reasons(self))
+        headline = advice(self) if bottleneck is None else bottleneck.headline
+        return Remarks(headline, stage_reasons(self))
 
     def save_html(
         self,
@@ -109,8 +109,8 @@ class Plan(PlanData, JsonFile):
         Args:
             path: of the file.
             title: heading of the page, such as the model's name.
-            bottleneck: what :meth:`bottleneck` has found, for the page to say what would help; by default a
-                quick look takes its place.
+            bottleneck: result of :meth:`bottleneck`, for what would help; by default a quick look takes its
+                place.
             other: another plan of the same model and example inputs, such as one with other budgets or
                 devices: the page shows what moved, and time and memory of both.
 
@@ -132,5 +132,5 @@ class Plan(PlanData, JsonFile):
         save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture of :meth:`save_svg`."""
+        """Return what a notebook shows: the picture of :meth:`save_svg`."""
         return to_svg(self)

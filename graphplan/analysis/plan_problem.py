@@ -1,4 +1,4 @@
-"""The placement problem whose solution a plan is."""
+"""The placement problem that a plan solves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphplan.passes.placement.problem import Problem
 
 
 def plain_problem(plan: PlanData) -> Problem:
-    """The graph, the devices and what earlier plans have settled, without the caller's rules."""
+    """Return the problem: graph, devices, weights of earlier plans; without the caller's constraints."""
     return Problem(
         plan.graph,
         plan.topology,
@@ -24,11 +24,11 @@ def plain_problem(plan: PlanData) -> Problem:
 
 
 def as_if_first(plan: PlanData) -> PlanData:
-    """The plan as if no earlier one had placed its weights: with other devices, they would be placed anew."""
+    """Return the plan as if no earlier one had placed its weights, which on other devices could move."""
     others = tuple(replace(one, fixed_weights={}) for one in plan.others)
     return replace(plan, fixed_weights={}, others=others)
 
 
 def constrained_problem(plan: PlanData) -> Problem:
-    """What was solved: :func:`plain_problem` with the caller's rules."""
+    """Return the problem that was solved: :func:`plain_problem` with the caller's constraints."""
     return constrain(plain_problem(plan), plan.constraints)

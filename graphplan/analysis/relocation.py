@@ -1,8 +1,8 @@
-"""What it would cost to have one thing on another device, all else staying where it is.
+"""The cost of one thing on another device, everything else unchanged.
 
-Every way is judged by the evaluator, in every call of the plan: the operations with their weights
-beside them, or streamed from where the weights are, or from the CPU. Prefetch buffers lose slots where that
-is what it takes. A rule that forbids it is an obstacle to be named, not a reason to know no price.
+Several ways are evaluated, in every call of the plan: the weights on the device too, or streamed from where
+they are, or from the CPU. Prefetch buffers lose slots if that is necessary. A constraint that forbids the
+device is named as an obstacle, and the cost is computed all the same.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Alternative:
     Attributes:
         device: key of ``max_memory``.
         here: whether all of it is there now.
-        possible: whether that keeps every budget and constraint.
-        makespan: estimated seconds of the forward pass with it there and its weights there too, where they
-            are, or on the CPU, whichever is fastest; None if it cannot be there. With ``calls=``, the
-            weighted sum.
+        possible: whether having it there keeps every budget and constraint.
+        makespan: estimated seconds of the forward pass with it there, and with its weights there too, where
+            they are now, or on the CPU, whichever is fastest; None if it cannot be there. With ``calls=``,
+            the weighted sum.
         slower: ``makespan`` less that of the plan.
         compute_seconds: of its operations in one forward pass, each where it then runs: the readers of a
             weight may stay where they are.
-        transfer_seconds: of the forward pass that go to copies alone: transfers, and waits for streamed
+        transfer_seconds: of the forward pass in which it only copies: transfers, and waits for streamed
             weights.
         missing_bytes: device key -> bytes by which its budget would be exceeded.
-        operation: at which operation the first of them would be.
+        operation: at which one of these budgets would be exceeded.
         along: operations that would have to move too, because they must share a device.
         obstacle: what rules it out, in words.
     """
@@ -63,7 +63,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One way of having something on another device, judged in every call."""
+    """One way of having something on another device, evaluated in every call."""
 
     found: tuple[Evaluation, ...]
     seconds: float
@@ -72,7 +72,7 @@ class _Outcome:
 
 
 class Mover:
-    """Moves one name, or the operations that are given, to other devices, in every call of a plan."""
+    """Moves what has a name, or the given operations, to other devices in every call of a plan."""
 
     def __init__(
         self,
@@ -84,16 +84,16 @@ class Mover:
     ) -> None:
         self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
         self.ruled = [constrained_problem(one) for one in plan.calls]
-        # a rule is an obstacle to be named, not a reason to know no price
+        # costs are computed without constraints, which are named as obstacles
         self.free = [replace(problem, allowed={}) for problem in self.ruled]
         if operations is None:
             self.moved = [self._operations(one) for one in plan.calls]
-        else:  # of the first call: in another their names mean something else
+        else:  # of the first call: in others their names mean something else
             self.moved = [list(operations), *([] for _ in plan.others)]
         self.closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
         pairs = zip(self.moved, self.closed, strict=True)
         self.along = tuple(name for moved, group in pairs for name in group if name not in moved)
-        # what comes along brings the weights that nothing else reads
+        # operations that move along bring the weights that no others read
         self.carried = [
             [*self.owned, *only_read_by(one.graph, group)] if self.along else self.owned
             for one, group in zip(plan.calls, self.closed, strict=True)
@@ -105,7 +105,7 @@ class Mover:
         return [operation.name for operation in one.operations_of(self.name)]
 
     def to(self, key: DeviceKey) -> Alternative:
-        """The best way to have it on a device, and what stops it."""
+        """Return the best way to have it on a device, and what rules that out."""
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
             return Alternative(key, here=False, possible=False, obstacle=f"{key!r} runs no operations")
@@ -115,7 +115,7 @@ class Mover:
         best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
         slower = best.seconds - plan.weighted_makespan
         rule = self._rule(key)
-        obstacle = "; ".join(part for part in (rule, self._parted(), _short(best)) if part)
+        obstacle = "; ".join(part for part in (rule, self._companions(), _shortage(best)) if part)
         return Alternative(
             key,
             here=False,
@@ -154,7 +154,7 @@ class Mover:
         )
 
     def _compute(self, assignment: Assignment) -> float:
-        """Seconds of its operations, or of a weight's readers, where an assignment has them."""
+        """Return the seconds of its operations, or of a weight's readers, under an assignment."""
         graph, topology = self.plan.graph, self.plan.topology
         return sum(
             self.free[0].seconds(graph.operations[op], topology[assignment.operations[op]])
@@ -163,7 +163,7 @@ class Mover:
         )
 
     def _modes(self, key: DeviceKey) -> Iterator[tuple[bool, DeviceKey | None]]:
-        """(whether operations move, home of the weights or None for where they are)."""
+        """Yield (whether operations move, new home of the weights or None if they stay)."""
         if self.kind != "weight" and self._settled(key):
             yield True, None
             return
@@ -179,7 +179,7 @@ class Mover:
                 yield True, cpu
 
     def _settled(self, key: DeviceKey) -> list[str]:
-        """Those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
+        """Return those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
         graph = self.plan.graph
         pinned = {w.name: k for n, k in self.plan.constraints.pin.items() if (w := graph.weight_named(n))}
         fixed = {**self.plan.fixed_weights, **pinned}
@@ -205,7 +205,7 @@ class Mover:
         return _outcome(self.plan, fit_together(self.free, moved))
 
     def _rule(self, key: DeviceKey) -> str:
-        """The constraint of the caller, or of an earlier plan, that forbids it."""
+        """Return the constraint of the caller, or of an earlier plan, that forbids it; empty if none does."""
         plan = self.plan
         pins = {n: k for n, k in plan.constraints.pin.items() if k != key and self._touched_by(n)}
         if pins:
@@ -228,7 +228,7 @@ class Mover:
     def _touched_by(self, pinned: str) -> bool:
         graph = self.plan.graph
         weight = graph.weight_named(pinned)
-        if weight is not None:  # the operations that read it may go, and stream it
+        if weight is not None:  # its readers may move, and stream it
             bound = self.kind == "weight" or not weight.streamable
             return bound and weight.name in self.owned
         names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
@@ -236,14 +236,14 @@ class Mover:
         under = not set(self.owned).isdisjoint(weights_within(graph, pinned))
         return under if self.kind == "weight" else inside or under
 
-    def _parted(self) -> str:
+    def _companions(self) -> str:
         if not self.along or self.kind == "weight":
             return ""
         shown = ", ".join(self.along[:3]) + (", ..." if len(self.along) > 3 else "")
         return f"must share a device with {shown}, which would move too"
 
     def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
-        """Whether the CPU would compute, or keep weights to be streamed where none are now."""
+        """Whether the CPU would compute, or weights would be streamed while none are now."""
         streams = any(one.schedule.prefetch_buffers for one in best.found)
         return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.prefetch_buffers)
 
@@ -260,12 +260,12 @@ def _outcome(plan: PlanData, found: Sequence[Evaluation]) -> _Outcome:
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
-    """These operations, and those that must stay with them: readers of a weight that is written, too."""
-    found = set(names).union(*(group for group in graph.together if not group.isdisjoint(names)))
-    return [name for name in graph.operations if name in found]
+    """Return these operations and those that must share a device with them, in order."""
+    closed = set(names).union(*(group for group in graph.together if not group.isdisjoint(names)))
+    return [name for name in graph.operations if name in closed]
 
 
-def _short(outcome: _Outcome) -> str:
+def _shortage(outcome: _Outcome) -> str:
     parts = [f"{key!r} is short of {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
     where = f" at {outcome.operation!r}" if outcome.operation else ""
     return f"{' and '.join(parts)}{where}" if parts else ""
@@ -286,7 +286,7 @@ def _compared(slower: float, offloads: bool) -> str:
 
 
 def only_read_by(graph: Graph, operations: Sequence[str]) -> list[str]:
-    """Weights that these operations read, and no other."""
+    """Return the weights that only these operations read."""
     inside = set(operations)
     return [
         name

@@ -1,4 +1,4 @@
-"""What more of one thing would save, and what would help a plan most: figures and text."""
+"""What an improvement would save, and which one helps a plan most: figures and text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Growth:
         devices: the key of the device, or those of the link's ends.
         like: keys of identical devices, for which the same holds.
         increase: bytes to add to the budget: for the answer the fewest that give its whole gain, for
-            others as many as the placement that was found needs. 0 for a link or a device, which is made
-            twice as fast.
+            others those that the placement found needs. 0 for a link or a device, which becomes twice as
+            fast.
         makespan: estimated seconds of the plan with the improvement.
         gain: seconds that it saves (for all but the answer: at least); 0 where it saves none.
         trials: bytes added -> estimated seconds, in the order of the bytes.
@@ -39,10 +39,10 @@ class Growth:
 
     @property
     def amount(self) -> str:
-        """By how much, as text."""
+        """The size of the improvement, as text."""
         if self.what != "memory":
             return "twice"
-        return f"+{size_text(self.increase)}" if self.increase else "any"  # and none of it saves time
+        return f"+{size_text(self.increase)}" if self.increase else "any"  # no amount saves time
 
     def __str__(self) -> str:
         if self.what == "memory":
@@ -54,7 +54,7 @@ class Growth:
 
     @property
     def saving(self) -> str:
-        """What it saves, as a sentence."""
+        """The time that it saves, as a sentence."""
         share = 100 * self.gain / (self.makespan + self.gain)
         return f"{self} would save {time_text(self.gain)} ({share:.1f} %)"
 
@@ -64,15 +64,15 @@ class Bottleneck:
     """Which budget, link or device limits a plan most.
 
     Attributes:
-        answer: the improvement that saves most: more memory if that helps at all, since a budget may grow
-            on the same machine; else a faster link or device. None if nothing helps.
+        answer: the improvement that saves most: more memory if that helps at all, since a budget may be
+            increased on the same machine; else a faster link or device. None if nothing helps.
         binds: whether more memory would help.
         growths: everything that was tried, the most useful first.
         makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
         compute_seconds: of all operations.
         transfer_seconds: of activations and gradients between devices.
-        streaming_seconds: in which it does nothing but copy weights, or wait for streamed ones.
-        io_seconds: of inputs and outputs. These four are the makespan.
+        streaming_seconds: in which the plan only copies weights, or waits for streamed ones.
+        io_seconds: of copies of inputs and outputs. These four add up to the makespan.
         hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
     """
 
@@ -99,7 +99,7 @@ class Bottleneck:
         return self.answer.saving if self.binds else f"no budget is binding; {self.answer.saving}"
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """Return all fields as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Why a stage is where it is, in a few words for each other device."""
+"""Reasons why a stage is where it is, in a few words for each other device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from graphplan.message_text import size_text
 from graphplan.report.data_flows import run_seconds
 from graphplan.report.text import device_text, operation_text, time_text
 
-_MOST = 12  # stages: those that take most time
-_EFFORT = 40_000  # operations, over all placements that are evaluated: about a second
+_MOST = 12  # stages that are examined: those that take most time
+_EFFORT = 40_000  # operations of all evaluated placements together: about a second
 
 
 def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
-    """Stage -> other device -> what it would cost to run it there, everything else unchanged.
+    """Return stage -> other device -> the cost of the stage there, everything else unchanged.
 
-    Of many stages or operations, the stages that take most time; none for what hooks run.
+    If there are many stages or operations, only for the slowest stages; empty for the method ``"hooks"``.
     """
     if plan.method == "hooks":
         return {}
@@ -27,23 +27,23 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
     seconds = run_seconds(plan.timeline)
     longest = sorted(plan.stages, key=lambda stage: -sum(seconds[name] for name in stage.operations))
     computing = [spec.key for spec in plan.topology.computing]
-    each = len(plan.graph.operations) * max(1, len(computing) - 1)
-    found: dict[int, dict[DeviceKey, str]] = {}
-    for stage in longest[: min(_MOST, _EFFORT // max(1, each))]:
+    effort_per_stage = len(plan.graph.operations) * max(1, len(computing) - 1)
+    reasons: dict[int, dict[DeviceKey, str]] = {}
+    for stage in longest[: min(_MOST, _EFFORT // max(1, effort_per_stage))]:
         owned = only_read_by(plan.graph, stage.operations)
         mover = Mover(plan, f"stage {stage.index}", "stage", owned, stage.operations)
         others = (key for key in computing if key != stage.device)
-        found[stage.index] = {key: _said(plan, mover.to(key)) for key in others}
-    return found
+        reasons[stage.index] = {key: _reason(plan, mover.to(key)) for key in others}
+    return reasons
 
 
-def _said(plan: PlanData, other: Alternative) -> str:
+def _reason(plan: PlanData, other: Alternative) -> str:
     if other.along:
         return "would take other operations along, which share memory with these"
-    said = [] if other.slower is None else [_slower(other.slower)]
+    parts = [] if other.slower is None else [_slower(other.slower)]
     if other.missing_bytes:
-        return "; ".join([*said, _lacks(plan, other.missing_bytes, other.operation)])
-    return "; ".join(said) if other.possible else other.obstacle
+        return "; ".join([*parts, _lacks(plan, other.missing_bytes, other.operation)])
+    return "; ".join(parts) if other.possible else other.obstacle
 
 
 def _slower(seconds: float) -> str:
@@ -56,5 +56,5 @@ def _lacks(plan: PlanData, missing: Mapping[DeviceKey, int], operation: str | No
     sizes = " and ".join(
         f"{size_text(nbytes)} too little on {device_text(key)}" for key, nbytes in missing.items()
     )
-    known = plan.graph.operations.get(operation or "")
-    return sizes + (f", at {operation_text(known)}" if known is not None else "")
+    peak_operation = plan.graph.operations.get(operation or "")
+    return sizes + (f", at {operation_text(peak_operation)}" if peak_operation is not None else "")
