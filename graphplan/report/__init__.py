@@ -1,4 +1,4 @@
-"""A plan for people and other programs: text, HTML page, pictures, files of other viewers.
+"""Reports of a plan for people and other programs: text, HTML page, pictures, files for other viewers.
 
-In: a plan, and a measured call where there is one. Out: text.
+Input: a plan, and a measured call if there is one. Output: text.
 """

@@ -1,4 +1,4 @@
-"""What passes between operations: the copies of a schedule, each from its maker to its first reader."""
+"""Data flow between operations: the copies of a schedule, each from its producer to its first reader."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Flow:
 
     Attributes:
         kind: ``"activation"``, ``"weight"``, ``"input"``, ``"output"``, ``"writeback"`` or ``"gradient"``.
-        names: the value, or the weights that are copied in one go.
-        source: where from.
-        destination: where to.
+        names: the value, or the weights that are copied together.
+        source: device that it is copied from.
+        destination: device that it is copied to.
         nbytes: bytes of the copy.
-        start: estimated seconds since the call began.
-        end: estimated seconds since the call began.
+        start: estimated seconds since the forward pass began.
+        end: likewise.
         maker: the operation that made the value; None for inputs and weights.
-        reader: the first operation there that reads it; None where none does, as for outputs.
+        reader: the first operation there that reads it; None if none does, as for outputs.
     """
 
     kind: str
@@ -41,17 +41,17 @@ class Flow:
 
 
 def run_seconds(timeline: Timeline) -> dict[str, float]:
-    """Operation -> the seconds that it takes."""
+    """Return operation -> its seconds."""
     return {event.name: event.end - event.start for event in timeline.events if event.kind == "run"}
 
 
 def made_bytes(graph: Graph, operation: Operation) -> int:
-    """Bytes of an operation's outputs."""
+    """Return the bytes of an operation's outputs."""
     return sum(graph.values[name].nbytes for name in operation.outputs)
 
 
 def timed_steps(plan: PlanData) -> Iterator[tuple[Run | Move | Load, Event]]:
-    """Each step that takes time, but for waits, with its estimated event."""
+    """Yield each step that takes time, except waits, with its event in the timeline."""
     events = iter(event for event in plan.timeline.events if event.kind != "wait")
     for step in plan.schedule.steps:
         if isinstance(step, Run | Move | Load):
@@ -59,21 +59,21 @@ def timed_steps(plan: PlanData) -> Iterator[tuple[Run | Move | Load, Event]]:
 
 
 def find_flows(plan: PlanData) -> tuple[Flow, ...]:
-    """Every copy of one call, in order."""
-    found: list[Flow] = []
-    coming: dict[tuple[str, DeviceKey], int] = {}  # what has arrived and was not read yet
+    """Return every copy of one forward pass, in order."""
+    flows: list[Flow] = []
+    unread: dict[tuple[str, DeviceKey], int] = {}  # not read since its copy -> index of the copy
     for step, event in timed_steps(plan):
         if isinstance(step, Run):
             for name in plan.graph.operations[step.operation].inputs:
-                index = coming.pop((name, step.device), None)
-                if index is not None and found[index].reader is None:
-                    found[index] = replace(found[index], reader=step.operation)
+                index = unread.pop((name, step.device), None)
+                if index is not None and flows[index].reader is None:
+                    flows[index] = replace(flows[index], reader=step.operation)
             continue
         names = step.weights if isinstance(step, Load) else (step.value,)
         kind = "weight" if isinstance(step, Load) else step.kind
         maker = None if kind in ("weight", "input") else plan.graph.producer.get(names[0])
         if kind not in ("output", "writeback"):
-            coming.update({(name, step.destination): len(found) for name in names})
+            unread.update({(name, step.destination): len(flows) for name in names})
         ends = (event.start, event.end, maker, None)
-        found.append(Flow(kind, names, step.source, step.destination, step.nbytes, *ends))
-    return tuple(found)
+        flows.append(Flow(kind, names, step.source, step.destination, step.nbytes, *ends))
+    return tuple(flows)

@@ -1,7 +1,7 @@
-"""A plan in graphviz's language: a cluster for each device, in it one for each of its stages.
+"""A plan in Graphviz's DOT language: a cluster for each device, which contains one for each of its stages.
 
-Graphviz takes minutes over thousands of nodes, and nobody reads them. Where a plan has more operations than
-``MOST_NODES``, a node is what one stage runs of one module, as deep as ``MOST_MODULES`` allows::
+Graphviz takes minutes for thousands of nodes, and nobody reads them. If a plan has more operations than
+``MOST_NODES``, a node is the part of a module in one stage, with modules as deep as ``MOST_MODULES`` allows::
 
     model.layers.3.self_attn
     22 operations
@@ -22,7 +22,7 @@ MOST_MODULES = 100
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What is drawn as one box."""
+    """One box of the drawing."""
 
     name: str
     label: str
@@ -30,7 +30,7 @@ class _Node:
 
 
 def to_dot(plan: PlanData) -> str:
-    """The operations, or modules of them, with bytes on the edges that cross from device to device."""
+    """Return the operations, or modules of them, with bytes on the edges between devices."""
     boxes = _boxes(plan)
     lines = [
         "digraph plan {",
@@ -56,7 +56,7 @@ def to_dot(plan: PlanData) -> str:
 
 
 def _boxes(plan: PlanData) -> dict[str, _Node]:
-    """Operation -> its box, in the order of the stages."""
+    """Return operation -> its box, in the order of the stages."""
     operations = plan.graph.operations
     names = [(stage.index, name) for stage in plan.stages for name in stage.operations]
     if len(names) <= MOST_NODES:
@@ -89,7 +89,7 @@ def _stage(index: int, boxes: dict[str, _Node], colour: str) -> Iterator[str]:
 
 
 def _edges(plan: PlanData, boxes: dict[str, _Node]) -> Iterator[str]:
-    """Each pair of boxes once; the bytes are of the values that are copied, each once."""
+    """Yield an edge for each connected pair of boxes; its bytes count each copied value once."""
     passed: dict[tuple[_Node, _Node], set[str]] = {}
     for maker, reader, values in plan.graph.edges():
         if maker in boxes and reader in boxes and boxes[maker] != boxes[reader]:

@@ -1,7 +1,7 @@
-"""A plan as one HTML file that needs nothing else: no network, no second file.
+"""A plan as one self-contained HTML file: no network, no second file.
 
-The template, the styles and the scripts are files of ``graphplan/report/assets``; the plan goes in as
-JSON. Names of a model are data only: in the page they are always set as text, and no text ends the JSON's
+The template, the styles and the scripts are files of ``graphplan/report/assets``; the plan is embedded as
+JSON. Names of a model are data only: the page always sets them as text, and no text can end the JSON's
 element.
 """
 
@@ -39,8 +39,8 @@ _SCRIPTS = (
     "spent.js",
     "main.js",
 )
-# an escape of JSON; the group has those that would hide or turn around what is beside them: controls, marks
-# without width, and those that set the direction of text
+# an escape of JSON; the group matches characters that hide or reorder text beside them: controls, zero-width
+# marks, and marks of text direction
 _ESCAPE = re.compile(
     r"\\(?:([bfnrt]|u00[01].|u00[89].|u00ad|u061c|u180e|u200[b-f]|u202[89a-e]|u206.|ufeff)|u....|.)"
 )
@@ -54,10 +54,10 @@ def to_html(
     remarks: Remarks | None = None,
     other: PlanData | None = None,
 ) -> str:
-    """The page of a plan, with a measured call and another plan of the same model beside, if they are given.
+    """Return the page of a plan, with a measured call and another plan of the same model if given.
 
     Raises:
-        PlanError: the other plan has no operation of this one.
+        PlanError: the other plan is of another graph.
     """
     title = title or "Plan"
     parts = {
@@ -66,21 +66,21 @@ def to_html(
         "scripts": "\n".join(f"<script>\n{asset(name)}</script>" for name in _SCRIPTS),
         "data": _embedded({"title": title, **page_data(plan, measured, remarks, other)}),
     }
-    return _SLOT.sub(lambda found: parts[found[1]], asset("page.html"))
+    return _SLOT.sub(lambda match: parts[match[1]], asset("page.html"))
 
 
 def asset(name: str) -> str:
-    """The text of a file of ``graphplan/report/assets``."""
+    """Return the text of a file of ``graphplan/report/assets``."""
     return files("graphplan.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def _plain(text: str) -> str:
-    """JSON whose strings show characters that cannot be seen by their numbers."""
-    return _ESCAPE.sub(lambda found: ("\\" if found[1] else "") + found[0], text)
+    """Return JSON whose strings show the numbers of invisible characters in their place."""
+    return _ESCAPE.sub(lambda match: ("\\" if match[1] else "") + match[0], text)
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON for an element of the page: without characters that could end the element or begin a comment."""
+    """Return JSON as an element of the page, without characters that could end it or begin a comment."""
     text = _plain(json.dumps(data, separators=(",", ":"), ensure_ascii=True))
     escaped = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return f'<script type="application/json" id="plan">{escaped}</script>'

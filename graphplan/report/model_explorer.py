@@ -25,7 +25,7 @@ _GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"
 def to_model_explorer(
     plan: PlanData, title: str = "Plan", measured: Measured | None = None
 ) -> dict[str, str]:
-    """Texts of JSON: ``""`` -> the graph, and for each way to colour it, its name -> the node data.
+    """Return JSON texts: ``""`` -> the graph; name of each colouring -> its node data.
 
     A measured forward pass is one more colouring.
     """
@@ -37,20 +37,20 @@ def to_model_explorer(
 
 
 def save_model_explorer(plan: PlanData, path: Path, title: str, measured: Measured | None = None) -> None:
-    """Write the graph to ``path``, and beside it each way to colour it (``plan.seconds.json``)."""
+    """Write the graph to ``path``, and each colouring to a file beside it (``plan.seconds.json``)."""
     for name, text in to_model_explorer(plan, title, measured).items():
         target = path.with_suffix(f".{name}.json") if name else path
         write_whole(target, text)
 
 
 def _namespaces(plan: PlanData) -> dict[str, str]:
-    """Operation -> the stage and the modules around it, joined by slashes."""
-    found = {}
+    """Return operation -> the stage and the modules around it, joined by slashes."""
+    namespaces = {}
     for stage in plan.stages:
         for name in stage.operations:
             path = plan.graph.operations[name].module_path.replace("/", "_").split(".")
-            found[name] = "/".join([_stage_name(stage.index, stage.device), *filter(None, path)])
-    return found
+            namespaces[name] = "/".join([_stage_name(stage.index, stage.device), *filter(None, path)])
+    return namespaces
 
 
 def _stage_name(index: int, device: object) -> str:
@@ -82,7 +82,7 @@ def _nodes(plan: PlanData) -> list[dict[str, Any]]:
                     for i, name in enumerate(operation.inputs)
                 ],
                 "outputsMetadata": [
-                    {"id": str(i), "attrs": _form(plan, name)} for i, name in enumerate(operation.outputs)
+                    {"id": str(i), "attrs": _metadata(plan, name)} for i, name in enumerate(operation.outputs)
                 ],
             }
         )
@@ -102,7 +102,7 @@ def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in facts.items() if value]
 
 
-def _form(plan: PlanData, name: str) -> list[dict[str, str]]:
+def _metadata(plan: PlanData, name: str) -> list[dict[str, str]]:
     shape = shape_text(plan.graph.values[name])
     return [{"key": "name", "value": name}, *([{"key": "tensor_shape", "value": shape}] if shape else [])]
 
@@ -130,7 +130,7 @@ def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str,
     homes = plan.schedule.assignment.operations
     colour = {key: f"{light}66" for key, (light, _) in device_colours(plan.topology).items()}
     made = {op.name: made_bytes(plan.graph, op) for op in plan.graph.operations.values()}
-    found = {
+    colourings = {
         "device": {
             "name": "device",
             "results": {n: {"value": str(k), "bgColor": colour.get(k, "#dddddd")} for n, k in homes.items()},
@@ -139,8 +139,8 @@ def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str,
         "seconds": _graded("estimated seconds", run_seconds(plan.timeline)),
     }
     if measured is not None:
-        found["measured"] = _graded("measured seconds", run_seconds(measured.timeline))
-    return found
+        colourings["measured"] = _graded("measured seconds", run_seconds(measured.timeline))
+    return colourings
 
 
 def _graded(name: str, figures: dict[str, Any]) -> dict[str, Any]:

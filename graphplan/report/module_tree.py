@@ -9,8 +9,8 @@ For a stage that runs ``layers.6.norm``, ``layers.6.attn.q`` and ``layers.6.attn
           q       -> one operation
           k       -> one operation
 
-A module with nothing but one module inside is one group with it. Where a group has more children than a
-person can look at, consecutive ones are put into runs.
+A module that contains only another module is merged with it. If a group has more children than a person can
+look at, consecutive ones are put into runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 from graphplan.ir.plan_data import PlanData
 
 MOST_CHILDREN = 96
-_MOST_PATHS = 0.8  # of a model's operations: what so many are in is said of none
+_MOST_PATHS = 0.8  # share of a model's operations: a prefix of so many paths is not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Group:
 
     Attributes:
         kind: a stage, a module, or a run of siblings.
-        label: what it is called beside its siblings (``"self_attn"``).
-        path: of the module; of a run, that of the module around it.
+        label: its name among its siblings (``"self_attn"``).
+        path: of the module; for a run, of the module around it.
         operations: names of all operations inside, in order.
-        children: the groups and the operations right inside, in order of their first operation.
+        children: the groups and operations directly inside, in order of their first operation.
     """
 
     kind: Literal["stage", "module", "run"]
@@ -47,7 +47,7 @@ class Group:
 
 
 def stage_groups(plan: PlanData) -> tuple[Group, ...]:
-    """One group for each stage of a plan."""
+    """Return one group for each stage of a plan."""
     paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
     prefix = _shared_prefix([path for path in paths.values() if path])
     return tuple(
@@ -63,14 +63,14 @@ def stage_groups(plan: PlanData) -> tuple[Group, ...]:
 
 
 def _opened(children: tuple[Group | str, ...]) -> tuple[Group | str, ...]:
-    """A stage shows what is inside its only module."""
+    """Replace a single module by its children, repeatedly."""
     while len(children) == 1 and isinstance(children[0], Group):
         children = children[0].children
     return children
 
 
 def _shared_prefix(paths: Sequence[str]) -> str:
-    """What most modules of a model begin with, and so says nothing of a stage: ``"model."``."""
+    """Return the prefix of most modules of a model, which says nothing about a stage: ``"model."``."""
     prefix = ""
     while True:
         below = [path[len(prefix) :].split(".") for path in paths if path.startswith(prefix)]
@@ -87,7 +87,7 @@ def _shared_prefix(paths: Sequence[str]) -> str:
 
 
 def _span(paths: Sequence[str], prefix: str) -> str:
-    """The first and the last module, without the prefix that most of the model's have."""
+    """Return the first and the last module as text, without the prefix of most modules of the model."""
     named = [path for path in paths if path]
     if not named:
         return ""
@@ -96,7 +96,7 @@ def _span(paths: Sequence[str], prefix: str) -> str:
 
 
 def _outer(path: str) -> str:
-    """The outer part of a path: as far as its first number (``"encoder.block.0"``), else two names."""
+    """Return the outer part of a path: up to its first number (``"encoder.block.0"``), else two names."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 1)
     return ".".join(parts[: number + 1])
@@ -107,23 +107,23 @@ def _children(names: Sequence[str], path: str, paths: dict[str, str]) -> tuple[G
     inside: dict[tuple[str, str], list[str]] = {}
     for name in names:
         child = paths[name][start:].partition(".")[0]
-        own = "" if child else name  # an operation of the module's own is a child by itself
+        own = "" if child else name  # an operation of the module itself is a child of its own
         inside.setdefault((child, own), []).append(name)
-    found = [own or _module(child, path, members, paths) for (child, own), members in inside.items()]
-    return _in_runs(found, path)
+    children = [own or _module(child, path, members, paths) for (child, own), members in inside.items()]
+    return _in_runs(children, path)
 
 
 def _module(child: str, path: str, members: Sequence[str], paths: dict[str, str]) -> Group:
-    own = f"{path}.{child}" if path else child
-    children = _children(members, own, paths)
+    inner_path = f"{path}.{child}" if path else child
+    children = _children(members, inner_path, paths)
     if len(children) == 1 and isinstance(children[0], Group) and children[0].kind == "module":
         only = children[0]
         return Group("module", _label(only.path, path), only.path, only.operations, only.children)
-    return Group("module", _label(own, path), own, tuple(members), children)
+    return Group("module", _label(inner_path, path), inner_path, tuple(members), children)
 
 
 def _label(path: str, outer: str) -> str:
-    """What a module is called inside another one."""
+    """Return the name of a module inside another one."""
     inside = path[len(outer) + 1 if outer else 0 :]
     # a number says nothing without the name before it
     return f"{outer.rpartition('.')[2]}.{inside}" if outer and inside.partition(".")[0].isdigit() else inside

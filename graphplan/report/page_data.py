@@ -1,8 +1,7 @@
-"""What the page shows, as plain data: numbers in columns, names once, everything else by index.
+"""The data of the page: numbers in columns, names once, references by index.
 
-Groups, operations, weights, devices, modules and source lines are lists; what refers to one of them does
-so by its position. A child of a group is the position of another group, or ``-1 - position`` of an
-operation.
+Groups, operations, weights, devices, modules and source lines are lists, and references to their items are
+positions. A child of a group is the position of another group, or ``-1 - position`` of an operation.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def page_data(
     remarks: Remarks | None = None,
     other: PlanData | None = None,
 ) -> dict[str, Any]:
-    """Everything that the page of a plan needs, as for :func:`graphplan.report.html_page.to_html`.
+    """Return the data of a plan's page, for the arguments of :func:`graphplan.report.html_page.to_html`.
 
     Raises:
-        PlanError: the other plan has no operation of this one.
+        PlanError: the other plan is of another graph.
     """
     remarks = remarks or Remarks()
     return {
@@ -45,7 +44,7 @@ def page_data(
 
 
 def _positions(items: Iterable[Any]) -> dict[Any, int]:
-    """Item -> its position among those that differ."""
+    """Return item -> its position among the distinct items."""
     return {item: index for index, item in enumerate(dict.fromkeys(items))}
 
 
@@ -121,7 +120,7 @@ class _PageWriter:
 
     def _device(self, key: DeviceKey) -> dict[str, Any]:
         plan = self.plan
-        # the caller's own device may be none of the plan's
+        # the caller's device need not be one of the plan's
         spec = next((spec for spec in plan.topology.devices if spec.key == key), None)
         peak = plan.peaks[key]
         buffer = prefetch_bytes(plan.schedule.prefetch_buffers).get(key, 0)
@@ -142,7 +141,7 @@ class _PageWriter:
         }
 
     def _links(self) -> list[dict[str, Any]]:
-        """Those that the plan uses, and the figures that it counts with."""
+        """Return the links that the plan uses, with their assumed figures."""
         ends = dict.fromkeys((copy.source, copy.destination) for copy in self.plan.schedule.copies())
         return [
             {"from": self.device[a], "to": self.device[b], **asdict(self.plan.topology.link(a, b))}
@@ -150,11 +149,11 @@ class _PageWriter:
         ]
 
     def _peak_position(self, step: int) -> int:
-        """How many operations ran before a step."""
+        """Return how many operations run before a step."""
         return sum(isinstance(s, Run) for s in self.plan.schedule.steps[: max(0, step)])
 
     def _memory(self, key: DeviceKey) -> list[int]:
-        """Position among the operations and most bytes from there on, for each change."""
+        """Return position among the operations and peak bytes from there on, for each change, flat."""
         line: list[int] = []
         position, most = 0, 0
         profile = self.plan.memory.profile[key]
@@ -172,7 +171,7 @@ class _PageWriter:
         return line
 
     def _phases(self) -> list[dict[str, Any]]:
-        """Where the phases of a training step begin among its operations; none for a forward pass alone."""
+        """Return where the phases of a training step begin among its operations; none for a forward pass."""
         if not self.graph.trains:
             return []
         runs = [step.operation for step in self.plan.schedule.steps if isinstance(step, Run)]
@@ -205,7 +204,7 @@ class _PageWriter:
         return index
 
     def _elsewhere(self, stage: Stage) -> list[list[str]]:
-        """Other devices, and what it would cost to run a stage there."""
+        """Return other devices, and what it would cost to run a stage there."""
         said = self.remarks.elsewhere.get(stage.index, {})
         return [[device_name(key), text] for key, text in said.items()]
 
@@ -240,7 +239,7 @@ class _PageWriter:
     # -- what passes and when ---------------------------------------------------------------------
 
     def _dependencies(self) -> list[int]:
-        """Producer and consumer of each edge, one after the other."""
+        """Return the producer and the consumer of each edge, flat."""
         return [self.operation[end] for edge in self.graph.edges() for end in edge[:2]]
 
     def _flows(self) -> list[dict[str, Any]]:
@@ -260,7 +259,7 @@ class _PageWriter:
         ]
 
     def _events(self, timeline: Timeline) -> dict[str, Any]:
-        """What takes time; an operation by its position, anything else by what it copies."""
+        """Return events in columns; ``what`` is an operation's position, or the name of what is copied."""
         events = timeline.events
         return {
             "seconds": timeline.seconds,

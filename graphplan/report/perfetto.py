@@ -1,8 +1,8 @@
 """The timeline of a call in Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
 
-Each device has a track for what it computes, for what arrives and for streamed weights, and a counter of
-its bytes; arrows lead from the operation that makes a value to its copy. A measured call is a second
-process beside the estimated one. Times are microseconds, as the format wants them.
+Each device has tracks for computation, for arriving transfers and for streamed weights, and a counter of its
+bytes; arrows lead from the producer of a value to its copy. A measured call is a second process beside the
+estimated one. Times are microseconds, as the format requires.
 
 Source: the Trace Event Format (Google, 2016).
 """
@@ -25,7 +25,7 @@ _TRACKS = {"run": 1, "wait": 1, "move": 2, "load": 3}
 
 
 def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
-    """The trace of the estimated call, and of a measured one beside it, as JSON text."""
+    """Return the trace of the estimated call, and of a measured one beside it, as JSON text."""
     writer = _TraceWriter(plan)
     events = [*writer.process(_ESTIMATED, "estimated", plan.timeline), *writer.memory(), *writer.arrows()]
     if measured is not None:
@@ -72,11 +72,11 @@ class _TraceWriter:
             }
         if event.name in graph.values:
             return {"bytes": graph.values[event.name].copy_bytes}
-        weights = event.weights or (event.name,)  # copied ahead, or by itself
+        weights = event.weights or (event.name,)  # a prefetched segment, or a single weight
         return {"weights": list(weights), "bytes": sum(graph.weights[name].nbytes for name in weights)}
 
     def memory(self) -> Iterator[dict[str, Any]]:
-        """A counter for each device: weights, and all else that it holds during a step."""
+        """Yield a counter for each device: weights, and everything else that it holds during a step."""
         starts = {id(step): event.start for step, event in timed_steps(self.plan)}
         for key in self.device:
             weights, before, now = self.plan.peaks[key].weights, -1, 0.0
@@ -87,20 +87,20 @@ class _TraceWriter:
                 before = nbytes
 
     def measured_peaks(self, measured: Measured) -> Iterator[dict[str, Any]]:
-        """A counter for each device that counts its bytes: the peak, as a level."""
+        """Yield a counter for each device with a measured peak: the peak, as a constant level."""
         for key, nbytes in measured.peak_bytes.items():
             weights = min(nbytes, self.plan.peaks[key].weights)
             yield _counter(_MEASURED, f"measured peak of {device_text(key)}", 0.0, weights, nbytes)
 
     def arrows(self) -> Iterator[dict[str, Any]]:
-        """From the middle of the operation that makes a value to the middle of its copy."""
+        """Yield arrows from the middle of a value's producer to the middle of its copy."""
         runs = {event.name: event for event in self.plan.timeline.events if event.kind == "run"}
         for number, flow in enumerate(find_flows(self.plan)):
             if flow.maker is None:
                 continue
-            made = runs[flow.maker]
-            copied = Event("move", flow.names[0], flow.destination, flow.start, flow.end)
-            for phase, event in (("s", made), ("f", copied)):
+            producer = runs[flow.maker]
+            copy = Event("move", flow.names[0], flow.destination, flow.start, flow.end)
+            for phase, event in (("s", producer), ("f", copy)):
                 middle = (event.start + event.end) / 2
                 place = {"pid": _ESTIMATED, "tid": self._track(event), "ts": middle * 1e6}
                 end = {"bp": "e"} if phase == "f" else {}
@@ -108,14 +108,14 @@ class _TraceWriter:
 
 
 def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
-    """What a process or a track is called, or its place."""
+    """Return an event that names or orders a process or a track."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
 def bar(
     name: str, kind: str, start: float, end: float, pid: int, tid: int, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What takes time, in a track."""
+    """Return an event that takes time, in a track."""
     place = {"ts": start * 1e6, "dur": (end - start) * 1e6, "pid": pid, "tid": tid}
     return {"ph": "X", "name": name, "cat": kind, **place, "args": arguments}
 

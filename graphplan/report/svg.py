@@ -1,6 +1,6 @@
-"""A plan as one still picture: stages over time in the lane of their device, and memory below.
+"""A plan as one still picture: stages over time, in the lane of their device, and memory below.
 
-Stages and streams are as wide as their estimated time. The memory of each device is drawn over the order
+The width of stages and prefetches is their estimated time. The memory of each device is drawn over the order
 of operations, with its budget.
 """
 
@@ -35,11 +35,11 @@ _LINE, _ACTIVATION, _BUDGET, _MEASURED = "#e1e5eb", "#e3a94a", "#c4372c", "#7a3f
 
 
 def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None) -> str:
-    """The picture as text; the peaks of a measured call are drawn beside the estimated ones."""
+    """Return the picture as text; peaks of a measured call are drawn with the estimated ones."""
     return "\n".join(_Picture(plan, title, measured).lines()) + "\n"
 
 
-_LETTER = 7.0  # width of one, in the sizes of moves
+_LETTER = 7.0  # width of a letter in the sizes of transfers
 
 
 class _Picture:
@@ -48,7 +48,7 @@ class _Picture:
         self.specs = plan.topology.devices
         self.lane = {spec.key: index for index, spec in enumerate(self.specs)}
         self.flows, self.colours = find_flows(plan), device_colours(plan.topology)
-        self.written: dict[int, list[tuple[float, float]]] = {}  # row -> where sizes are
+        self.written: dict[int, list[tuple[float, float]]] = {}  # row -> (left, right) of the sizes in it
         self.memory_top = _HEAD + _LANE * len(self.specs) + 56
         self.height = self.memory_top + _CHART * len(self.specs) + 12
 
@@ -125,19 +125,19 @@ class _Picture:
                 yield titled(note, rect(self._x(flow.start), top, width, _STREAM, colour, opacity=0.5))
 
     def _arrows(self) -> Sequence[Flow]:
-        """Transfers; those between the same devices that follow one another closely are one."""
-        found: list[Flow] = []
+        """Return transfers; those between the same devices that closely follow each other are merged."""
+        drawn: list[Flow] = []
         last: dict[tuple[DeviceKey, DeviceKey], int] = {}
         for flow in self.flows:
             if flow.kind != "activation":
                 continue
             index = last.get((flow.source, flow.destination))
-            if index is not None and flow.start - found[index].end < 0.06 * self.plan.makespan:
-                found[index] = replace(found[index], end=flow.end, nbytes=found[index].nbytes + flow.nbytes)
+            if index is not None and flow.start - drawn[index].end < 0.06 * self.plan.makespan:
+                drawn[index] = replace(drawn[index], end=flow.end, nbytes=drawn[index].nbytes + flow.nbytes)
             else:
-                last[flow.source, flow.destination] = len(found)
-                found.append(flow)
-        return found
+                last[flow.source, flow.destination] = len(drawn)
+                drawn.append(flow)
+        return drawn
 
     def _arrow(self, arrow: Flow) -> Iterator[str]:
         source, target = self.lane[arrow.source], self.lane[arrow.destination]
@@ -155,7 +155,7 @@ class _Picture:
             yield text(*place, size, TRANSFER, size=11, weight=600, halo=True)
 
     def _is_free(self, left: float, top: float, width: float) -> bool:
-        """Whether a text has room there, which it then takes; the arrow's title says it in any case."""
+        """Reserve room for a text; return whether there was. The arrow's tooltip has the text in any case."""
         taken = self.written.setdefault(round(top), [])
         right = left + width
         free = right < _WIDTH and all(right < start or left > end for start, end in taken)
@@ -192,10 +192,10 @@ class _Picture:
         if not far:
             yield _dashed(top, _BUDGET)
         yield text(_WIDTH - _RIGHT, top - 4, budget, _BUDGET, anchor="end", size=11, halo=True)
-        at = _LEFT + (max(0, peak.step) + 0.5) * across
-        yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{INK}" stroke="#fff"/>'
-        known = plan.graph.operations.get(peak.operation or "")
-        where = peak.operation if known is None else operation_text(known)
+        x = _LEFT + (max(0, peak.step) + 0.5) * across
+        yield f'<circle cx="{x:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{INK}" stroke="#fff"/>'
+        operation = plan.graph.operations.get(peak.operation or "")
+        where = peak.operation if operation is None else operation_text(operation)
         note = f"peak {size_text(peak.nbytes)}" + (f" at {where}" if where else "")
         if self.measured is not None and spec.key in self.measured.peak_bytes:
             nbytes = self.measured.peak_bytes[spec.key]
@@ -205,7 +205,7 @@ class _Picture:
 
 
 def _changes(levels: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The last position of each run of equal levels, and its level."""
+    """Yield the last position and the level of each run of equal levels."""
     for _, run in groupby(enumerate(levels), key=itemgetter(1)):
         yield deque(run, maxlen=1)[0]
 

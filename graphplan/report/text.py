@@ -1,4 +1,4 @@
-"""A plan as text, and the forms of its figures."""
+"""A plan as text, and the formats of its figures."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from graphplan.message_text import size_text
 from graphplan.report.data_flows import find_flows
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
-"""One for each accelerator, in the order of ``max_memory``; the palette of the page, SVG and DOT."""
+"""Colours of accelerators, in the order of ``max_memory``, on the page, in SVG and in DOT."""
 _DARK = ("#7aa5f7", "#45c4b4", "#b58df0", "#f07fb0", "#86c972", "#6cc5e6")  # the same on a dark page
-_WHERE = 38  # characters that a place takes in a table, which a terminal of 100 shows in one line
+_WHERE = 38  # most characters of "peak at", so that a table fits a terminal of 100 columns
 _OTHER = {CPU: ("#64748b", "#94a3b8"), DISK: ("#8a6d52", "#c1a487")}
 
 
 def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
-    """Device key -> its colour on a light page and on a dark one; the caller's own CPU included."""
+    """Return device key -> its colours on a light and on a dark page; the caller's CPU is included."""
     accelerators = [spec.key for spec in topology.accelerators]
     pairs = list(zip(COLOURS, _DARK, strict=True))
-    found = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
-    other = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}
-    return {CPU: _OTHER[CPU], **found, **other}
+    of_accelerators = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
+    of_others = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}
+    return {CPU: _OTHER[CPU], **of_accelerators, **of_others}
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people: ``0.0015 -> "1.50 ms"``."""
+    """Return seconds as text: ``0.0015 -> "1.50 ms"``."""
     if round(seconds * 1e6, 1) < 1000:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if round(seconds * 1e3, 2) < 1000 else f"{seconds:.2f} s"
 
 
 def device_text(key: DeviceKey) -> str:
-    """A device in a sentence: ``"GPU 0"``, ``"the CPU"``, ``"cuda:1"``."""
+    """Return a device for a sentence: ``"GPU 0"``, ``"the CPU"``, ``"cuda:1"``."""
     return f"GPU {key}" if isinstance(key, int) else {"cpu": "the CPU", "disk": "the disk"}.get(key, key)
 
 
 def operation_text(operation: Operation) -> str:
-    """An operation by its module: ``"lm_head (linear)"``; by its own name outside of any."""
+    """Return an operation by its module: ``"lm_head (linear)"``; by its own name if it has none."""
     path = operation.module_path
     return f"{path} ({operation.target})" if path else operation.name
 
 
 def device_name(key: DeviceKey) -> str:
-    """A device as a label: ``"GPU 0"``, ``"CPU"``, ``"cuda:1"``."""
+    """Return a device for a label: ``"GPU 0"``, ``"CPU"``, ``"cuda:1"``."""
     return device_text(key).removeprefix("the ")
 
 
 def shape_text(value: Value) -> str:
-    """Dtype and sizes of a value (``float32[2, 4]``); empty where they are unknown."""
+    """Return dtype and shape of a value (``float32[2, 4]``); empty if unknown."""
     return f"{value.dtype}{list(value.shape)}" if value.dtype else ""
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines: the first and the last column to the left, figures to the right."""
+    """Return the lines of a table: first and last column left-aligned, others right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -69,7 +69,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def summary_text(plan: PlanData) -> str:
-    """The plan as a table that a person can read."""
+    """Return the plan as a readable table."""
     graph = plan.graph
     weights = size_text(graph.weight_bytes)
     hooked = plan.method == "hooks"
@@ -98,12 +98,12 @@ def summary_text(plan: PlanData) -> str:
 
 
 def count_text(count: int, one: str, many: str = "") -> str:
-    """A number of things: ``1 copy``, ``2 copies``."""
+    """Return a number with its noun: ``1 copy``, ``2 copies``."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def gap_text(plan: PlanData, digits: int = 1) -> str:
-    """How far from optimal a plan may be, and what proved that; without a bound nobody knows."""
+    """Return how far from optimal a plan may be, and the proof; the gap is unknown without a bound."""
     if not (plan.lower_bound > 0 or plan.makespan == 0):
         return f"gap unknown ({plan.proof})"
     gap = f"{100 * plan.gap:.{digits}f} %"
@@ -111,7 +111,7 @@ def gap_text(plan: PlanData, digits: int = 1) -> str:
 
 
 def _sliced(plan: PlanData) -> list[str]:
-    """How the weights that no accelerator holds are sliced, and where their parts are read from."""
+    """Return a line for each sliced weight, with the devices of its parts."""
     lines = []
     for name in dict.fromkeys(part.part_of for part in plan.graph.parts):
         parts = [part for part in plan.graph.parts if part.part_of == name]
@@ -124,7 +124,7 @@ def _sliced(plan: PlanData) -> list[str]:
 
 
 def _saved_less(plan: PlanData) -> list[str]:
-    """What a training step computes again, and what waits in CPU memory, instead of being saved."""
+    """Return lines on recomputation, the optimizer and offloading in a training step."""
     lines = []
     if plan.recomputed:
         lines.append(
@@ -141,7 +141,7 @@ def _saved_less(plan: PlanData) -> list[str]:
 
 
 def _moves(plan: PlanData) -> list[str]:
-    """What moves in a forward pass; no line of what does not."""
+    """Return lines on transfers and weight streaming, if there are any."""
     lines, call, buffers = [], plan.graph.call, plan.schedule.prefetch_buffers
     if plan.transfers:
         count = count_text(len(plan.transfers), "value")
@@ -185,16 +185,16 @@ def _devices(plan: PlanData) -> list[str]:
 
 
 def _where(plan: PlanData, operation: str) -> str:
-    """What runs at a peak: an operation by its module, the optimizer, or nothing yet."""
-    found = plan.graph.operations.get(operation)
-    if found is None:
+    """Return what runs at a peak: an operation by its module, the optimizer, or ``-`` before any."""
+    known = plan.graph.operations.get(operation)
+    if known is None:
         return operation or "-"
-    text = operation_text(found)
-    return text if len(text) <= _WHERE else _shortened(found.module_path or text)
+    label = operation_text(known)
+    return label if len(label) <= _WHERE else _shortened(known.module_path or label)
 
 
 def _shortened(path: str) -> str:
-    """A long path without its middle: ``"encoder.layer.0...intermediate_act_fn"``."""
+    """Return a long path without its middle: ``"encoder.layer.0...intermediate_act_fn"``."""
     *parts, last = path.split(".")
     while parts and len(path) > _WHERE:
         path = f"{'.'.join(parts)}...{last}"
@@ -203,13 +203,13 @@ def _shortened(path: str) -> str:
 
 
 def module_range(plan: PlanData, stage: Stage) -> str:
-    """The modules of the first and the last operation of a stage."""
+    """Return the modules of the first and the last operation of a stage."""
     ends = (plan.graph.operations[stage.operations[at]].module_path or "(root)" for at in (0, -1))
     return " .. ".join(dict.fromkeys(ends))
 
 
 def _stages(plan: PlanData) -> list[str]:
-    first_read: Counter[str] = Counter()  # by operation
+    first_read: Counter[str] = Counter()  # operation -> bytes that it is the first to read
     for flow in find_flows(plan):
         if flow.kind == "activation" and flow.reader is not None:
             first_read[flow.reader] += flow.nbytes

@@ -13,8 +13,8 @@ from graphplan.ir.schedule import Move, MoveKind
 from graphplan.report.data_flows import run_seconds, timed_steps
 from graphplan.report.text import device_text, time_text
 
-_MOST = 0.8  # of what a device computes, and of a module: one with less is not what takes the time there
-_MUCH = 0.15  # of the makespan: what takes so much is named too
+_MOST = 0.8  # a module explains a device's time if it has so much of it, and runs so much there
+_MUCH = 0.15  # of the makespan: other parts that take so much are named too
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class TimeParts:
     """Seconds of one forward pass; together they are its makespan.
 
     Attributes:
-        compute: device -> of the operations that it runs.
+        compute: device -> seconds of the operations that it runs.
         transfers: of activations and gradients between devices.
-        streaming: in which nothing happens but copying weights, or waiting for streamed ones.
+        streaming: only for copies of weights, or waits for streamed ones.
         inputs: to copy inputs from the caller's device.
         outputs: to copy outputs back to it.
     """
@@ -37,7 +37,7 @@ class TimeParts:
 
 
 def time_parts(plan: PlanData) -> TimeParts:
-    """What one forward pass does, in seconds of each."""
+    """Return the seconds of each part of a forward pass."""
     timeline, moved = plan.timeline, dict.fromkeys(get_args(MoveKind), 0.0)
     for step, event in timed_steps(plan):
         if isinstance(step, Move):
@@ -52,10 +52,10 @@ def time_parts(plan: PlanData) -> TimeParts:
 
 
 def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str | None, float]:
-    """The innermost module that has most of what a device computes, and its seconds there.
+    """Return the innermost module with most of a device's compute time, and its seconds there.
 
-    A module that other devices compute as well, such as the stack of all layers, is none: None stands for
-    everything that the device computes, the empty path for the whole model.
+    Modules that run on other devices too, such as the stack of all layers, are excluded. None stands for all
+    that the device computes, the empty path for the whole model.
     """
     seconds, devices = run_seconds(plan.timeline), plan.schedule.assignment.operations
     inside, everywhere = {"": 0.0}, {"": 0.0}  # the whole model
@@ -66,20 +66,20 @@ def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str | None, float
             everywhere[path] = everywhere.get(path, 0.0) + spent
             if devices[operation.name] == device:
                 inside[path] = inside.get(path, 0.0) + spent
-    here = (path for path, spent in inside.items() if spent >= _MOST * max(inside[""], everywhere[path]))
-    found = max(here, key=len, default=None)
-    return found, inside[found or ""]
+    paths = (path for path, spent in inside.items() if spent >= _MOST * max(inside[""], everywhere[path]))
+    slowest = max(paths, key=len, default=None)
+    return slowest, inside[slowest or ""]
 
 
 def what_takes_the_time(plan: PlanData) -> str:
-    """One sentence: "92 % of 168.60 ms is `decode_head` on the CPU"; empty where nothing takes time.
+    """Return a sentence: "92 % of 168.60 ms is `decode_head` on the CPU"; empty if nothing takes time.
 
-    What else takes much is named after it: ", 45 % waiting for streamed weights".
+    Other large parts follow: ", 45 % waiting for streamed weights".
     """
     if not plan.makespan:
         return ""
     parts = time_parts(plan)
-    found = {
+    spent_on = {
         "transfers between devices": parts.transfers,
         "waiting for streamed weights": parts.streaming,
         "copies of inputs and outputs": parts.inputs + parts.outputs,
@@ -87,8 +87,8 @@ def what_takes_the_time(plan: PlanData) -> str:
     for key, seconds in parts.compute.items():
         path, spent = slowest_module(plan, key) if seconds else (None, 0.0)
         name = f"`{path}`" if path else "computing"
-        found[f"{name} on {device_text(key)}"] = spent
-    first, *others = sorted(found, key=lambda name: -found[name])
-    said = f"{100 * found[first] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {first}"
-    much = (name for name in others if found[name] >= _MUCH * plan.makespan)
-    return ", ".join([said, *(f"{100 * found[name] / plan.makespan:.0f} % {name}" for name in much)])
+        spent_on[f"{name} on {device_text(key)}"] = spent
+    first, *others = sorted(spent_on, key=lambda name: -spent_on[name])
+    largest = f"{100 * spent_on[first] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {first}"
+    large = (name for name in others if spent_on[name] >= _MUCH * plan.makespan)
+    return ", ".join([largest, *(f"{100 * spent_on[name] / plan.makespan:.0f} % {name}" for name in large)])

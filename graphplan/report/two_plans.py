@@ -1,4 +1,4 @@
-"""Two plans of one model side by side: their figures, and what is on another device."""
+"""Two plans of one model side by side: their figures, and what is on different devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[DeviceKey, DeviceKey]  # the device in the other plan, and in this 
 
 
 def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
-    """What the page of a plan says of another one.
+    """Return the comparison with another plan for the page of a plan.
 
     Raises:
         PlanError: the other plan is of another graph.
@@ -42,26 +42,26 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
 
 
 def moved_together(pairs: Mapping[str, Pair], paths: Mapping[str, str]) -> dict[tuple[str, Pair], list[str]]:
-    """What is on another device, by the outermost modules that moved as a whole.
+    """Return what is on another device, grouped by the outermost modules that moved as a whole.
 
     Args:
         pairs: name -> its devices in both plans.
-        paths: name -> the module that it is in.
+        paths: name -> path of its module.
     """
     inside: dict[str, set[Pair]] = {}
     for name, pair in pairs.items():
         for path in _outwards(paths[name]):
             inside.setdefault(path, set()).add(pair)
-    found: dict[tuple[str, Pair], list[str]] = {}
+    groups: dict[tuple[str, Pair], list[str]] = {}
     for name, pair in pairs.items():
         if pair[0] != pair[1]:
             whole = (path for path in _outwards(paths[name]) if len(inside[path]) == 1)
-            found.setdefault((next(whole, paths[name]), pair), []).append(name)
-    return found
+            groups.setdefault((next(whole, paths[name]), pair), []).append(name)
+    return groups
 
 
 def _outwards(path: str) -> Iterable[str]:
-    """The modules around something, the outermost first: ``a.b`` -> ``a``, ``a.b``."""
+    """Return the modules of a path, the outermost first: ``a.b`` -> ``a``, ``a.b``."""
     return accumulate(path.split("."), "{}.{}".format)
 
 
@@ -81,7 +81,7 @@ def _figures(plan: PlanData) -> dict[str, Any]:
 
 
 def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
-    """Peak and budget of each device of either plan; None where a plan lacks it."""
+    """Return the peaks and budgets of each device of either plan; None if a plan lacks the device."""
     return [
         {
             "device": device_name(key),
@@ -119,7 +119,7 @@ def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
 def _moved(
     here: Mapping[str, DeviceKey], there: Mapping[str, DeviceKey], paths: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """What moved together: its module and devices, for people, and the names; ``paths`` is in their order."""
+    """Yield what moved together: module and devices as text, and the names, in the order of ``paths``."""
     pairs = {name: (there[name], here[name]) for name in paths if name in there and name in here}
     for (path, (before, now)), names in moved_together(pairs, paths).items():
         yield {"module": path or "(root)", "from": device_name(before), "to": device_name(now)}, names

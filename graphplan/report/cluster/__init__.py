@@ -1,1 +1,1 @@
-"""Text, page and timeline of a plan over several machines. In: a `ClusterPlan`. Out: text."""
+"""Text, page and timeline of a plan over several machines. Input: a `ClusterPlan`. Output: text."""

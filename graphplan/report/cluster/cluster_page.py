@@ -1,4 +1,4 @@
-"""The plan of several machines as one HTML file: its figures, the picture of a batch, and a table.
+"""The plan of several machines as one HTML file: figures, the picture of a batch, and a table.
 
 The styles are those of a plan's page. There is no script: names are escaped when the page is made.
 """
@@ -26,7 +26,7 @@ from graphplan.report.text import count_text, time_text
 
 
 def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Sequence[Slot] = ()) -> str:
-    """The page of a plan, with one measured batch below the estimated one if it is given."""
+    """Return the page of a plan, with a measured batch, if given, below the estimated one."""
     title = title or "Plan"
     used = count_text(len(plan.used), "machine")
     parts = count_text(plan.microbatches, "microbatch", "microbatches")

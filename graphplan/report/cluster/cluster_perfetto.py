@@ -1,8 +1,8 @@
 """The batch of several machines in Chrome's trace format: a group of lanes for each machine, with the bubble.
 
-A transfer takes the sender's time and the receiver's. A machine takes the next microbatch when it has passed
-on the one before; what is left of the batch it waits. Interleaved, the stages of a machine share its lanes.
-Times are microseconds, as the format wants them.
+A transfer occupies the sender and the receiver. A machine starts the next microbatch when it has sent the one
+before; for the rest of the batch it waits. If interleaved, the stages of a machine share its lanes. Times are
+microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LANES = {"stage": 1, "wait": 1, "receive": 2}
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a machine does with a microbatch.
+    """A period of a machine's time for one microbatch.
 
     Attributes:
         stage: index of its stage.
-        microbatch: which; that which is waited for, of a wait.
-        kind: computing, receiving, or waiting for what is to be received.
+        microbatch: index of the microbatch, which a wait waits for.
+        kind: computing, receiving, or waiting for data to receive.
         start: seconds since the batch began.
         end: likewise.
         backward: whether it is the backward pass.
@@ -40,13 +40,13 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Of the microbatch, and what is done with it."""
+        """The microbatch, and what is done with it."""
         backward = ", backward" if self.backward else ""
         return f"{'wait for ' if self.kind == 'wait' else ''}microbatch {self.microbatch}{backward}"
 
 
 def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
-    """When each machine receives, computes and waits, as estimated; forward only, unless interleaved."""
+    """Yield when machines receive, compute and wait, as estimated; forward only, unless interleaved."""
     if plan.schedule == "interleaved":
         yield from _timed_slots(plan)
         return
@@ -68,29 +68,29 @@ def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
 
 def _timed_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
     for one in plan.timed_actions:
-        of, backward = (one.action.stage, one.action.microbatch), one.action.backward
+        ids, backward = (one.action.stage, one.action.microbatch), one.action.backward
         if one.received > one.free:
-            yield Slot(*of, "wait", one.free, one.received, backward)
+            yield Slot(*ids, "wait", one.free, one.received, backward)
         if one.start > one.received:
-            yield Slot(*of, "receive", one.received, one.start, backward)
-        yield Slot(*of, "stage", one.start, one.end, backward)
+            yield Slot(*ids, "receive", one.received, one.start, backward)
+        yield Slot(*ids, "stage", one.start, one.end, backward)
 
 
 def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
-    """The trace as JSON text: the estimated batch, and the machines of a measured one after its own."""
+    """Return the trace as JSON text: the machines of the estimated batch, then of a measured one."""
     events = [*_events(plan, list(batch_slots(plan)), 1, "")]
     events += _events(plan, measured, 1 + len(plan.used), ", measured")
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _events(
-    plan: ClusterPlanData[Any], slots: Sequence[Slot], first: int, what: str
+    plan: ClusterPlanData[Any], slots: Sequence[Slot], first: int, suffix: str
 ) -> Iterator[dict[str, Any]]:
     lane = {machine: first + place for place, machine in enumerate(plan.used)}
     for machine, number in lane.items() if slots else ():
-        own = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
-        named = f"machine {machine} (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{what})"
-        yield metadata("process_name", number, 0, name=named)
+        stages = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
+        title = f"machine {machine} (stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}{suffix})"
+        yield metadata("process_name", number, 0, name=title)
         yield metadata("thread_name", number, 1, name="microbatches")
         yield metadata("thread_name", number, 2, name="receives")
     several = len(plan.stages) > len(plan.used)

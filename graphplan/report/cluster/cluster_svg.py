@@ -1,4 +1,4 @@
-"""The batch of several machines as a still picture: a lane for each, its microbatches, where it waits."""
+"""The batch of several machines as a still picture: a lane for each, with its microbatches and waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAIT = "#f1f3f6"
 
 
 def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Sequence[Slot] = ()) -> str:
-    """The picture of the estimated batch, or of a measured one in its place, as text."""
+    """Return the picture of the estimated batch, or of a measured one instead, as text."""
     return "\n".join(_lines(plan, title, measured)) + "\n"
 
 
@@ -33,8 +33,8 @@ def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> 
         computes = f"{100 * computing / (len(plan.used) * end):.0f} %"
         time, shares = f"{time_text(end)}, measured", f"machines compute {computes} of a batch"
     crossing = f"{size_text(plan.network_bytes)} over the network for each"
-    said = f"{plan.microbatches} microbatches in {time}; {shares}; {crossing}"
-    yield text(16, 46, said, MUTED)
+    figures = f"{plan.microbatches} microbatches in {time}; {shares}; {crossing}"
+    yield text(16, 46, figures, MUTED)
     scale = (_WIDTH - _LEFT - _RIGHT) / end
     for index, machine in enumerate(plan.used):
         top, stages = _HEAD + _LANE * index, plan.stages_of(machine)
@@ -46,16 +46,16 @@ def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> 
             yield text(16, top + 48, f"sends {size_text(sent)} each", TRANSFER)
         yield rect(_LEFT, top + 4, _WIDTH - _LEFT - _RIGHT, _BOX, _WAIT)
     for slot in slots:
-        if slot.kind != "wait":  # the lane's own colour shows that
+        if slot.kind != "wait":  # the colour of the lane shows a wait
             yield _slot(plan, slot, scale)
     yield "</svg>"
 
 
 def _slot(plan: ClusterPlanData[Any], slot: Slot, scale: float) -> str:
     receiving, stage = slot.kind == "receive", plan.stages[slot.stage]
-    taken = "gradients" if slot.backward else ", ".join(one.name for one in stage.receives)
-    of = f", stage {slot.stage}" if len(plan.stages) > len(plan.used) else ""
-    hint = f"{slot.name}{of}: {taken if receiving else 'computes'}, {time_text(slot.end - slot.start)}"
+    inputs = "gradients" if slot.backward else ", ".join(one.name for one in stage.receives)
+    of_stage = f", stage {slot.stage}" if len(plan.stages) > len(plan.used) else ""
+    hint = f"{slot.name}{of_stage}: {inputs if receiving else 'computes'}, {time_text(slot.end - slot.start)}"
     colour = TRANSFER if receiving else COLOURS[slot.stage % len(COLOURS)]
     top = _HEAD + _LANE * plan.used.index(stage.machine) + (4 + _BOX if receiving else 4)
     width = max((slot.end - slot.start) * scale - 0.5, 0.5)

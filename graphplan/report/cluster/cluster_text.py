@@ -11,11 +11,11 @@ from graphplan.message_text import size_text
 from graphplan.report.text import count_text, table_lines, time_text
 
 HEADER = ("machine", "operations", "weights", "peaks", "seconds", "computes", "network", "waits", "sends")
-"""Of :func:`machine_rows`."""
+"""Column titles of :func:`machine_rows`."""
 
 
 def cluster_summary(plan: ClusterPlanData[Any]) -> str:
-    """The plan as a table that a person can read."""
+    """Return the plan as a readable table."""
     used = len(plan.used)
     idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
@@ -34,30 +34,30 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
 
 
 def bounded_text(plan: ClusterPlanData[Any]) -> str:
-    """Of what the lower bound is one."""
+    """Return what the lower bound holds for."""
     return "one microbatch" if plan.objective == "latency" else "a batch"
 
 
 def shares_text(plan: ClusterPlanData[Any]) -> str:
-    """What machines do in a batch, on average."""
+    """Return the average shares of a batch in which machines compute, transfer and wait."""
     means = [sum(column) / len(plan.used) for column in zip(*plan.shares.values(), strict=True)]
     computes, network, waits = (f"{100 * mean:.0f} %" for mean in means)
     return f"machines compute {computes} of a batch, send and receive {network}, wait {waits}"
 
 
 def network_text(network: Link) -> str:
-    """What a network can do."""
+    """Return the bandwidth and latency of a network."""
     return f"{network.bandwidth / 1e9:.3g} GB/s and {time_text(network.latency)}"
 
 
 def schedule_text(plan: ClusterPlanData[Any]) -> str:
-    """The schedule, with the stages of each machine where there are several."""
+    """Return the schedule, with the number of stages of each machine if there are several."""
     each = f" of {plan.flight.stages_per_machine} stages each" if plan.schedule == "interleaved" else ""
     return f"schedule {plan.schedule}{each}"
 
 
 def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:
-    """A row for each machine that is used."""
+    """Return a row for each machine that is used."""
     return [_row(plan, machine, shares) for machine, shares in plan.shares.items()]
 
 
