@@ -90,7 +90,7 @@ class _Placements:
     seconds: float
 
     def peak(self, key: DeviceKey) -> int:
-        return max(found.peak(key).nbytes for found in self.calls)
+        return max(one.peak(key).nbytes for one in self.calls)
 
 
 class BottleneckSearch:
@@ -123,22 +123,22 @@ class BottleneckSearch:
         self,
         what: Thing,
         devices: tuple[DeviceKey, ...],
-        found: _Placements | None,
+        placed: _Placements | None,
         like: tuple[DeviceKey, ...] = (),
     ) -> Growth:
-        gain = 0.0 if found is None else self.now - found.seconds
-        gain = gain if gain > _SAME * self.now and not self._is_free(found) else 0.0
+        gain = 0.0 if placed is None else self.now - placed.seconds
+        gain = gain if gain > _SAME * self.now and not self._is_free(placed) else 0.0
         return Growth(what, devices, like, 0, self.now - gain, gain)
 
-    def _is_free(self, found: _Placements | None) -> bool:
+    def _is_free(self, other: _Placements | None) -> bool:
         """Whether letting weights of earlier plans move, on unmodified devices, saves as much."""
-        return found is not None and self._freed - found.seconds <= _SAME * self.now < self.now - self._freed
+        return other is not None and self._freed - other.seconds <= _SAME * self.now < self.now - self._freed
 
     @cached_property
     def _freed(self) -> float:
         """Seconds on unmodified devices if the weights of earlier plans could move."""
-        found = self._place(self.topology) if self.placed_before else None
-        return self.now if found is None else min(self.now, found.seconds)
+        placed = self._place(self.topology) if self.placed_before else None
+        return self.now if placed is None else min(self.now, placed.seconds)
 
     def confirmed(self, answer: Growth) -> Growth:
         """Return the answer with the fewest sufficient bytes, and the gain of a plan made with them."""
@@ -147,8 +147,8 @@ class BottleneckSearch:
             return max(answer, self.sped(answer.what, answer.devices), key=lambda growth: growth.gain)
         fewest = self.with_fewest_bytes(answer, _PRECISION)
         self.share = _ANSWER
-        found = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
-        again = self._growth("memory", answer.devices, found, answer.like)
+        placed = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
+        again = self._growth("memory", answer.devices, placed, answer.like)
         best = max(fewest, again, key=lambda growth: growth.gain)
         trials = {**dict(fewest.trials), fewest.increase: best.makespan}
         return replace(best, increase=fewest.increase, trials=tuple(sorted(trials.items())))
@@ -182,16 +182,16 @@ class BottleneckSearch:
         missing = self._missing(spec)
         if missing <= 0:
             return self._growth("memory", (spec.key,), None, like)
-        found = self._place(self._grown(spec, missing))
-        growth = self._growth("memory", (spec.key,), found, like)
-        if found is None or not growth.gain:
+        placed = self._place(self._grown(spec, missing))
+        growth = self._growth("memory", (spec.key,), placed, like)
+        if placed is None or not growth.gain:
             return growth
-        excess = self._excess(spec, found)
-        return replace(growth, increase=excess, trials=((excess, found.seconds),))
+        excess = self._excess(spec, placed)
+        return replace(growth, increase=excess, trials=((excess, placed.seconds),))
 
-    def _excess(self, spec: DeviceSpec, found: _Placements) -> int:
+    def _excess(self, spec: DeviceSpec, placed: _Placements) -> int:
         """Return the bytes by which a placement exceeds the device's budget."""
-        return max(0, found.peak(spec.key) - spec.room)
+        return max(0, placed.peak(spec.key) - spec.room)
 
     def _narrowed(self, spec: DeviceSpec, answer: Growth, precision: float) -> dict[int, float]:
         """Bisect for the fewest bytes with the answer's time; return bytes added -> seconds."""
@@ -199,14 +199,14 @@ class BottleneckSearch:
         low, high, near = 0, answer.increase, self.near
         while high - low > max(ALIGNMENT, precision * high):
             middle = (low + high) // 2
-            found = self._place(self._grown(spec, middle), near)
-            if found is None or found.seconds > answer.makespan + _SAME * self.now:
-                trials[middle] = self.now if found is None else min(found.seconds, self.now)
+            placed = self._place(self._grown(spec, middle), near)
+            if placed is None or placed.seconds > answer.makespan + _SAME * self.now:
+                trials[middle] = self.now if placed is None else min(placed.seconds, self.now)
                 low = middle
                 continue
-            high = min(middle, max(self._excess(spec, found), low + 1))
-            near = [one.schedule.assignment for one in found.calls]
-            trials[high] = found.seconds
+            high = min(middle, max(self._excess(spec, placed), low + 1))
+            near = [one.schedule.assignment for one in placed.calls]
+            trials[high] = placed.seconds
         return trials
 
     def _grown(self, spec: DeviceSpec, size: int) -> Topology:

@@ -248,15 +248,15 @@ class Mover:
         return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.prefetch_buffers)
 
 
-def _outcome(plan: PlanData, found: Sequence[Evaluation]) -> _Outcome:
-    seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, found, strict=True))
+def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
+    seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, evaluated, strict=True))
     excess: dict[DeviceKey, int] = {}
     operation = None
-    for judged in found:
+    for judged in evaluated:
         for key, nbytes in judged.excess.items():
             if nbytes > excess.get(key, 0):
                 excess[key], operation = nbytes, judged.peak(key).operation
-    return _Outcome(tuple(found), seconds, excess, operation)
+    return _Outcome(tuple(evaluated), seconds, excess, operation)
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[str]:

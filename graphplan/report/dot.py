@@ -22,8 +22,6 @@ MOST_MODULES = 100
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One box of the drawing."""
-
     name: str
     label: str
     stage: int

@@ -129,13 +129,13 @@ def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
 def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str, Any]]:
     homes = plan.schedule.assignment.operations
     colour = {key: f"{light}66" for key, (light, _) in device_colours(plan.topology).items()}
-    made = {op.name: made_bytes(plan.graph, op) for op in plan.graph.operations.values()}
+    output_bytes = {op.name: made_bytes(plan.graph, op) for op in plan.graph.operations.values()}
     colourings = {
         "device": {
             "name": "device",
             "results": {n: {"value": str(k), "bgColor": colour.get(k, "#dddddd")} for n, k in homes.items()},
         },
-        "bytes": _graded("bytes made", made),
+        "bytes": _graded("bytes made", output_bytes),
         "seconds": _graded("estimated seconds", run_seconds(plan.timeline)),
     }
     if measured is not None:

@@ -205,8 +205,8 @@ class _PageWriter:
 
     def _elsewhere(self, stage: Stage) -> list[list[str]]:
         """Return other devices, and what it would cost to run a stage there."""
-        said = self.remarks.elsewhere.get(stage.index, {})
-        return [[device_name(key), text] for key, text in said.items()]
+        reasons = self.remarks.elsewhere.get(stage.index, {})
+        return [[device_name(key), text] for key, text in reasons.items()]
 
     def _operations(self) -> dict[str, list[Any]]:
         graph, assigned = self.graph, self.plan.schedule.assignment.operations

@@ -186,11 +186,11 @@ def _devices(plan: PlanData) -> list[str]:
 
 def _where(plan: PlanData, operation: str) -> str:
     """Return what runs at a peak: an operation by its module, the optimizer, or ``-`` before any."""
-    known = plan.graph.operations.get(operation)
-    if known is None:
+    peak_operation = plan.graph.operations.get(operation)
+    if peak_operation is None:
         return operation or "-"
-    label = operation_text(known)
-    return label if len(label) <= _WHERE else _shortened(known.module_path or label)
+    label = operation_text(peak_operation)
+    return label if len(label) <= _WHERE else _shortened(peak_operation.module_path or label)
 
 
 def _shortened(path: str) -> str:

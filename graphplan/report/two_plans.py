@@ -101,7 +101,7 @@ def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
         {
             **ends,
             "operations": [position[name] for name in names],
-            "seconds": [sum(known.get(name, 0.0) for name in names) for known in seconds],
+            "seconds": [sum(seconds_of.get(name, 0.0) for name in names) for seconds_of in seconds],
         }
         for ends, names in _moved(here, there, paths)
     ]

@@ -107,11 +107,11 @@ def _view_makers(graph: Graph, name: str) -> list[str]:
 
 def _descendants(graph: Graph, members: list[str], outputs: tuple[str, ...]) -> set[str]:
     """Return ``outputs``, and those of ``members`` that are views of them."""
-    found = set(outputs)
+    descendants = set(outputs)
     for name in members:  # in order of creation, so one sweep reaches all
-        if graph.values[name].alias_of in found:
-            found.add(name)
-    return found
+        if graph.values[name].alias_of in descendants:
+            descendants.add(name)
+    return descendants
 
 
 def _view_origin(graph: Graph, name: str) -> str | None:

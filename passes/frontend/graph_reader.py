@@ -121,7 +121,6 @@ class GraphReader:
         return [user for user in node.users if self._is_part(user)]
 
     def _operation(self, node: fx.Node, effect: Effect) -> None:
-        """Record an operation and its values."""
         parts = self._parts(node)
         output_nodes = parts or [node]
         self.name_of.update({part: part.name for part in output_nodes})

@@ -59,9 +59,9 @@ def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[
     return forward, _backward(graph, later, saved, tangents, of_inputs)
 
 
-def _read_before(attribute: fx.Node, after: set[fx.Node], given: Sequence[object]) -> bool:
+def _read_before(attribute: fx.Node, after: set[fx.Node], results: Sequence[object]) -> bool:
     """Whether the forward pass reads an attribute."""
-    return attribute in given or any(user not in after and user.op != "output" for user in attribute.users)
+    return attribute in results or any(user not in after and user.op != "output" for user in attribute.users)
 
 
 def _backward(

@@ -37,18 +37,18 @@ class Boundaries:
     @cached_property
     def recomputed(self) -> frozenset[str]:
         """Operations that every stage runs itself if it needs their outputs."""
-        graph, own = self.graph, {*self.graph.weights, *self.graph.inputs}
+        graph, everywhere = self.graph, {*self.graph.weights, *self.graph.inputs}
         return frozenset(
             op.name
             for op in graph.operations.values()
             if op.outputs
             and not op.mutates
-            and (op.host_only or all(self._is_view(name, own) for name in op.outputs))
+            and (op.host_only or all(self._is_view(name, everywhere) for name in op.outputs))
         )
 
-    def _is_view(self, name: str, own: set[str]) -> bool:
+    def _is_view(self, name: str, bases: set[str]) -> bool:
         value = self.graph.values[name]
-        return not value.is_tensor or (value.alias_of is not None and self.graph.root(name) in own)
+        return not value.is_tensor or (value.alias_of is not None and self.graph.root(name) in bases)
 
     @cached_property
     def last_needed(self) -> dict[str, int]:

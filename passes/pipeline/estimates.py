@@ -191,8 +191,8 @@ class Estimates:
     def _saved(self) -> Floats:
         """(cuts, cuts) bytes of all activations of one microbatch: what a backward pass may need."""
         graph = self.graph
-        made = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.operations.values()]
-        before = np.concatenate([[0.0], np.cumsum(made)])[self.cuts]
+        output_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.operations.values()]
+        before = np.concatenate([[0.0], np.cumsum(output_bytes)])[self.cuts]
         return np.asarray(np.maximum(before[None, :] - before[:, None], 0.0))
 
     @cached_property

@@ -25,16 +25,16 @@ def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[in
         else set()
         for operation in graph.operations.values()
     ]
-    known = set().union(*held)
+    owned = set().union(*held)
     cuts = [0]
     for stage in range(len(held) - 1):
         later = set().union(*held[stage + 1 :])
         latest = next(
-            (p for p in range(cuts[-1], count) if any(n in known and n not in held[stage] for n in reads[p])),
+            (p for p in range(cuts[-1], count) if any(n in owned and n not in held[stage] for n in reads[p])),
             count,
         )
         earliest = 1 + max(
-            (p for p in range(latest) if any(n in known and n not in later for n in reads[p])), default=-1
+            (p for p in range(latest) if any(n in owned and n not in later for n in reads[p])), default=-1
         )
         valid = [int(p) for p in boundaries.allowed if max(earliest, cuts[-1]) <= p <= latest]
         if not valid:

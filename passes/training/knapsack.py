@@ -112,7 +112,6 @@ def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
 
 
 def _recomputed(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
-    """Return the item of a segment that is recomputed, selectively or as a whole."""
     saved, again = repeated(segment, selectively=way == "selectively")
     names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
     return Item(segment.path, way, _nbytes(graph, saved), sum(map(seconds, names)))

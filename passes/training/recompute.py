@@ -34,8 +34,8 @@ def recompute(
     """Recompute these segments of a training step in place, those of paths in ``selectively`` in part."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     # find all before the first change: copies are readers, which would make more nodes count as saved
-    found = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
-    for segment, saved, again in found:
+    repeats = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
+    for segment, saved, again in repeats:
         make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
     capture.graph.lint()
 
