@@ -1,4 +1,4 @@
-"""Weights in files: what a checkpoint holds, read, converted or mapped.
+"""Checkpoint files: their weights are read, converted, or mapped into memory.
 
-In: safetensors files. Out: bytes in the memory that the caller gives, or tensors over mapped files.
+In: safetensors files. Out: bytes in memory that the caller provides, or tensors over mapped files.
 """

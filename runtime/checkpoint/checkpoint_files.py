@@ -1,4 +1,4 @@
-"""The weights of a safetensors checkpoint: which file has what, and what can stay there."""
+"""Find the weights of a safetensors checkpoint: the file of each, and whether it can be used there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SINGLE = "model.safetensors"
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by the first name of each weight.
+    """The tensors of a checkpoint, by the first name of each weight.
 
-    A buffer that no checkpoint holds (non-persistent) comes from the model itself.
+    Non-persistent buffers, which no checkpoint holds, come from the model itself.
     """
 
     def __init__(self, weights: ModelWeights, found: Mapping[str, FileTensor]) -> None:
@@ -31,7 +31,7 @@ class Checkpoint:
         self.found = {
             first: found[name]
             for first, names in weights.names.items()
-            for name in names  # the last of its names that a file has, as in load_state_dict
+            for name in names  # the last name that a file has wins, as in load_state_dict
             if name in found
         }
         self._files: dict[Path, MappedFile] = {}
@@ -41,82 +41,80 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[MappedFile, ...]:
-        """Those that :meth:`map` has mapped."""
+        """The files that :meth:`map` has mapped."""
         return tuple(self._files.values())
 
     def mappable(self) -> frozenset[str]:
-        """Parameters that can be used where they are in their file: of the model's dtype and strides."""
+        """Return the parameters that can be used in place in their file: same dtype and strides, aligned."""
         return frozenset(
             name
-            for name, one in self.found.items()
+            for name, tensor in self.found.items()
             if name in self.weights.parameters
-            and one.dtype == self.weights.tensors[name].dtype
+            and tensor.dtype == self.weights.tensors[name].dtype
             and self.weights.tensors[name].is_contiguous()
-            and one.start % one.dtype.itemsize == 0
+            and tensor.start % tensor.dtype.itemsize == 0
         )
 
     def map(self, name: str) -> torch.Tensor:
-        """One weight in its file."""
-        one = self.found[name]
-        if one.file.path not in self._files:
-            self._files[one.file.path] = MappedFile(one.file)
-        return self._files[one.file.path].tensor(one)
+        """Return a weight as a tensor over its mapped file."""
+        tensor = self.found[name]
+        if tensor.file.path not in self._files:
+            self._files[tensor.file.path] = MappedFile(tensor.file)
+        return self._files[tensor.file.path].tensor(tensor)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
-        """Fill tensors, on any device and of any dtype, with the weights of these first names; report bytes
-        as they come.
-        """
+        """Fill targets, on any device and of any dtype, by first name; report the bytes of each read."""
         read_into([Read(self.found[name], target) for name, target in targets.items()], progress)
 
 
 def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
-    """Open a checkpoint and compare its names and shapes with the model's.
+    """Open a checkpoint and compare its names, shapes and dtypes with the model's.
 
     Args:
-        model: whose weights they are, for messages.
-        weights: of ``model``.
+        model: used in messages.
+        weights: those of ``model``.
         path: a ``.safetensors`` file, or a folder with one, with an index of several, or with several.
         strict: whether missing or unexpected names are errors.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or names, shapes or dtypes that do not fit.
+        CheckpointError: the file is missing or damaged, or names, shapes or dtypes do not fit.
     """
-    found = file_entries(Path(path))
+    tensors = file_entries(Path(path))
     missing = [
         first
         for first, names in weights.names.items()
-        if not any(name in found for name in names)
+        if not any(name in tensors for name in names)
         and ((strict and set(names) & weights.persistent) or weights.tensors[first].device.type == "meta")
     ]
-    unexpected = sorted(set(found) - set(weights.first)) if strict else []
+    unexpected = sorted(set(tensors) - set(weights.first)) if strict else []
     if missing or unexpected:
         raise CheckpointError(
-            f"{path} does not fit {type(model).__name__}: missing {_listed(missing)}, "
-            f"unexpected {_listed(unexpected)}"
+            f"{path} does not fit {type(model).__name__}: missing {_joined_names(missing)}, "
+            f"unexpected {_joined_names(unexpected)}"
         )
-    checkpoint = Checkpoint(weights, found)
+    checkpoint = Checkpoint(weights, tensors)
     wrong = [
-        f"{one.file.path.name} has {one.name!r} of shape {list(one.shape)}, the model "
+        f"{tensor.file.path.name} has {tensor.name!r} of shape {list(tensor.shape)}, the model "
         f"{list(weights.tensors[name].shape)}"
-        for name, one in checkpoint.found.items()
-        if one.shape != tuple(weights.tensors[name].shape)
+        for name, tensor in checkpoint.found.items()
+        if tensor.shape != tuple(weights.tensors[name].shape)
     ]
     wrong += [
-        f"{one.file.path.name} has {one.name!r} of {one.dtype}, the model {weights.tensors[name].dtype}: "
-        "only numbers of one kind are converted"
-        for name, one in checkpoint.found.items()
-        if _kind(one.dtype) != _kind(weights.tensors[name].dtype)
+        f"{tensor.file.path.name} has {tensor.name!r} of {tensor.dtype}, the model "
+        f"{weights.tensors[name].dtype}: only numbers of one kind are converted"
+        for name, tensor in checkpoint.found.items()
+        if _kind(tensor.dtype) != _kind(weights.tensors[name].dtype)
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
-    _tell_of_differing_ties(checkpoint, found)
+    _warn_of_differing_ties(checkpoint, tensors)
     return checkpoint
 
 
-def _tell_of_differing_ties(checkpoint: Checkpoint, found: Mapping[str, FileTensor]) -> None:
+def _warn_of_differing_ties(checkpoint: Checkpoint, tensors: Mapping[str, FileTensor]) -> None:
     for first, used in checkpoint.found.items():
         for name in checkpoint.weights.names[first]:
-            if name in found and name != used.name and not equal_in_files(found[name], used):
+            if name in tensors and name != used.name and not equal_in_files(tensors[name], used):
                 warn(
                     f"{name!r} and {used.name!r} are tied, and differ in the checkpoint: both become "
                     f"{used.name!r}, as in load_state_dict"
@@ -124,24 +122,24 @@ def _tell_of_differing_ties(checkpoint: Checkpoint, found: Mapping[str, FileTens
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    """What tells floating-point, complex, boolean and whole numbers apart."""
+    """Return a key that distinguishes floating-point, complex, boolean and integer dtypes."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _listed(names: list[str]) -> str:
+def _joined_names(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
 def file_entries(path: Path) -> dict[str, FileTensor]:
-    """Tensor name -> where it is; ``path`` as in :func:`read_checkpoint`.
+    """Return tensor name -> its place in a file; ``path`` as in :func:`read_checkpoint`.
 
     Raises:
-        CheckpointError: no such file, or a damaged one.
+        CheckpointError: a file is missing or damaged.
     """
     single = path / _SINGLE
     index = path / _INDEX if path.is_dir() and not single.is_file() else path
     if index.name.endswith(".index.json") and index.is_file():
-        return _indexed(index)
+        return _index_entries(index)
     files = [path]
     if path.is_dir():
         files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
@@ -150,24 +148,24 @@ def file_entries(path: Path) -> dict[str, FileTensor]:
             f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE}, {_INDEX} or "
             "other .safetensors files"
         )
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
-        for name, one in read_header(file).items():
-            if name in found:
-                raise CheckpointError(f"{found[name].file.path} and {file} both have {name!r}")
-            found[name] = one
-    return found
+        for name, tensor in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{tensors[name].file.path} and {file} both have {name!r}")
+            tensors[name] = tensor
+    return tensors
 
 
-def _indexed(index: Path) -> dict[str, FileTensor]:
+def _index_entries(index: Path) -> dict[str, FileTensor]:
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        named = {str(name): index.parent / file for name, file in listed.items()}
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of a checkpoint: {error!r}") from error
-    if lacking := sorted({str(file) for file in named.values() if not file.is_file()}):
-        raise CheckpointError(f"{index} names files that are not there: {_listed(lacking)}")
-    headers = {file: read_header(file) for file in dict.fromkeys(named.values())}
-    if absent := [name for name, file in named.items() if name not in headers[file]]:
-        raise CheckpointError(f"{index} names tensors that its files do not have: {_listed(absent)}")
-    return {name: headers[file][name] for name, file in named.items()}
+    if missing := sorted({str(file) for file in files.values() if not file.is_file()}):
+        raise CheckpointError(f"{index} names files that are not there: {_joined_names(missing)}")
+    headers = {file: read_header(file) for file in dict.fromkeys(files.values())}
+    if absent := [name for name, file in files.items() if name not in headers[file]]:
+        raise CheckpointError(f"{index} names tensors that its files do not have: {_joined_names(absent)}")
+    return {name: headers[file][name] for name, file in files.items()}

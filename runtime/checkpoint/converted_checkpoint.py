@@ -1,7 +1,7 @@
-"""A checkpoint some of whose weights are made of several tensors, or of parts of one.
+"""A checkpoint in which some weights are made of several tensors, or of parts of one.
 
-Where a conversion only moves data, each tensor is read straight into its place. Else its sources are read
-into host memory, it is done, and they go again, one conversion after another.
+If a conversion only moves data, each tensor is read directly into its place. Otherwise its sources are read
+into host memory, converted and freed, one conversion after another.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Make = Callable[[Sequence[Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Conversion:
-    """How some weights come of tensors of a checkpoint.
+    """Compute some weights from tensors of a checkpoint.
 
     Attributes:
-        sources: in the order that ``make`` takes.
-        dtype: to which sources are converted first.
-        make: from the sources to the weights, by name; takes meta tensors too.
+        sources: the tensors that ``make`` takes, in order.
+        dtype: the dtype to which the sources are converted first.
+        make: maps the sources to the weights, by name; also accepts meta tensors.
     """
 
     sources: tuple[FileTensor, ...]
@@ -37,23 +37,23 @@ class Conversion:
     make: Make
 
     def outline(self) -> Mapping[str, Any]:
-        """The weights without their data."""
+        """Return the weights as meta tensors."""
         return self.make(DeferredReads(self.sources).tensors)
 
     def results(self, progress: Callable[[int], object]) -> Mapping[str, Any]:
-        """The weights, made of sources that are read into host memory."""
+        """Read the sources into host memory and return the weights."""
         sources = [torch.empty(source.shape, dtype=self.dtype) for source in self.sources]
         read_into(list(map(Read, self.sources, sources)), progress)
         return self.make(sources)
 
 
 class ConvertedCheckpoint(Checkpoint):
-    """Weights that are in files as they are, and those that conversions make.
+    """A checkpoint of weights that files hold unchanged, and of weights that conversions compute.
 
     Args:
-        weights: of the model.
-        found: name of a weight -> where it is in a file.
-        made: name of a weight -> the conversion that makes it.
+        weights: those of the model.
+        found: name of a weight -> its place in a file.
+        made: name of a weight -> the conversion that computes it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ConvertedCheckpoint(Checkpoint):
         return name in self.made or super().__contains__(name)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
-        """As :meth:`Checkpoint.read`."""
+        """See :meth:`Checkpoint.read`."""
         requests = [Read(self.found[name], targets[name]) for name in targets if name in self.found]
         computed: dict[Conversion, list[str]] = {}
         outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
@@ -82,7 +82,7 @@ class ConvertedCheckpoint(Checkpoint):
                 with DeferredReads(conversion.sources) as deferred:
                     outlines[conversion] = deferred, conversion.make(deferred.tensors)
             deferred, outline = outlines[conversion]
-            reads = deferred.requests(self._of(name, outline), target)
+            reads = deferred.requests(self._result(name, outline), target)
             if reads is None:
                 computed.setdefault(conversion, []).append(name)
             else:
@@ -91,14 +91,14 @@ class ConvertedCheckpoint(Checkpoint):
         for conversion, names in computed.items():
             results = conversion.results(progress)
             for name in names:
-                targets[name].copy_(self._of(name, results))
+                targets[name].copy_(self._result(name, results))
             del results
 
-    def _of(self, first: str, made: Mapping[str, Any]) -> Any:
-        """The weight of this first name among what a conversion makes."""
+    def _result(self, first: str, results: Mapping[str, Any]) -> Any:
+        """Return the weight of this first name from the results of a conversion."""
         for name in self.weights.names[first]:
-            if name in made:
-                value = made[name]
+            if name in results:
+                value = results[name]
                 return value[0] if isinstance(value, list) else value
         raise CheckpointError(
             f"the conversion of the checkpoint does not make {first!r}, as it said it would"

@@ -1,13 +1,13 @@
-"""What is done to tensors of a checkpoint on the way to a weight, turned round: each is read into its part.
+"""Invert a conversion of checkpoint tensors: read each source directly into its part of the weight.
 
-Conversions of checkpoints mostly move data: they stack experts, join projections, transpose. Run on meta
-tensors they read nothing, and torch itself says which memory a view is of; only what is joined or copied is
-written down. Two experts that become one weight::
+Conversions of checkpoints mostly move data: they stack experts, concatenate projections, transpose. They are
+run on meta tensors, which reads nothing. torch itself tells of which storage a view is; only joins and copies
+are recorded. Two experts that become one weight::
 
     stack([a, b])    read a -> weight[0]
                      read b -> weight[1]
 
-What is no such movement must be done with the data.
+A conversion that does more than move data must be computed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A tensor that was made of others.
+    """The result of an operation that joins or copies tensors.
 
     Attributes:
-        tensor: as it was made; what has its memory is a view of it.
-        parts: of which it was made.
-        cut: from a tensor of its shape to one for each part.
+        tensor: the result; other tensors over its storage are views of it.
+        parts: the tensors that were joined.
+        cut: splits a tensor of the result's shape into one view for each part.
     """
 
     tensor: torch.Tensor
@@ -43,10 +43,10 @@ class _Joined:
 
 
 class DeferredReads(TorchDispatchMode):
-    """A block in which tensors of files are moved without being read.
+    """Context manager that records how a conversion moves tensors of files, without reading them.
 
     Args:
-        sources: tensors of files; :attr:`tensors` stand for them.
+        sources: tensors of files; the meta tensors :attr:`tensors` stand for them.
     """
 
     def __init__(self, sources: Sequence[FileTensor]) -> None:
@@ -58,7 +58,7 @@ class DeferredReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation on shapes, and write down what it joins."""
+        """Run an operation on meta tensors, and record the tensors that it joins."""
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             for written in (leaf for leaf in args if isinstance(leaf, torch.Tensor)):
@@ -69,14 +69,14 @@ class DeferredReads(TorchDispatchMode):
         return result
 
     def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Read] | None:
-        """The reads that fill ``target`` with what the block has made; None where it must be computed."""
+        """Return the reads that fill ``target`` with the result ``made``; None if it must be computed."""
         order = _memory_order(made)
         source, joined = self._sources.get(storage_of(made)), self._joined.get(storage_of(made))
         whole = source if joined is None else joined.tensor
-        if order is None or whole is None or made.dtype != whole.dtype:  # or its bytes as another dtype
+        if order is None or whole is None or made.dtype != whole.dtype:  # ``view(dtype)`` changes the dtype
             return None
         target = target.permute(order)
-        if source is not None:  # of which it may be some rows
+        if source is not None:  # ``made`` may be some rows of it
             start = source.start + int(made.storage_offset()) * source.dtype.itemsize
             return [Read(replace(source, shape=tuple(target.shape), start=start), target)]
         if joined is None or made.numel() != joined.tensor.numel():
@@ -84,26 +84,26 @@ class DeferredReads(TorchDispatchMode):
         return self._parts(joined, target)
 
     def _parts(self, joined: _Joined, target: torch.Tensor) -> list[Read] | None:
-        """As :meth:`requests`, of all of a joined tensor, in the order of its memory."""
+        """Return the reads of a whole joined tensor; the dimensions of ``target`` are in memory order."""
         order = _memory_order(joined.tensor)
-        assert order is not None, "what torch makes has no gaps"
+        assert order is not None, "results of torch operations have no gaps"
         shape = [joined.tensor.shape[dim] for dim in order]
         if list(target.shape) != shape:
             if not target.is_contiguous():
                 return None
             target = target.view(shape)
-        back = [order.index(dim) for dim in range(len(order))]
-        found: list[Read] = []
-        for part, piece in zip(joined.parts, joined.cut(target.permute(back)), strict=True):
+        inverse = [order.index(dim) for dim in range(len(order))]
+        requests: list[Read] = []
+        for part, piece in zip(joined.parts, joined.cut(target.permute(inverse)), strict=True):
             reads = self.requests(part, piece)
             if reads is None:
                 return None
-            found += reads
-        return found
+            requests += reads
+        return requests
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions in the order of memory; None where elements have gaps between them."""
+    """Return the dimensions in memory order, outermost first; None if there are gaps between elements."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     sizes = [tensor.shape[dim] for dim in order]

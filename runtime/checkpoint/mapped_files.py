@@ -1,9 +1,9 @@
-"""Weights that stay in a file: mapped into memory, read page by page when they are used.
+"""Weights that stay in a file, which is mapped into memory and read page by page when they are used.
 
-The pages are the file's own in the system's page cache: no copy in this process's memory. What is
-written to such a weight (``load_state_dict``, an optimiser) goes to a private copy of the page, never to
-the file. A file that is cut short under a mapping would end the process at the next read, so each call
-asks first whether the file is as it was; one that is replaced or deleted is kept until it is unmapped.
+The pages are those of the system's page cache: this process holds no copy. Writes to such a weight
+(``load_state_dict``, an optimizer) go to a private copy of the page, never to the file. A read from a mapped
+file that was truncated would kill the process, so each forward pass first checks that the file is unchanged.
+A file that is replaced or deleted stays readable until it is unmapped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTenso
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
-# a private mapping is counted as memory that may be wanted, unless it is said not to
+# without it, the kernel reserves memory for copies of all pages of a private mapping
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
 
 
 class MappedFile(Pages):
-    """A safetensors file in memory.
+    """A safetensors file that is mapped into memory.
 
     Raises:
         CheckpointError: the file is gone, or has changed since its header was read.
@@ -47,15 +47,15 @@ class MappedFile(Pages):
         self.state.check(self._file)
 
     def tensor(self, tensor: FileTensor) -> torch.Tensor:
-        """A tensor of the file, in place."""
+        """Return a tensor of the file, over the mapped pages."""
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._bytes(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:
-    """Whether two tensors of files have the same bytes; neither is copied into memory."""
+    """Whether two tensors in files have the same bytes; neither is copied into memory."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    left, right = (flat_bytes(MappedFile(one.file).tensor(one)) for one in (a, b))
+    left, right = (flat_bytes(MappedFile(tensor.file).tensor(tensor)) for tensor in (a, b))
     return all(torch.equal(x, y) for x, y in zip(left.split(chunk), right.split(chunk), strict=True))

@@ -1,12 +1,12 @@
-"""Many tensors read from files at once, straight to where they are going.
+"""Read many tensors from files in parallel, directly into their targets where possible.
 
-Tensors that lie next to each other in a file are read by one call, several calls run side by side, each
-of at most some MiB. What goes to host memory unchanged is read right into it; what is converted, or goes
-to an accelerator, passes a few buffers, so that no more of the model than those is in host memory. For
-three tensors next to each other in a file, the last of another dtype than the model's::
+One read covers tensors that are adjacent in a file, up to a few MiB; several reads run in parallel. Tensors
+that go to host memory unchanged are read directly into it. Tensors that are converted, or go to an
+accelerator, pass through a few staging buffers, so that host memory never holds more of them. For three
+adjacent tensors in a file, the last of another dtype than the model's::
 
-    one read of a, b      -> the places of a and b
-    one read of c         -> a buffer -> converted to the place of c
+    one read of a, b      -> targets of a and b
+    one read of c         -> staging buffer -> converted into the target of c
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTenso
 from graphplan.runtime.memory.copy_queues import queues_of
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 
-_CHUNK = 8 << 20  # bytes of one read
-_MOST = 256  # tensors in one read
+_CHUNK = 8 << 20  # the most bytes of one read
+_MOST_TENSORS = 256  # in one read
 _BUFFERS = 4
 _THREADS = max(2, min(16, os.cpu_count() or 2))
 
 Progress = Callable[[int], object]
 Files = Mapping[FileState, int]
-"""Descriptors of open files."""
+"""File -> its open descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A tensor of a file, and the tensor of the same shape that is to hold it."""
+    """A tensor of a file, and the target of the same shape that is filled with it."""
 
     source: FileTensor
     target: torch.Tensor
 
     @property
     def direct(self) -> bool:
-        """Whether the file's bytes are the target's as they are."""
+        """Whether the file's bytes can be read directly into the target's memory."""
         same = self.target.dtype == self.source.dtype and self.target.is_contiguous()
         return same and self.target.device.type == CPU and type(self.target) is torch.Tensor
 
@@ -67,14 +67,14 @@ def read_into(requests: Sequence[Read], progress: Progress) -> None:
             _read_direct(_batches(request for request in filled if request.direct), files, pool, progress)
             for device, group in by_device.items():
                 _read_staged(device, list(_batches(group)), files, pool, progress)
-        except BaseException:  # an interrupt too: what is not begun need not be
+        except BaseException:  # also KeyboardInterrupt: reads that have not started are cancelled
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 @contextmanager
 def _opened(states: Iterable[FileState]) -> Iterator[Files]:
-    """Files, open, and as their headers say."""
+    """Context manager that opens the files, and checks that none has changed since its header was read."""
     with ExitStack() as stack:
         files: dict[FileState, int] = {}
         for state in dict.fromkeys(states):
@@ -85,29 +85,29 @@ def _opened(states: Iterable[FileState]) -> Iterator[Files]:
 
 
 def _read(files: Files, batch: Sequence[Read], buffers: Iterable[torch.Tensor]) -> None:
-    """Fill buffers one after another with what a batch has in its file."""
+    """Fill the buffers, one after another, with the bytes of a batch of adjacent tensors."""
     state, start = batch[0].source.file, batch[0].source.start
-    left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
-    while left:
+    unfilled = deque(memoryview(buffer.numpy().data) for buffer in buffers)
+    while unfilled:
         try:
-            count = os.preadv(files[state], list(left), start)
+            count = os.preadv(files[state], list(unfilled), start)
         except OSError as error:
             raise CheckpointError(f"{state.path} cannot be read: {error.strerror}") from error
         if not count:
             raise CheckpointError(f"{state.path} was cut short at byte {start} while it was read")
         start += count
-        while left and count >= len(left[0]):
-            count -= len(left.popleft())
+        while unfilled and count >= len(unfilled[0]):
+            count -= len(unfilled.popleft())
         if count:
-            left[0] = left[0][count:]
+            unfilled[0] = unfilled[0][count:]
 
 
 def _batches(requests: Iterable[Read]) -> Iterator[list[Read]]:
-    """Pieces that lie next to each other in a file, as many as one read takes."""
+    """Yield batches of adjacent pieces, as many as one read may cover."""
     pieces = chain.from_iterable(map(_pieces, requests))
     batch: list[Read] = []
     for piece in sorted(pieces, key=lambda piece: (str(piece.source.file.path), piece.source.start)):
-        if batch and not _goes_on(batch, piece):
+        if batch and not _may_join(batch, piece):
             yield batch
             batch = []
         batch.append(piece)
@@ -115,15 +115,15 @@ def _batches(requests: Iterable[Read]) -> Iterator[list[Read]]:
         yield batch
 
 
-def _goes_on(batch: Sequence[Read], piece: Read) -> bool:
-    """Whether a piece is behind a batch, and may be read with it."""
+def _may_join(batch: Sequence[Read], piece: Read) -> bool:
+    """Whether a piece directly follows a batch in its file, and fits into the same read."""
     last, source = batch[-1].source, piece.source
-    behind = (last.file, last.end) == (source.file, source.start)
-    return behind and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST
+    adjacent = (last.file, last.end) == (source.file, source.start)
+    return adjacent and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST_TENSORS
 
 
 def _pieces(request: Read) -> Iterator[Read]:
-    """A tensor in parts of at most one read each; one that is not contiguous in whole."""
+    """Yield the request in pieces of at most one read each; in one piece if its target is not contiguous."""
     source, target = request.source, request.target
     if source.nbytes <= _CHUNK or not target.is_contiguous():
         yield request
@@ -157,7 +157,7 @@ def _read_staged(
     progress: Progress,
 ) -> None:
     queues = queues_of(device)
-    queues.join()  # the memory that is filled may have had other readers
+    queues.join()  # earlier work may still read the memory that is filled
     largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
     under_way: deque[tuple[Sequence[Read], int, Future[None]]] = deque()
@@ -165,7 +165,7 @@ def _read_staged(
     def finish() -> None:
         batch, index, reading = under_way.popleft()
         reading.result()
-        for piece, part in zip(batch, _places(batch, staging.buffer(index)), strict=True):
+        for piece, part in zip(batch, _slices(batch, staging.buffer(index)), strict=True):
             queues.copy(piece.target, _converted(piece, part))
         staging.give(index)
         progress(_nbytes(batch))
@@ -175,23 +175,23 @@ def _read_staged(
             if len(under_way) == len(staging.events):
                 finish()
             index = staging.take()
-            places = list(_places(batch, staging.buffer(index)))
-            under_way.append((batch, index, pool.submit(_read, files, batch, places)))
+            slices = list(_slices(batch, staging.buffer(index)))
+            under_way.append((batch, index, pool.submit(_read, files, batch, slices)))
         while under_way:
             finish()
     finally:
-        queues.settle()  # before the buffers go
+        queues.settle()  # before the buffers are freed
 
 
-def _places(batch: Sequence[Read], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Where a buffer has each piece: at an aligned place."""
-    at = 0
+def _slices(batch: Sequence[Read], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the aligned slice of a buffer for each piece."""
+    offset = 0
     for piece in batch:
-        yield buffer[at : at + piece.source.nbytes]
-        at += round_up(piece.source.nbytes)
+        yield buffer[offset : offset + piece.source.nbytes]
+        offset += round_up(piece.source.nbytes)
 
 
 def _converted(piece: Read, part: torch.Tensor) -> torch.Tensor:
-    """What was read, in the target's dtype; on the host, where the accelerator's memory is not needed."""
+    """Return a piece as a tensor; for an accelerator, converted on the host to save accelerator memory."""
     data = part.view(piece.source.dtype).view(piece.target.shape)
     return data if piece.target.device.type == CPU else data.to(piece.target.dtype)

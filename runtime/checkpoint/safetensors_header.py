@@ -1,4 +1,4 @@
-"""What a safetensors file holds, by its header; safetensors checks that against the file's size."""
+"""Read the header of a safetensors file: safetensors checks it against the file's size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from graphplan.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file, and what tells whether it has changed since its header was read.
+    """The state of a file when its header was read, to detect later changes.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         size: bytes.
-        changed_ns: when it was last written to, in nanoseconds.
+        changed_ns: modification time in nanoseconds.
     """
 
     path: Path
@@ -28,7 +28,7 @@ class FileState:
     changed_ns: int
 
     def open(self) -> int:
-        """Its descriptor; CheckpointError if it cannot be read."""
+        """Open the file and return its descriptor; raise CheckpointError if it cannot be read."""
         try:
             return os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -47,7 +47,7 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file: its bytes are those from ``start`` on, counted from the file's beginning."""
+    """A tensor in a file; ``start`` is the offset of its first byte from the beginning of the file."""
 
     file: FileState
     name: str
@@ -57,20 +57,20 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """The byte behind its last."""
+        """Offset of the byte after its last."""
         return self.start + self.nbytes
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of a file by name.
+    """Return the tensors of a file by name.
 
     Raises:
-        CheckpointError: no such file, or one that is damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         state = path.stat()
@@ -80,9 +80,9 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no safetensors file, or is cut short: {error}") from error
-    file, found = FileState(path, state.st_size, state.st_mtime_ns), {}
+    file, tensors = FileState(path, state.st_size, state.st_mtime_ns), {}
     start = state.st_size - sum(tensor.nbytes for tensor in mapped.values())  # the data ends with the file
     for name, tensor in mapped.items():
-        found[name] = FileTensor(file, name, tensor.dtype, tuple(tensor.shape), start)
+        tensors[name] = FileTensor(file, name, tensor.dtype, tuple(tensor.shape), start)
         start += tensor.nbytes
-    return found
+    return tensors
