@@ -1,5 +1,5 @@
-"""A model over several processes of torchrun: what each runs, and what they tell each other.
+"""Run a model over several torchrun processes: the stages of each, and the messages between them.
 
-In: a placed stage and a process group. Out: a module that every process calls alike. Between processes there
-are tensors only, and texts as tensors of bytes: nothing is unpickled.
+In: a placed stage and a process group. Out: a module that every process calls alike. Processes exchange only
+tensors, and texts as tensors of bytes: nothing is unpickled.
 """

@@ -1,4 +1,4 @@
-"""What processes tell each other beside activations: texts, whether they agree, whether one failed."""
+"""Messages between processes other than activations: texts, checks of equality, failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def require_group(machines: int) -> None:
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """A block that waits for other ranks; ClusterError with ``what``, if one does not answer in time."""
+    """Context manager that raises ClusterError, with ``what``, if another rank does not answer in time."""
     try:
         yield
     except RuntimeError as error:
@@ -46,21 +46,21 @@ def waiting_for(what: str) -> Iterator[None]:
 
 
 def gather_texts(text: str, what: str) -> list[str]:
-    """The text of every rank, by rank; ``what`` they are waited for, in an error."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    """Return the text of every rank, by rank; ``what`` names it in an error."""
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     with waiting_for(f"{what} of all ranks, and one of them did not answer"):
-        dist.all_gather(lengths, torch.tensor([len(own)]))
+        dist.all_gather(lengths, torch.tensor([len(encoded)]))
         most = max(1, *(int(length) for length in lengths))
         padded = torch.zeros(most, dtype=torch.uint8)
-        padded[: len(own)] = own
-        found = [torch.zeros(most, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(found, padded)
-    return [_text(data[: int(length)]) for data, length in zip(found, lengths, strict=True)]
+        padded[: len(encoded)] = encoded
+        gathered = [torch.zeros(most, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(gathered, padded)
+    return [_text(data[: int(length)]) for data, length in zip(gathered, lengths, strict=True)]
 
 
 def broadcast_text(text: str, what: str) -> str:
-    """The text of rank 0, on all; ``what`` it is, in an error."""
+    """Return the text of rank 0, on all ranks; ``what`` names it in an error."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     length = torch.tensor([len(data)])
     with waiting_for(f"{what} of all ranks, and one of them did not answer"):
@@ -71,57 +71,57 @@ def broadcast_text(text: str, what: str) -> str:
 
 
 def broadcast_from_last(tensor: torch.Tensor, last: int, what: str) -> None:
-    """Give all ranks a CPU tensor of the rank of the last stage; ``what`` it is, in an error."""
+    """Copy a CPU tensor from ``last``, the rank of the last stage, to all; ``what`` names it in an error."""
     with waiting_for(f"{what} of rank {last}, which has the last stage"):
         dist.broadcast(tensor, last)
 
 
 def require_same(facts: Mapping[str, str]) -> None:
-    """Raise ClusterError, on all ranks, where these facts differ from rank to rank.
+    """Raise ClusterError, on all ranks, if these facts differ between ranks.
 
     Args:
-        facts: what -> its text, of which a digest is compared.
+        facts: name of a fact -> its text; digests of the texts are compared.
     """
     digests = [f"{what}={hashlib.sha256(text.encode()).hexdigest()[:16]}" for what, text in facts.items()]
-    every = [line.split("\n") for line in gather_texts("\n".join(digests), "what they were given")]
+    gathered = [line.split("\n") for line in gather_texts("\n".join(digests), "the arguments")]
     for index, what in enumerate(facts):
-        of: dict[str, list[int]] = {}
-        for rank, lines in enumerate(every):
-            of.setdefault(lines[index], []).append(rank)
-        if len(of) > 1:
-            groups = " and ".join(_ranks(ranks) for ranks in of.values())
+        ranks_by_digest: dict[str, list[int]] = {}
+        for rank, lines in enumerate(gathered):
+            ranks_by_digest.setdefault(lines[index], []).append(rank)
+        if len(ranks_by_digest) > 1:
+            groups = " and ".join(_ranks(ranks) for ranks in ranks_by_digest.values())
             raise ClusterError(f"{groups} differ in {what}")
 
 
 def on_all(what: str, action: Callable[[], Made]) -> Made:
-    """Do something on every rank; where it fails on one, raise on all.
+    """Run ``action`` on every rank; if it fails on one, raise on all.
 
     Raises:
         ClusterError: it failed on another rank.
-        InfeasibleError: it failed there for want of memory.
-        Exception: what this rank itself raised, unchanged.
+        InfeasibleError: it failed on another rank with InfeasibleError.
+        Exception: the exception of this rank itself, unchanged.
     """
     try:
-        made = action()
-    except Exception as error:  # whatever it is, the others must hear of it
+        result = action()
+    except Exception as error:  # of any type: the other ranks wait for this one's answer
         tell_all(what, error)
         raise
     tell_all(what, None)
-    return made
+    return result
 
 
 def tell_all(what: str, failed: Exception | None) -> None:
-    """Tell all ranks whether this one failed, and hear of them; raise where another did.
+    """Exchange with all ranks whether each has failed; raise if another did.
 
     Raises:
         ClusterError: another rank failed, and this one did not.
-        InfeasibleError: it failed for want of memory.
+        InfeasibleError: the other rank failed with InfeasibleError.
     """
-    said = gather_texts("" if failed is None else first_line(failed, 2000), what)
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    if wrong and failed is None:
-        kind = InfeasibleError if ": InfeasibleError:" in wrong[0] else ClusterError
-        raise kind(f"{what} failed on {wrong[0]}")
+    texts = gather_texts("" if failed is None else first_line(failed, 2000), what)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if failures and failed is None:
+        error_class = InfeasibleError if ": InfeasibleError:" in failures[0] else ClusterError
+        raise error_class(f"{what} failed on {failures[0]}")
 
 
 def _text(data: torch.Tensor) -> str:

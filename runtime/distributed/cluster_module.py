@@ -1,4 +1,4 @@
-"""The module that every rank calls alike: its own stages run, and the last rank has the results."""
+"""The module that every rank calls alike: each runs its own stages, and the last rank has the results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Of what the model returns for a microbatch, and its part of the target."""
-_MOST = 256  # forms of calls that are remembered
+"""Maps what the model returns for a microbatch, and its rows of the target, to a loss."""
+_MOST_FORMS = 256  # the most forms whose ClusterCall is cached
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -40,13 +40,13 @@ class ClusterCall:
     """How calls of one form are run.
 
     Attributes:
-        runner: of this rank's stage; None where it has none.
-        own: from a microbatch to the model's inputs by name.
-        results: of one microbatch.
-        rebuild: from the results by name, and the call, to what the model returns.
+        runner: runs this rank's stages forward; None if it has no stage.
+        own: maps a microbatch to the model's inputs by name.
+        results: the result tensors of one microbatch.
+        rebuild: maps the results by name, and the call, to what the model returns.
         last: rank of the last stage.
-        trainer: from a loss to what runs this rank's stage forward and backward.
-        signature: of the trace, whose code may have gone by values of inputs.
+        trainer: maps a loss to the runner of this rank's stages forward and backward, or None.
+        signature: that of the trace, which may have branched on values of inputs.
     """
 
     runner: StageRunner | None
@@ -60,11 +60,11 @@ class ClusterCall:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What decides how a call is run.
+    """The properties of a call that decide how it is run.
 
     Attributes:
-        call: structure, names, sizes, and what is no tensor.
-        caches_stay: whether each rank keeps the caches of its own layers, as while text is generated.
+        call: structure, names, dtypes and sizes of the inputs, and values of those that are no tensors.
+        caches_stay: whether each rank keeps the caches of its own layers, as during text generation.
         trains: whether a backward pass follows.
     """
 
@@ -74,7 +74,7 @@ class Form:
 
     @property
     def number(self) -> int:
-        """The same for equal forms in all processes."""
+        """A hash that is the same for equal forms in all processes."""
         return int(hashlib.sha256(repr(self).encode()).hexdigest()[:15], 16)
 
 
@@ -84,9 +84,9 @@ class ClusterModule(nn.Module):
     Every rank calls it with the same inputs. Its parameters are those of this rank's stages.
 
     Attributes:
-        plan: of all machines.
-        stage: this rank's placed stage, or what holds the weights of several; None where it has none.
-        traffic: name of a value, or ``"tokens"`` -> bytes that this rank has sent of it so far.
+        plan: plan for all machines.
+        stage: this rank's placed stage, or a module with the weights of several; None if it has no stage.
+        traffic: name of a tensor, or ``"tokens"`` -> bytes that this rank has sent of it so far.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class ClusterModule(nn.Module):
         self.training = training
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse what copies or pickles it: it belongs to its processes, and is one of several parts."""
+        """Refuse to be copied or pickled: it is bound to its process group, and has only some weights."""
         raise ClusterError(
             "a model over several machines is neither copied nor pickled: save what placed.stage has, with "
             "torch.distributed.checkpoint, and place the original model again"
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Nothing: the graph is of the mode in which the model was traced.
+        """Do nothing: the graph has the mode in which the model was traced.
 
         Raises:
-            InputError: another mode is asked for.
+            InputError: ``mode`` is the other one.
         """
         if mode != self.training:
-            here, asked = (f".{'train' if one else 'eval'}()" for one in (self.training, mode))
+            traced, needed = (f".{'train' if one else 'eval'}()" for one in (self.training, mode))
             raise InputError(
-                f"this model was traced after {here}: call {asked} before partition for the other"
+                f"this model was traced after {traced}: call {needed} before partition for the other"
             )
         return self
 
@@ -136,109 +136,109 @@ class ClusterModule(nn.Module):
         """Run the model on its own arguments, on all ranks at once.
 
         Returns:
-            what the model returns, on the rank of the last stage, or on all with ``return_outputs="all"``;
-            None elsewhere.
+            what the model returns on the rank of the last stage, or on all with ``return_outputs="all"``;
+            None on other ranks.
 
         Raises:
             InputError: the batch does not divide into the microbatches.
-            ClusterError: ranks were called with inputs of different sizes, one of them does not answer, or a
-                call before this one failed.
+            ClusterError: ranks were called with inputs of different sizes, one of them does not answer, or
+                an earlier call failed.
         """
         call = bind_call(self._signature, args, kwargs)
-        parts = self._parts(call)
-        known, chunks = self._run(parts, caches_stay=False)
-        here = dist.get_rank() == known.last
+        micros = self._microbatches(call)
+        prepared, chunks = self._run(micros, caches_stay=False)
+        here = dist.get_rank() == prepared.last
         if not here and not self._everywhere:
             return None
-        found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
+        results = _joined(chunks) if here else [_empty(wire, len(micros)) for wire in prepared.results]
         if self._everywhere:
-            for tensor, wire in zip(found, known.results, strict=True):
-                broadcast_from_last(tensor, known.last, f"the result {wire.name!r}")
-        return known.rebuild(_named(known, found), call)
+            for tensor, wire in zip(results, prepared.results, strict=True):
+                broadcast_from_last(tensor, prepared.last, f"the result {wire.name!r}")
+        return prepared.rebuild(_named(prepared, results), call)
 
     def forward_in_place(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on its own arguments, on all ranks at once, and send no results nor caches.
+        """Run the model on its own arguments, on all ranks at once, and send neither results nor caches.
 
         Returns:
-            what the model returns; for results of the last rank, the others have zeros that take no memory,
-            and all have such zeros for the caches of other ranks' layers.
+            what the model returns. Ranks other than the last have zeros that take no memory in place of the
+            results, and all have such zeros in place of the caches of other ranks' layers.
         """
         call = bind_call(self._signature, args, kwargs)
-        known, chunks = self._run([call], caches_stay=True)
-        stay = {} if known.runner is None else known.runner.take_stay()
-        return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+        prepared, chunks = self._run([call], caches_stay=True)
+        stay = {} if prepared.runner is None else prepared.runner.take_stay()
+        return prepared.rebuild({**stay, **(_named(prepared, chunks[0]) if chunks else {})}, call)
 
     def profile(self, *args: Any, **kwargs: Any) -> ClusterProfile:
         """Run one batch forward on all ranks at once, and measure when each machine computes and waits.
 
-        Call the module before, so that what only the first call does is not measured.
+        Call the module once before, so that the work of the first call is not measured.
         """
-        parts = self._parts(bind_call(self._signature, args, kwargs))
+        micros = self._microbatches(bind_call(self._signature, args, kwargs))
         gather_texts("", "the start of a measured batch")
         began = time.perf_counter()
-        known, _ = self._run(parts, caches_stay=False)
-        spans = {} if known.runner is None else known.runner.spans()
-        own = {str(i): [(start - began, end - began) for start, end in of] for i, of in spans.items()}
-        return merged(self.plan, own)
+        prepared, _ = self._run(micros, caches_stay=False)
+        spans = {} if prepared.runner is None else prepared.runner.spans()
+        relative = {str(i): [(a - began, b - began) for a, b in times] for i, times in spans.items()}
+        return merged(self.plan, relative)
 
     def train_step(self, loss: Loss, target: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
-        """One step forward and backward on all ranks at once, by the plan's schedule.
+        """Run one step forward and backward on all ranks at once, by the plan's schedule.
 
-        Gradients are added to those of the parameters of this rank's stage, and scaled by the number of
-        microbatches. Those of a weight that several stages read are summed over these.
+        Gradients are divided by the number of microbatches, and added to those of this rank's parameters.
+        Gradients of a weight that several stages read are summed over these stages.
 
         Args:
-            loss: of what the model returns for a microbatch, and its rows of the target.
-            target: of the whole batch; a tensor, or a tuple, list or dict of tensors, whose first dimension
-                is that of the batch.
-            args: of the model. No gradients of them are computed.
-            kwargs: likewise.
+            loss: maps what the model returns for a microbatch, and its rows of the target, to a scalar.
+            target: target of the whole batch: a tensor, or a tuple, list or dict of tensors, whose first
+                dimension is that of the batch.
+            args: positional arguments of the model. No gradients of them are computed.
+            kwargs: keyword arguments of the model, likewise.
 
         Returns:
-            the loss of each microbatch, on the rank of the last stage; None elsewhere.
+            the loss of each microbatch on the rank of the last stage; None on other ranks.
 
         Raises:
-            GraphplanError: this torch cannot: older than 2.12.
+            GraphplanError: torch is older than 2.12.
             InputError: the model was placed without ``train=True`` or ``grad=True``; the batch does not
-                divide into the microbatches, or the target not as the batch; the loss is not one number, or
-                has no gradient.
-            ClusterError: a rank does not answer, or a call before this one failed.
+                divide into the microbatches, or the target does not divide as the batch does; the loss is
+                not one number, or has no gradient.
+            ClusterError: a rank does not answer, or an earlier call failed.
         """
         require_backward_stages()
         call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)
-        parts = self._parts(call)
-        rows = batch_of(call, self._divided) if len(parts) > 1 else 1
-        targets = targets_of(target, len(parts), rows)
-        form = Form(_described(parts[0]), trains=True)
-        known = self._known(parts, form)
-        if self._trainer is None or self._trainer[0] is not known or self._trainer[1] != loss:
-            self._trainer = known, loss, known.trainer(loss)  # one: each has buffers of its own
+        micros = self._microbatches(call)
+        rows = batch_of(call, self._divided) if len(micros) > 1 else 1
+        targets = targets_of(target, len(micros), rows)
+        form = Form(_call_key(micros[0]), trains=True)
+        prepared = self._prepared(micros, form)
+        if self._trainer is None or self._trainer[0] is not prepared or self._trainer[1] != loss:
+            self._trainer = prepared, loss, prepared.trainer(loss)  # only one: each has its own buffers
         trainer = self._trainer[2]
         if self.stage is None:
             return None
         if trainer is None:
             raise InputError("a training step needs a model that was placed with train=True or grad=True")
         with self._in_step(), self._shared.summed(self.stage):
-            losses = trainer.train([known.own(part) for part in parts], form.number, targets)
-        return losses if dist.get_rank() == known.last else None
+            losses = trainer.train([prepared.own(micro) for micro in micros], form.number, targets)
+        return losses if dist.get_rank() == prepared.last else None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, by the norm over all ranks, which all call this.
+        """Do as ``torch.nn.utils.clip_grad_norm_``, with the norm over all ranks; every rank calls this.
 
         Returns:
-            the norm as it was.
+            the norm before clipping.
         """
         norm = self._shared.norm(self.stage)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The ``generate`` of a transformers model, greedy or sampling, on all ranks at once.
+        """Run ``generate`` of a transformers model, greedy or sampling, on all ranks at once.
 
         Each rank keeps the caches of its own layers; every rank returns the same tokens.
 
         Raises:
-            InputError: the model does not generate, or is asked for what needs all scores, such as beams.
+            InputError: the model has no ``generate``, or an option such as beam search needs all scores.
             ClusterError: a rank does not answer.
         """
         if self._generate is None:
@@ -246,29 +246,29 @@ class ClusterModule(nn.Module):
         return self._generate(*args, **kwargs)
 
     def generate_with(self, generate: Callable[..., Any] | None) -> None:
-        """Have :meth:`generate` be this function, whose forward passes are :meth:`forward_in_place`."""
+        """Set the function that :meth:`generate` calls; its forward passes are :meth:`forward_in_place`."""
         self._generate = generate
 
-    def _parts(self, call: BoundCall) -> list[BoundCall]:
+    def _microbatches(self, call: BoundCall) -> list[BoundCall]:
         return microbatches_of(call, self.plan.microbatches, self._divided)
 
-    @outside_inference_mode  # later calls use the buffers of this one
-    def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
-        form = Form(_described(parts[0]), caches_stay)
-        known = self._known(parts, form)
-        if known.runner is None:
-            return known, []
+    @outside_inference_mode  # later calls reuse the buffers of this one
+    def _run(self, micros: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
+        form = Form(_call_key(micros[0]), caches_stay)
+        prepared = self._prepared(micros, form)
+        if prepared.runner is None:
+            return prepared, []
         with self._in_step():
-            chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
-        return known, chunks
+            chunks: list[Results] = [*prepared.runner.run([prepared.own(m) for m in micros], form.number)]
+        return prepared, chunks
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """A block that ranks go through together: where it failed, others may be at another microbatch."""
+        """Context manager for work of all ranks; after a failure, later steps raise ClusterError."""
         if self._failed:
             raise ClusterError(
-                f"a call before this one failed on this rank ({self._failed}), and the other ranks may be "
-                "apart from it since: end the processes, and go on from a checkpoint"
+                f"an earlier call failed on this rank ({self._failed}), and other ranks may be at another "
+                "microbatch: end the processes, and resume from a checkpoint"
             )
         try:
             yield
@@ -276,15 +276,15 @@ class ClusterModule(nn.Module):
             self._failed = f"{type(error).__name__}: {first_line(error)}"
             raise
 
-    def _known(self, parts: Sequence[BoundCall], form: Form) -> ClusterCall:
-        """How calls of a form are run, with the parameters that are here now."""
+    def _prepared(self, micros: Sequence[BoundCall], form: Form) -> ClusterCall:
+        """Return how calls of a form are run, with the current parameters; prepare it if the form is new."""
         if isinstance(self.stage, MachineStages):
             self.stage.hand_over()
-        if form not in self._calls or not goes_by_same(self._calls[form].signature, parts[0]):
-            if len(self._calls) >= _MOST:
+        if form not in self._calls or not goes_by_same(self._calls[form].signature, micros[0]):
+            if len(self._calls) >= _MOST_FORMS:
                 self._calls.clear()
-            self._calls[form] = self._prepare(parts[0], form)
-        require_same_way(self._calls[form].signature, parts[1:])
+            self._calls[form] = self._prepare(micros[0], form)
+        require_same_way(self._calls[form].signature, micros[1:])
         return self._calls[form]
 
 
@@ -292,8 +292,8 @@ def _without_gradient(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:
-    return {wire.name: tensor for wire, tensor in zip(known.results, found, strict=True)}
+def _named(prepared: ClusterCall, results: Results) -> dict[str, torch.Tensor]:
+    return {wire.name: tensor for wire, tensor in zip(prepared.results, results, strict=True)}
 
 
 def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
@@ -307,17 +307,17 @@ def _empty(wire: Wire, count: int) -> torch.Tensor:
     return torch.empty(shape, dtype=wire.dtype)
 
 
-def _described(call: BoundCall) -> tuple[Any, ...]:
-    """Structure, names, sizes, and what is no tensor."""
+def _call_key(call: BoundCall) -> tuple[Any, ...]:
+    """Return :attr:`Form.call`: structure, names, dtypes and sizes, and values that are no tensors."""
 
-    def described(leaf: Any) -> Any:
+    def leaf_key(leaf: Any) -> Any:
         return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
 
-    return (_Constant(call.spec), *leaf_names(call), *map(described, call.leaves))
+    return (_Constant(call.spec), *leaf_names(call), *map(leaf_key, call.leaves))
 
 
 class _Constant:
-    """What is no tensor: equal where a graph computes the same, and shown the same in all processes."""
+    """A value that is no tensor: equal if a graph computes the same with it; its repr has no addresses."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -330,4 +330,4 @@ class _Constant:
 
     def __repr__(self) -> str:
         simple = isinstance(self.value, _SIMPLE)
-        return repr(self.value) if simple else type(self.value).__name__  # others may show addresses
+        return repr(self.value) if simple else type(self.value).__name__  # other reprs may show addresses

@@ -1,4 +1,4 @@
-"""One batch over several machines, measured: when each of them computed and waited."""
+"""The measured times of one batch over several machines: when each of them computed and waited."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from graphplan.whole_files import write_whole
 
 @dataclass(frozen=True, slots=True)
 class ClusterProfile:
-    """A measured batch beside the estimated one, forward only. Times are seconds.
+    """The measured times of the forward pass of a batch, with the plan's estimate. Times are seconds.
 
     Attributes:
-        plan: of all machines.
-        slots: what each machine did, the same on all ranks. Their clocks begin when all have met.
+        plan: plan for all machines.
+        slots: intervals of computing and waiting of each stage, the same on all ranks. Time 0 on each
+            machine is when all ranks were ready.
     """
 
     plan: ClusterPlanData[Any]
@@ -31,23 +32,23 @@ class ClusterProfile:
 
     @property
     def seconds(self) -> float:
-        """Measured time of the batch, until the last microbatch is through."""
+        """Measured time of the batch, until the end of its last microbatch."""
         return max(slot.end for slot in self.slots)
 
     def busy(self, stage: int) -> float:
-        """Measured seconds that a stage computed."""
+        """Return the measured seconds that a stage computed."""
         return sum(s.end - s.start for s in self.slots if s.stage == stage and s.kind == "stage")
 
     def summary(self) -> str:
-        """A table: measured and estimated seconds of each machine."""
+        """Return a table of the measured and estimated seconds of each machine."""
         rows = [self._row(machine) for machine in self.plan.used]
         estimated, measured = time_text(self.plan.makespan), time_text(self.seconds)
         lines = table_lines(("machine", "compute", "measured", "waits"), rows)
         return "\n".join([f"one batch: {estimated} estimated, {measured} measured", "", *lines])
 
     def _row(self, machine: int) -> tuple[str, ...]:
-        own = {index: stage for index, stage in enumerate(self.plan.stages) if stage.machine == machine}
-        estimated, busy = sum(one.plan.makespan for one in own.values()), sum(map(self.busy, own))
+        stages = {index: stage for index, stage in enumerate(self.plan.stages) if stage.machine == machine}
+        estimated, busy = sum(stage.plan.makespan for stage in stages.values()), sum(map(self.busy, stages))
         return (
             str(machine),
             time_text(estimated * self.plan.microbatches),
@@ -72,19 +73,19 @@ class ClusterProfile:
 
 
 def merged(plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]) -> ClusterProfile:
-    """What all ranks measured; every rank calls this.
+    """Gather the measured times of all ranks; every rank calls this.
 
     Args:
-        plan: of all machines.
-        spans: stage of this rank -> seconds since all met at which it began and ended with each microbatch.
+        plan: plan for all machines.
+        spans: stage of this rank -> its start and end with each microbatch, in seconds since all were ready.
     """
-    found = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
+    spans_by_rank = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
     slots = []
     for machine in plan.used:
         ran = [
             (start, end, int(stage), microbatch)
-            for stage, own in found[machine].items()
-            for microbatch, (start, end) in enumerate(own)
+            for stage, intervals in spans_by_rank[machine].items()
+            for microbatch, (start, end) in enumerate(intervals)
         ]
         free = 0.0
         for start, end, stage, microbatch in sorted(ran):

@@ -1,4 +1,4 @@
-"""The stages of one rank as one module, under the names that their weights have in the whole model."""
+"""Join the stages of one rank to one module, in which weights have their names of the whole model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graphplan.runtime.weights.weight_changes import KeptInPlace
 
 
 class MachineStages(KeptInPlace):
-    """Holds the weights of several placed stages; a weight that two of them read is one tensor.
+    """A module with the weights of several placed stages; a weight that two of them read is one tensor.
 
     Args:
-        stages: that are placed, in order.
+        stages: the placed stages, in order.
 
     Raises:
         InputError: two stages would train a weight on different devices.
@@ -52,13 +52,13 @@ class MachineStages(KeptInPlace):
         self._entries.append((own._parameters, table, name))
 
     def hand_over(self) -> None:
-        """Let the stages read the parameters that are here now, if any were replaced."""
+        """Bind the stages to the current parameters of this module, in case some were replaced."""
         for own, table, name in self._entries:
             table[name] = own[name]
 
 
 def in_stages(stages: Sequence[nn.Module]) -> nn.Module | None:
-    """The module that has the weights of a rank's stages; None where it has no stage."""
+    """Return the module with the weights of a rank's stages; None if it has no stage."""
     if not stages:
         return None
     return stages[0] if len(stages) == 1 else MachineStages(stages)

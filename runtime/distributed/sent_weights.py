@@ -1,4 +1,4 @@
-"""Weights that only rank 0 has, sent to the ranks whose stages read them."""
+"""Send weights that only rank 0 has to the ranks whose stages read them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from graphplan.runtime.distributed.agreement import gather_texts, waiting_for
 
 
 def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
-    """The ranks on which a weight is on the meta device.
+    """Return the ranks on which a weight is on the meta device.
 
     Raises:
-        InputError: rank 0 is one of them, so that nobody has the data.
+        InputError: rank 0 is one of them, so that no rank has the data.
     """
     empty = [name for name, tensor in weights.items() if tensor.device.type == "meta"]
-    found = [rank for rank, name in enumerate(gather_texts("".join(empty[:1]), "what they have")) if name]
-    if found and found[0] == 0:
+    lacking = [rank for rank, name in enumerate(gather_texts("".join(empty[:1]), "the weights")) if name]
+    if lacking and lacking[0] == 0:
         raise InputError(
             "the model has no data on rank 0: its weights are on the meta device. Load it there, or give "
             "checkpoint=, from which each rank reads its own"
         )
-    return found
+    return lacking
 
 
 def send_weights(
     weights: Mapping[str, torch.Tensor], wanted: Mapping[int, Sequence[str]]
 ) -> dict[str, torch.Tensor]:
-    """What this rank gets of rank 0's weights.
+    """Send rank 0's weights to the other ranks; return those that this rank received.
 
     Args:
-        weights: of the model here, by first name; on the meta device where this rank gets them.
-        wanted: rank -> names of those that it is sent.
+        weights: the model's weights on this rank, by first name; on the meta device if it receives them.
+        wanted: rank -> names of the weights that it receives.
 
     Raises:
         ClusterError: the other side does not answer within the group's timeout.
     """
-    me, found = dist.get_rank(), dict[str, torch.Tensor]()
+    me, received = dist.get_rank(), dict[str, torch.Tensor]()
     for rank, names in wanted.items():
         for name in names if me in (0, rank) else ():
             peer = rank if me == 0 else 0
@@ -47,6 +47,6 @@ def send_weights(
                 if me == 0:
                     dist.send(weights[name].detach().cpu().contiguous(), rank)
                 else:
-                    found[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
-                    dist.recv(found[name], 0)
-    return found
+                    received[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+                    dist.recv(received[name], 0)
+    return received

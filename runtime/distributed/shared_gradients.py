@@ -1,4 +1,4 @@
-"""Gradients of weights that several stages read: summed over their ranks, so that the copies stay equal."""
+"""Sum gradients of weights that several stages read over their ranks, so that the copies stay equal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import waiting_for
 
 _HOOKED = (
-    "{!r} is read by several stages, and what register_post_accumulate_grad_hook has added to it would see "
-    "a part of its gradient: do that after train_step(), which sums the parts"
+    "{!r} is read by several stages, and its hook of register_post_accumulate_grad_hook would see only a "
+    "part of its gradient: do that work after train_step(), which sums the parts"
 )
 
 
 class SharedGradients:
-    """The gradients of shared parameters; every rank makes this at once.
+    """The gradients of shared parameters; all ranks construct this together.
 
     Args:
         readers: name of a parameter that several stages read -> their ranks.
@@ -34,40 +34,40 @@ class SharedGradients:
 
     @contextmanager
     def summed(self, stage: nn.Module) -> Iterator[None]:
-        """Sum over the ranks what is added to the gradients inside; what was there before stays.
+        """Context manager that sums the gradients computed inside over the ranks, then adds the earlier ones.
 
         Raises:
-            InputError: a hook is to see one of them before they are summed.
+            InputError: a hook would see a gradient before it is summed.
             ClusterError: another rank does not answer within the group's timeout.
         """
-        own = {name: stage.get_parameter(name) for name in self.groups}
-        own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
-        for name, parameter in own.items():
+        shared = {name: stage.get_parameter(name) for name in self.groups}
+        shared = {name: parameter for name, parameter in shared.items() if parameter.requires_grad}
+        for name, parameter in shared.items():
             if gradient_hooks(parameter)[1]:
                 raise InputError(_HOOKED.format(name))
-        before = {name: parameter.grad for name, parameter in own.items()}
-        for parameter in own.values():
+        before = {name: parameter.grad for name, parameter in shared.items()}
+        for parameter in shared.values():
             parameter.grad = None
-        added: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         try:
             yield
-            for name, parameter in own.items():
+            for name, parameter in shared.items():
                 count = torch.tensor(parameter.grad is not None, dtype=torch.int64)
-                here = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 with waiting_for(f"the gradient of {name!r} of others that read it"):
                     dist.all_reduce(count, group=self.groups[name])
                     if count:
-                        added[name] = here.detach().cpu()
-                        dist.all_reduce(added[name], group=self.groups[name])
+                        sums[name] = gradient.detach().cpu()
+                        dist.all_reduce(sums[name], group=self.groups[name])
         finally:
-            for name, parameter in own.items():
+            for name, parameter in shared.items():
                 parameter.grad = before[name]
-        for name, tensor in added.items():
-            total, old = tensor.to(own[name].device), own[name].grad
-            own[name].grad = total if old is None else old.add_(total)
+        for name, tensor in sums.items():
+            total, old = tensor.to(shared[name].device), shared[name].grad
+            shared[name].grad = total if old is None else old.add_(total)
 
     def norm(self, stage: nn.Module | None) -> torch.Tensor:
-        """The norm of the gradients of all ranks, each weight once; every rank calls this.
+        """Return the norm of the gradients of all ranks, each weight once; every rank calls this.
 
         Raises:
             ClusterError: another rank does not answer within the group's timeout.

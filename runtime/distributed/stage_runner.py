@@ -1,8 +1,8 @@
-"""The stages of a rank in a pipeline: ``torch.distributed.pipelining`` moves microbatches, they compute.
+"""Run the stages of a rank in a pipeline: ``torch.distributed.pipelining`` moves the microbatches.
 
-What a stage gets from the one before crosses the network; inputs of the model are at hand on every rank, and
-do not. The schedule hands stages the number of a microbatch, by which each finds its own inputs. Before the
-values goes the number of the form of the call, so that ranks that were called differently find out.
+Outputs of the stage before cross the network; inputs of the model are available on every rank, and are not
+sent. The schedule gives each stage the number of a microbatch, which selects its inputs. The number of the
+call's form is sent before the values, so that ranks that were called differently are detected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
 from graphplan.warnings import silenced
 
-_HOST = torch.device("cpu")  # where tensors of the network are
+_HOST = torch.device("cpu")  # device of tensors that are sent and received
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A tensor on the network, of one microbatch; ``trained`` where gradients of it are sent back."""
+    """A tensor that is sent for each microbatch; ``trained`` if its gradient is sent back."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,25 +38,25 @@ class Wire:
     trained: bool = False
 
     def like(self, *, grad: bool) -> torch.Tensor:
-        """One without data."""
-        made = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return made.requires_grad_(grad and self.trained)
+        """Return a meta tensor of this shape and dtype."""
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return tensor.requires_grad_(grad and self.trained)
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What one stage runs of a call.
+    """The part of a call that one stage runs.
 
     Attributes:
-        index: of the stage.
+        index: index of the stage.
         stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
-        trace: an argument without a value that it takes too: of which trace of the model it runs the stage.
-        inputs: names of values.
-        outputs: likewise; none where the stage only passes on what it receives.
-        received: from the stage before.
-        sent: to the stage after; of the last stage, the results.
-        ranks: of all stages, in order.
-        trains: whether gradients pass it in a training step.
+        trace: name of an empty argument of ``stage`` that tells from which trace of the model it runs.
+        inputs: names of its input values.
+        outputs: names of its output values; none if the stage only passes on what it receives.
+        received: tensors received from the stage before.
+        sent: tensors sent to the stage after; those of the last stage are the results.
+        ranks: ranks of all stages, in order.
+        trains: whether gradients flow through it in a training step.
     """
 
     index: int
@@ -71,16 +71,16 @@ class StageProgram:
 
     @property
     def is_last(self) -> bool:
-        """Whether what it sends are the results."""
+        """Whether this is the last stage, which has the results."""
         return self.index == len(self.ranks) - 1
 
 
 def make_ready(stage: Any, values: Sequence[Any], trace: str, *, trains: bool) -> None:
-    """Have a placed stage plan calls of values like these now, while all ranks can still hear of an error.
+    """Plan calls of a placed stage with values like these now, while an error can still reach all ranks.
 
     Args:
-        stage: that is placed.
-        values: that it takes.
+        stage: the placed stage.
+        values: its inputs.
         trace: as in :class:`StageProgram`.
         trains: whether a backward pass follows, if the stage was planned for one.
     """
@@ -91,14 +91,14 @@ def make_ready(stage: Any, values: Sequence[Any], trace: str, *, trains: bool) -
 
 
 class _RunningStep(nn.Module):
-    """What a schedule calls for each microbatch."""
+    """The module that a schedule calls for each microbatch."""
 
     def __init__(self, program: StageProgram, traffic: Counter[str]) -> None:
         super().__init__()
         self.stage, self.program, self.traffic = program.stage, program, traffic
-        self.own: Sequence[Mapping[str, Any]] = ()
+        self.model_inputs: Sequence[Mapping[str, Any]] = ()
         self.failed: Exception | None = None
-        self.made: list[tuple[torch.Tensor, ...]] = []
+        self.finished: list[tuple[torch.Tensor, ...]] = []
         self.spans: list[tuple[float, float]] = []
         self.header = torch.zeros(1, dtype=torch.int64)
         self.stay: dict[str, torch.Tensor] = {}
@@ -107,28 +107,28 @@ class _RunningStep(nn.Module):
         self, *received: torch.Tensor, number: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         program, start = self.program, time.perf_counter()
-        values = dict(self.own[int(number if program.index and number is not None else received[0])])
+        values = dict(self.model_inputs[int(number if program.index and number is not None else received[0])])
         try:
             if program.index:
                 self._require_form(int(received[0]))
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
-            made: Sequence[torch.Tensor] = ()
+            outputs: Sequence[torch.Tensor] = ()
             if program.outputs:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and program.trains):
-                    made = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
-            values |= zip(program.outputs, made, strict=True)
-            self.stay.update(zip(program.outputs, made, strict=True))
-            found = tuple(_sent(values[wire.name], wire) for wire in program.sent)
-        except Exception as error:  # the schedule wraps it, whatever it is
+                    outputs = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
+            values |= zip(program.outputs, outputs, strict=True)
+            self.stay.update(zip(program.outputs, outputs, strict=True))
+            sent = tuple(_sent(values[wire.name], wire) for wire in program.sent)
+        except Exception as error:  # of any type: the schedule wraps it
             self.failed = error
             raise
-        self.made.append(found)
+        self.finished.append(sent)
         self.spans.append((start, time.perf_counter()))
         if program.is_last:
-            return found
-        for wire, tensor in zip(program.sent, found, strict=True):
+            return sent
+        for wire, tensor in zip(program.sent, sent, strict=True):
             self.traffic[wire.name] += tensor.nbytes
-        return (self.header, *found)
+        return (self.header, *sent)
 
     def _require_form(self, received: int) -> None:
         if received != int(self.header):
@@ -143,13 +143,13 @@ class StageRunner:
     """Runs the microbatches of a call through this rank's stages.
 
     Args:
-        programs: of this rank's stages, in order: one, or with ``"interleaved"`` several.
-        microbatches: in each call.
-        traffic: to which the bytes that this rank sends are added, by name of the value.
-        group: of the ranks that have stages; None for all.
-        loss: of a result and a target, for training: gradients are of its mean; None for inference.
-        schedule: of a training step; microbatches that only go forward have one order, and another
-            interleaved.
+        programs: programs of this rank's stages, in order: one, or several if ``schedule`` is "interleaved".
+        microbatches: number of microbatches in each call.
+        traffic: counter to which the bytes that this rank sends are added, by name of the value.
+        group: process group of the ranks that have stages; None for all.
+        schedule: order of a training step. Forward passes alone have one order, or that of "interleaved".
+        loss: maps a result and its target to a scalar, for training; gradients are those of its mean over the
+            microbatches. None for inference.
     """
 
     def __init__(
@@ -174,16 +174,16 @@ class StageRunner:
         self.losses: list[torch.Tensor] = []
         self.targets: Sequence[Any] = ()
 
-        def share(result: Any, number: torch.Tensor) -> torch.Tensor:
+        def scaled_loss(result: Any, number: torch.Tensor) -> torch.Tensor:
             try:
                 self.losses.append(_checked_loss(loss(result, self.targets[int(number)])))
-            except Exception as error:  # the schedule wraps it, whatever it is
+            except Exception as error:  # of any type: the schedule wraps it
                 self.steps[-1].failed = error
                 raise
             return self.losses[-1] / microbatches
 
         # the schedule's own scaling would scale the gradients of earlier steps too
-        options: Any = {"loss_fn": share if grad else None, "scale_grads": False}
+        options: Any = {"loss_fn": scaled_loss if grad else None, "scale_grads": False}
         if schedule == "interleaved":
             self.schedule: Any = pipelining.ScheduleInterleaved1F1B(self.stages, microbatches, **options)
             return
@@ -192,77 +192,81 @@ class StageRunner:
             index: rank if group is None else dist.get_group_rank(group, rank)
             for index, rank in enumerate(program.ranks)
         }
-        kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
-        self.schedule = kind(stage, microbatches, **options)
+        schedule_class: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
+        self.schedule = schedule_class(stage, microbatches, **options)
 
     @property
     def results(self) -> _RunningStep | None:
-        """The stage that has the results, if it is here."""
+        """The last stage of the pipeline, which has the results; None if it is on another rank."""
         return self.steps[-1] if self.steps[-1].program.is_last else None
 
-    def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
+    def run(self, model_inputs: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
 
         Args:
-            own: for each microbatch, the model's inputs by name.
+            model_inputs: for each microbatch, the model's inputs by name.
             form: a number that is the same on all ranks for calls of the same names and sizes.
 
         Returns:
-            the results of each microbatch on the rank of the last stage; nothing elsewhere.
+            the results of each microbatch on the rank of the last stage; an empty list on other ranks.
 
         Raises:
-            ClusterError: another rank did not send or take something within the group's timeout.
-            Exception: what this rank's own stage raised.
+            ClusterError: another rank did not send or receive a tensor within the group's timeout.
+            Exception: the exception of this rank's own stage.
         """
         with torch.no_grad():
-            return self._call(self.schedule.eval, own, form, {})
+            return self._run_schedule(self.schedule.eval, model_inputs, form, {})
 
     def spans(self) -> dict[int, list[tuple[float, float]]]:
-        """Stage -> when it began and ended with each microbatch of the last batch: ``time.perf_counter``."""
+        """Return stage -> its start and end (``perf_counter``) for each microbatch of the last batch."""
         return {step.program.index: step.spans for step in self.steps}
 
     def take_stay(self) -> dict[str, torch.Tensor]:
-        """What the stages have computed of the last microbatch, by name: tensors of caches among it."""
-        found: dict[str, torch.Tensor] = {}
+        """Return the stages' outputs for the last microbatch by name, caches included, and drop them here."""
+        outputs: dict[str, torch.Tensor] = {}
         for step in self.steps:
-            found |= step.stay
+            outputs |= step.stay
             step.stay = {}
-        return found
+        return outputs
 
     def train(
-        self, own: Sequence[Mapping[str, Any]], form: int, targets: Sequence[Any]
+        self, model_inputs: Sequence[Mapping[str, Any]], form: int, targets: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
 
         Args:
-            own: as for :meth:`run`.
+            model_inputs: as for :meth:`run`.
             form: likewise.
-            targets: of each microbatch.
+            targets: the target of each microbatch.
 
         Returns:
-            the loss of each microbatch, on the rank of the last stage; nothing elsewhere.
+            the loss of each microbatch on the rank of the last stage; an empty list on other ranks.
         """
         self.losses, self.targets = [], targets
         numbers = {} if self.results is None else {"target": torch.arange(self.microbatches)}
         with torch.enable_grad():
-            self._call(self.schedule.step, own, form, numbers)
+            self._run_schedule(self.schedule.step, model_inputs, form, numbers)
         self.targets = ()
         self.take_stay()
         return [loss.detach() for loss in self.losses]
 
-    def _call(
-        self, action: Any, own: Sequence[Mapping[str, Any]], form: int, more: Mapping[str, Any]
+    def _run_schedule(
+        self,
+        action: Any,
+        model_inputs: Sequence[Mapping[str, Any]],
+        form: int,
+        target_numbers: Mapping[str, Any],
     ) -> list[Any]:
         for step in self.steps:
             step.header.fill_(form)
-            step.own, step.failed, step.made, step.spans = own, None, [], []
+            step.model_inputs, step.failed, step.finished, step.spans = model_inputs, None, [], []
         numbers = torch.arange(self.microbatches)
         first = [] if self.steps[0].program.index else [numbers]
         later = {"number": numbers} if self.steps[-1].program.index else {}
         try:
-            with silenced(self.schedule.__module__):  # it prints its steps where one fails
-                action(*first, return_outputs=False, **later, **more)
-            return [] if self.results is None else self.results.made
+            with silenced(self.schedule.__module__):  # it prints its steps if one fails
+                action(*first, return_outputs=False, **later, **target_numbers)
+            return [] if self.results is None else self.results.finished
         except RuntimeError as error:
             failed = next((step.failed for step in self.steps if step.failed is not None), None)
             if failed is not None:
@@ -272,7 +276,7 @@ class StageRunner:
             raise self._no_answer(error) from error
         finally:
             for step, stage in zip(self.steps, self.stages, strict=True):
-                step.own, step.made = (), []
+                step.model_inputs, step.finished = (), []
                 stage.clear_runtime_states()
             if self.microbatches > 1:
                 self.take_stay()
@@ -289,34 +293,34 @@ class StageRunner:
         return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
 
     def _next(self) -> tuple[_RunningStep, int]:
-        """The stage that is next to go forward, and with which microbatch; the first after the last."""
-        done = {step.program.index: len(step.made) for step in self.steps}
+        """Return the stage that runs forward next, and its microbatch; the first stage if all are done."""
+        done = {step.program.index: len(step.finished) for step in self.steps}
         if len(self.steps) > 1:
             machines = len(self.steps[0].program.ranks) // len(self.steps)
             order = interleaved_order(machines, len(self.steps), self.microbatches)
-            for one in order[self.steps[0].program.index]:
-                if not one.backward and one.microbatch == done[one.stage]:
-                    return self.steps[one.stage // machines], one.microbatch
+            for action in order[self.steps[0].program.index]:
+                if not action.backward and action.microbatch == done[action.stage]:
+                    return self.steps[action.stage // machines], action.microbatch
         return self.steps[0], done[self.steps[0].program.index]
 
 
 def _sent(value: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """In CPU memory, in one piece, with the numbers that it stands for; of some no gradient comes back."""
+    """Return the value as it is sent: on the CPU, contiguous, without pending conj or neg."""
     sent = value.to(_HOST).resolve_conj().resolve_neg().contiguous()
     return sent if wire.trained else sent.detach()
 
 
 def _checked_loss(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        said = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise InputError(f"the loss must return a tensor of one number for each microbatch, not {said}")
+        got = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise InputError(f"the loss must return a tensor of one number for each microbatch, not {got}")
     if not value.requires_grad:
         raise InputError("the loss has no gradient: it depends on no parameter, or was detached from them")
     return value
 
 
 def _wires(program: StageProgram, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """What arrives and what leaves, without data: the number of a microbatch or of the form goes before."""
+    """Return meta tensors of what a stage receives and sends, each after a microbatch or form number."""
     number = torch.empty(1, dtype=torch.int64, device="meta")
     leaving = () if program.is_last else (number,)
     received, sent = ([wire.like(grad=grad) for wire in side] for side in (program.received, program.sent))
