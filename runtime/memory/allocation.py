@@ -1,4 +1,4 @@
-"""Memory that a plan has counted: asked for before the first call, and what is said where it is lacking."""
+"""Allocate memory that a plan counts on before the first forward pass, and explain failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphplan.message_text import readable_bytes
 
 @contextmanager
 def allocating(device: torch.device, what: str) -> Iterator[None]:
-    """A block that allocates ``what`` on a device.
+    """Context manager for the allocation of ``what`` on a device.
 
     Raises:
         GraphplanError: the device has no room for it.
@@ -29,13 +29,13 @@ def allocating(device: torch.device, what: str) -> Iterator[None]:
 
 
 def warm_activations(plans: Iterable[PlanData]) -> None:
-    """Let the allocator of each accelerator reserve what the largest of these plans needs for activations.
+    """Let the caching allocator of each accelerator reserve the largest activation memory of these plans.
 
-    A caching allocator asks the driver for memory piece by piece during the first calls, which takes long
-    and leaves gaps. One block of all that is needed is asked for here and given back to the cache.
+    Otherwise it requests memory from the driver piece by piece during the first forward passes, which is slow
+    and causes fragmentation. One block of the whole size is allocated here and returned to the cache.
 
     Raises:
-        GraphplanError: the device has less than what the plan may use.
+        GraphplanError: the device has less memory than the plan may use.
     """
     needed: dict[torch.device, int] = {}
     for plan in plans:

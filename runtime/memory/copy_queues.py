@@ -1,7 +1,6 @@
-"""The two queues of an accelerator, and the events by which one waits for the other.
+"""The copy queue and the compute queue of an accelerator, and events by which one waits for the other.
 
-Copies have a queue of their own beside the one for the work of calls, so that they run meanwhile. The
-host enqueues, and waits for neither.
+Copies have their own queue, so that they overlap with computation. The host enqueues, and waits for neither.
 """
 
 from __future__ import annotations
@@ -12,45 +11,45 @@ import torch
 
 
 class Queues:
-    """The queues for copies and for the work of calls: here the host itself, which has done all it was told.
+    """The copy queue and the compute queue of a device without streams: everything runs synchronously.
 
-    What devices with streams of their own do, :class:`CudaQueues` does.
+    :class:`CudaQueues` is for devices with streams.
     """
 
     def event(self) -> Any:
-        """Something to record and to wait for; waiting for one that was never recorded is nothing."""
+        """Return an event to record and to wait for; waiting for one that was never recorded does nothing."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy from the host."""
         target.copy_(source)
 
     def record_copies(self, event: Any) -> None:
-        """The event happens when the copies so far are done."""
+        """Record the event after all copies enqueued so far."""
 
     def record_work(self, event: Any) -> None:
-        """The event happens when the work so far is done."""
+        """Record the event after all computation enqueued so far."""
 
     def copies_wait(self, event: Any) -> None:
-        """What is copied from now on follows the event."""
+        """Let later copies wait for the event."""
 
     def work_waits(self, event: Any) -> None:
-        """What is worked on from now on follows the event."""
+        """Let later computation wait for the event."""
 
     def enter(self) -> None:
-        """A call begins: its work follows that of the call before."""
+        """Begin a forward pass: its computation waits for that of the previous one."""
 
     def join(self) -> None:
-        """What is copied from now on follows all work so far."""
+        """Let later copies wait for all computation enqueued so far."""
 
     def wait(self, event: Any) -> None:
         """Let the host wait for an event."""
 
     def settle(self) -> None:
-        """Let the host wait until all copies and all work are done: before memory goes that they use."""
+        """Let the host wait for all copies and computation, before memory that they use is freed."""
 
 
 class CudaQueues(Queues):
-    """A side stream for copies; work goes to whatever stream is current when it is enqueued."""
+    """A side stream for copies; computation goes to the stream that is current when it is enqueued."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,9 +89,9 @@ class CudaQueues(Queues):
 
     def settle(self) -> None:
         self.copies.synchronize()
-        self.last.synchronize()  # the work of calls before it was waited for on the way
+        self.last.synchronize()  # it waits for the computation of earlier streams, by ``enter``
 
 
 def queues_of(device: torch.device) -> Queues:
-    """The queues of a device."""
+    """Return the queues for a device."""
     return CudaQueues(device) if device.type == "cuda" else Queues()

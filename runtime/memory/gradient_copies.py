@@ -1,7 +1,7 @@
-"""Gradients on the CPU of weights that an accelerator has trained: host memory that is used again.
+"""Reuse host memory for gradients on the CPU of weights that an accelerator trains.
 
-A GPU copies to pinned memory at the link's bandwidth, to memory that nobody has written to yet at a thirtieth
-of it. ``optimizer.zero_grad()`` gives gradients back at each step: the pages of each are kept for the next.
+A GPU copies to pinned memory at the link's bandwidth, to memory that was never written to at a thirtieth of
+it. ``optimizer.zero_grad()`` frees the gradients at each step: their pages are kept for the next step.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from graphplan.runtime.memory.host_pages import HostPages
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Host memory, and how many have it while no gradient is there."""
+    """Host memory, and the reference count of its storage while no gradient uses it."""
 
     bytes: torch.Tensor
     holders: int
 
     def takes(self, nbytes: int) -> bool:
-        """Whether it is large enough, and nobody has it, in this process or one that it was sent to."""
+        """Whether it is large enough and not in use, by this process or by one that it is shared with."""
         free = holders_of_storage(self.bytes) == self.holders and not self.bytes.is_shared()
         return free and nbytes <= self.bytes.nbytes
 
 
 class GradientCopies:
-    """The host memory of gradients that come from accelerators, of one module."""
+    """The host memory of one module's gradients that come from accelerators."""
 
     def __init__(self) -> None:
-        self._first = WeakTensorKeyDictionary()  # of each parameter
-        self._added: _Place | None = None  # of what is added to a gradient that is there, one after the other
+        self._first = WeakTensorKeyDictionary()  # parameter -> place of its first gradient
+        self._added: _Place | None = None  # place of gradients that are added to existing ones, in turn
 
     def copied(self, gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a gradient that nobody else has, laid out as its parameter."""
+        """Return an unshared copy of a gradient, with the layout of its parameter."""
         first = parameter.grad is None
         place: _Place | None = self._first.get(parameter) if first else self._added
         if place is None or not place.takes(parameter.nbytes):
             pages = HostPages(round_up(parameter.nbytes), pinned=gradient.is_cuda)
-            made = pages.bytes_at(pages.start, max(parameter.nbytes, 1))  # none over no bytes
-            place = _Place(made, holders_of_storage(made))
+            data = pages.bytes_at(pages.start, max(parameter.nbytes, 1))  # a tensor needs one byte at least
+            place = _Place(data, holders_of_storage(data))
             if first:
                 self._first[parameter] = place
             else:

@@ -1,9 +1,9 @@
-"""Host memory of streamed weights and of gradients: an anonymous mapping, pinned where a GPU copies.
+"""Host memory of streamed weights and of gradients: an anonymous mapping, pinned if a GPU copies it.
 
-Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
-of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
-lives as long as any of them, and is registered with CUDA once, as it is: torch's own allocator of
-pinned memory would round it up to a power of two.
+Weights that are copied together are adjacent, so that one copy moves them. Each has its own storage over its
+bytes, so that saving or sharing one of them affects only its bytes. The mapping lives as long as any of them,
+and is registered with CUDA once, at its exact size: torch's allocator of pinned memory would round it up to
+a power of two.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 
 
 class Pages:
-    """A mapping of host memory, and tensors over its bytes, each with a storage of its own.
+    """A mapping of host memory, and tensors over its bytes, each with its own storage.
 
     Args:
-        mapping: which each of the tensors keeps.
-        nbytes: of it that are used.
+        mapping: the mapping; each tensor keeps it alive.
+        nbytes: number of its bytes that are used.
     """
 
     def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
@@ -40,39 +40,39 @@ class Pages:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def holds(self, address: int) -> bool:
-        """Whether an address is in the mapping."""
+        """Whether an address is in the used bytes of the mapping."""
         return self.start <= address < self.end
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes from an address on."""
+        """Return a tensor over ``nbytes`` bytes from an address on."""
         return self._bytes(address - self.start, nbytes)
 
 
 class _Mapping(mmap.mmap):
-    """An anonymous mapping that CUDA forgets before it is unmapped."""
+    """An anonymous mapping that is unregistered from CUDA before it is unmapped."""
 
     release: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        # not a weakref's callback: mmap unmaps before it calls those
+        # a weakref callback would be too late: mmap unmaps before it calls those
         if self.release is not None:
             self.release()
             self.release = None
 
 
 class HostPages(Pages):
-    """An anonymous mapping, and what it is given out for.
+    """An anonymous mapping from which tensors are reserved one after another.
 
     Args:
-        nbytes: of all tensors that it is to hold, each rounded up to whole steps.
-        pinned: whether a CUDA device copies from it.
+        nbytes: total size of the tensors, each rounded up to the allocation granularity.
+        pinned: whether to pin it for copies to and from CUDA devices.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         # private: shared pages, which Python's mmap takes by default, are never huge
         mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(mapping, nbytes)
         self.pinned = pinned and self._register(mapping, nbytes)
@@ -97,7 +97,7 @@ class HostPages(Pages):
         return True
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """The next free place, as what a copy of ``like`` would be; not written to yet."""
+        """Return an uninitialized tensor over the next free bytes, with the layout of a copy of ``like``."""
         if not like.nbytes:
             return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
         place = self._bytes(self._used, like.nbytes)
@@ -106,6 +106,6 @@ class HostPages(Pages):
 
 
 def _forget_error() -> None:
-    """Take back CUDA's last error, which the next kernel launch would otherwise raise as its own."""
-    with suppress(RuntimeError):  # this launch is the one that raises it
+    """Clear CUDA's last error, which the next kernel launch would otherwise raise as its own."""
+    with suppress(RuntimeError):  # this launch raises it
         torch.zeros(1, device="cuda")

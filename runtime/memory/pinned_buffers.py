@@ -1,7 +1,7 @@
-"""Buffers of pinned memory that bytes pass on their way from a file to an accelerator.
+"""Staging buffers in pinned memory for copies from files to an accelerator.
 
-A GPU copies from pinned memory while the host goes on; from other memory the copy is slow, and the
-host waits for it. Each buffer is filled again when what was copied from it last has arrived.
+A GPU copies from pinned memory asynchronously; a copy from pageable memory is slow, and the host waits for
+it. A buffer is refilled once the last copy from it is complete.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from graphplan.runtime.memory.host_pages import HostPages
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps, in the order of its memory."""
+    """Return the bytes of a tensor without gaps, in memory order."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class Staging:
-    """Some buffers of one size, used in turn.
+    """Several staging buffers of one size, used in turn.
 
     Args:
-        queues: of the accelerator that copies from them; not used where the caller copies itself.
-        nbytes: of each buffer.
-        count: how many.
+        queues: those of the accelerator to which the buffers are copied.
+        nbytes: size of each buffer.
+        count: number of buffers.
         pinned: whether a CUDA device copies from them.
     """
 
@@ -37,22 +37,22 @@ class Staging:
         self._next = 0
 
     def take(self) -> int:
-        """The index of the next buffer, once what was copied from it has arrived."""
+        """Return the index of the next buffer, once the last copy from it is complete."""
         index = self._next
         self._next = (index + 1) % len(self.events)
         self.queues.wait(self.events[index])
         return index
 
     def buffer(self, index: int) -> torch.Tensor:
-        """Its bytes."""
+        """Return the bytes of a buffer."""
         return self.pages.bytes_at(self.pages.start + index * self.nbytes, self.nbytes)
 
     def give(self, index: int) -> None:
-        """All copies from it are enqueued."""
+        """Release a buffer after all copies from it are enqueued."""
         self.queues.record_copies(self.events[index])
 
     def copy(self, target: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
-        """Copy parts, each by its offset in ``target``, to the bytes of that."""
+        """Copy ``parts`` (offset in ``target`` -> bytes) into ``target`` through the buffers."""
         for begin in range(0, target.numel(), self.nbytes):
             end = min(begin + self.nbytes, target.numel())
             index = self.take()
@@ -64,6 +64,6 @@ class Staging:
             try:
                 self.queues.copy(target[begin:end], buffer[: end - begin])
                 self.give(index)
-            except BaseException:  # an interrupt in between: the buffer is read, and no event says so
+            except BaseException:  # an interrupt in between: no event marks the end of the copy
                 self.queues.settle()
                 raise
