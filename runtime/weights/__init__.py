@@ -1,5 +1,5 @@
-"""Weights on their devices, and those that are streamed to them.
+"""Place weights on their devices, and stream the others to them.
 
-In: a model or checkpoint, and where each weight resides. Out: placed parameters, prefetch buffers, and the
+In: a model or checkpoint, and the device of each weight. Out: placed parameters, prefetch buffers, and the
 copies into them.
 """

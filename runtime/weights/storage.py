@@ -1,8 +1,8 @@
-"""Weights on their devices: the placed copy of a model.
+"""Place the weights of a model on their devices.
 
-Each accelerator has one allocation for all weights that live there, as large as they are. On the CPU
-parameters share the caller's memory; what a checkpoint fills is one mapping, those that are streamed
-next to each other, so that they need not be copied together later.
+Each accelerator has one allocation of the total size of the weights that reside there. On the CPU,
+parameters share the caller's memory. Weights that are read from a checkpoint are in mappings of host memory;
+streamed ones are adjacent, so that they need not be gathered later.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages, Pages
 from graphplan.warnings import warn
 
-_PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
+_PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough for a progress bar
 
 Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where weights go.
+    """Where each weight is placed.
 
     Attributes:
         devices: first name of each weight -> its device.
-        streamed: those on the CPU that are streamed, in the order in which they are copied.
-        pinned: whether a CUDA device copies them.
-        mapped: those that stay in their file.
+        streamed: weights on the CPU that are streamed, in the order in which they are copied.
+        pinned: whether a CUDA device copies the streamed weights.
+        mapped: weights that stay in their file.
     """
 
     devices: Mapping[str, torch.device]
@@ -61,27 +61,27 @@ def place_model(
     owned: bool = False,
     become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run,
 ) -> tuple[nn.Module, list[Pages]]:
-    """A copy of ``model`` whose weights are on their devices.
+    """Return a copy of ``model`` whose weights are on their devices.
 
-    Parameters that live on the CPU share their memory with the caller's; buffers do not, since calls
-    may write to them.
+    Parameters that reside on the CPU share their memory with the caller's; buffers do not, since forward
+    passes may write to them.
 
     Args:
-        model: left as it is.
-        weights: of ``model``.
-        layout: where they go.
-        placed_class: from the class of what ``become`` makes to that of what is returned.
-        source: where the data is read from instead of the model (a checkpoint).
-        owned: whether ``model`` gives its weights away, so that what is in place is not copied.
-        become: from the model and its placed tensors, by the identity of each, to what is returned: a copy,
-            or the model itself as :func:`refilled` or :func:`taken_over`.
+        model: the model; unchanged unless ``become`` changes it.
+        weights: those of ``model``.
+        layout: where they are placed.
+        placed_class: maps the class of the module that ``become`` returns to the class of the result.
+        source: a checkpoint from which the data is read instead of from the model.
+        owned: whether ``model`` gives up its weights: those that are on their device already are not copied.
+        become: maps the model, and id of each of its tensors -> the placed tensor, to a module: a copy, or
+            the model itself as in :func:`refilled` and :func:`taken_over`.
 
     Returns:
-        that, and the host memory of its weights that it does not share with the caller's: what a checkpoint
-        was read into, and the files that weights are read from at each call.
+        the module, and the host memory of weights that it does not share with the caller: memory that a
+        checkpoint was read into, and mapped files.
 
     Raises:
-        InputError: a weight is on the meta device, so there is nothing to place.
+        InputError: a weight is on the meta device, so that there is no data to place.
         GraphplanError: a device has no room.
     """
     if source is None:
@@ -91,54 +91,54 @@ def place_model(
         torch.no_grad(),
         tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
-        placing = _Placing(weights, layout, source, owned, bar.update)
+        placing = _Placement(weights, layout, source, owned, bar.update)
         placing.run()
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
-    made = become(model, with_attributes(model, memo))
-    trace_patched(made)
+    placed_model = become(model, with_attributes(model, memo))
+    trace_patched(placed_model)
     files = () if source is None else source.files
-    return of_class(made, placed_class(type(made))), [*placing.pages, *files]
+    return of_class(placed_model, placed_class(type(placed_model))), [*placing.pages, *files]
 
 
 def bring_back(
     model: nn.Module, layout: Layout, become: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
 ) -> None:
-    """Bring the weights of each accelerator that is to hold others into host memory: its own is free then.
+    """Move the weights of each accelerator whose weights change to host memory, which frees its memory.
 
     Args:
-        model: whose weights they are.
-        layout: where they are to go.
-        become: how the model takes them, as in :func:`place_model`.
+        model: a placed model.
+        layout: where its weights are placed next.
+        become: puts the tensors into the model, as in :func:`place_model`.
     """
     weights = ModelWeights(model)
-    here = {name: tensor.device for name, tensor in weights.tensors.items()}
+    devices = {name: tensor.device for name, tensor in weights.tensors.items()}
     changed = {
         device
-        for name in here
-        if here[name] != layout.devices[name]
-        for device in (here[name], layout.devices[name])
+        for name in devices
+        if devices[name] != layout.devices[name]
+        for device in (devices[name], layout.devices[name])
         if device.type != CPU
     }
-    become(model, in_host_memory(model, weights, [name for name in here if here[name] in changed]))
+    become(model, in_host_memory(model, weights, [name for name in devices if devices[name] in changed]))
 
 
 def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]) -> dict[int, Any]:
-    """By the identity of each tensor of a model, what it is once these weights of it are in CPU memory.
+    """Return id of each tensor of a model -> the tensor after these weights are copied to CPU memory.
 
-    What is one weight stays one, whether it is one object or two over one memory.
+    Shared weights stay shared, whether they are one object or two over the same memory.
     """
-    brought = {name: weights.tensors[name].detach().cpu() for name in names}
+    on_host = {name: weights.tensors[name].detach().cpu() for name in names}
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model).items():
-        memo[id(tensor)] = like(tensor, brought.get(weights.first[name], tensor), memo)
+        memo[id(tensor)] = like(tensor, on_host.get(weights.first[name], tensor), memo)
     return with_attributes(model, memo)
 
 
 @dataclass(slots=True)
-class _Placing:
-    """Finds a place for every weight, then fills the places."""
+class _Placement:
+    """The placement of every weight: memory is reserved for all, then filled."""
 
     weights: ModelWeights
     layout: Layout
@@ -149,31 +149,31 @@ class _Placing:
     pages: list[HostPages] = field(default_factory=list)
 
     def run(self) -> None:
-        together: dict[torch.device, list[str]] = {}
+        grouped: dict[torch.device, list[str]] = {}
         for name, tensor in self.weights.tensors.items():
             device = self.layout.devices[name]
             if self.source is not None and name in self.layout.mapped:
                 self.placed[name] = self.source.map(name)
-            elif self._is_shared(name, tensor, device):
+            elif self._keeps_memory(name, tensor, device):
                 self.placed[name] = tensor if self.owned else tensor.detach()
                 self.progress(tensor_bytes(tensor))
-            elif is_plain(tensor) and (device.type != CPU or self._is_read(name)):
-                together.setdefault(device, []).append(name)
+            elif is_plain(tensor) and (device.type != CPU or self._in_source(name)):
+                grouped.setdefault(device, []).append(name)
             else:
-                self.placed[name] = self._alone(name, tensor, device)
-        for device, names in together.items():
+                self.placed[name] = self._place_alone(name, tensor, device)
+        for device, names in grouped.items():
             self._reserve(device, names)
-        self._fill([name for names in together.values() for name in names])
+        self._fill([name for names in grouped.values() for name in names])
 
-    def _is_read(self, name: str) -> bool:
+    def _in_source(self, name: str) -> bool:
         return self.source is not None and name in self.source
 
-    def _is_shared(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
+    def _keeps_memory(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
         ours = self.owned or (self.source is None and isinstance(tensor, nn.Parameter))
-        return ours and tensor.device == device and not self._is_read(name)
+        return ours and tensor.device == device and not self._in_source(name)
 
-    def _alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A weight with an allocation of its own: what wraps other tensors, and buffers on the CPU."""
+    def _place_alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy with its own allocation: of a wrapper of other tensors, or of a buffer on the CPU."""
         data = tensor.detach()
         if self.source is not None and name in self.source:
             data = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -185,28 +185,28 @@ class _Placing:
 
     def _reserve(self, device: torch.device, names: Sequence[str]) -> None:
         if device.type != CPU:
-            self._cut(names, Arena(device, self._bytes(names)))
+            self._reserve_each(names, Arena(device, self._bytes(names)))
             return
         streamed = [name for name in self.layout.streamed if name in set(names)]
         others = [name for name in names if name not in set(streamed)]
         for group, pinned in ((streamed, self.layout.pinned), (others, False)):
             if group:
                 self.pages.append(HostPages(self._bytes(group), pinned=pinned))
-                self._cut(group, self.pages[-1])
+                self._reserve_each(group, self.pages[-1])
 
     def _bytes(self, names: Sequence[str]) -> int:
         return sum(round_up(tensor_bytes(self.weights.tensors[name])) for name in names)
 
-    def _cut(self, names: Sequence[str], memory: Arena | HostPages) -> None:
+    def _reserve_each(self, names: Sequence[str], memory: Arena | HostPages) -> None:
         for name in names:
             self.placed[name] = memory.reserve(self.weights.tensors[name])
 
     def _fill(self, names: Sequence[str]) -> None:
-        read = [name for name in names if self._is_read(name)]
-        if self.source is not None and read:
-            self.source.read({name: self.placed[name] for name in read}, self.progress)
+        in_source = [name for name in names if self._in_source(name)]
+        if self.source is not None and in_source:
+            self.source.read({name: self.placed[name] for name in in_source}, self.progress)
         for name in names:
-            if not self._is_read(name):
+            if not self._in_source(name):
                 self.placed[name].copy_(self.weights.tensors[name].detach())
                 self.progress(tensor_bytes(self.weights.tensors[name]))
 
@@ -223,9 +223,9 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
 
 
 def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
-    """The model itself with these in place of its tensors, which calls that are under way still read.
+    """Replace the tensors of the model itself; forward passes that are running still read the old ones.
 
-    Also in other attributes, as in the lists of recurrent layers: what stayed there would hold on to memory.
+    Other attributes are replaced too, such as the lists of recurrent layers: they would keep memory alive.
     """
     for part in model.modules():
         for table in (part._parameters, part._buffers):
@@ -243,63 +243,63 @@ def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
 
 
 def taken_over(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
-    """The model itself, each parameter the object that it was: an optimizer may hold it by now.
+    """Replace the data of the model's own parameters: an optimizer may already refer to the objects.
 
     Source: ``torch.nn.Module._apply``.
     """
-    own, lost = dict[int, nn.Parameter](), list[str]()
-    for name, one in model.named_parameters():
-        if isinstance(one, nn.Parameter):  # no tensor that ``torch.func.functional_call`` has put there
-            own[id(one)] = _over(one, placed[id(one)])
-            lost += [name] if own[id(one)] is not one and one.requires_grad else []
-    if lost:
-        first = ", ".join(map(repr, lost[:3])) + (", ..." if lost[3:] else "")
+    by_id, replaced = dict[int, nn.Parameter](), list[str]()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.Parameter):  # not a tensor of ``torch.func.functional_call``
+            by_id[id(parameter)] = _move_data(parameter, placed[id(parameter)])
+            replaced += [name] if by_id[id(parameter)] is not parameter and parameter.requires_grad else []
+    if replaced:
+        first = ", ".join(map(repr, replaced[:3])) + (", ..." if replaced[3:] else "")
         warn(
-            f"something holds on to {first}: from this call on the model has others in their place; make an "
-            "optimizer after it"
+            f"another object holds on to {first}: from this call on the model has new parameters in their "
+            "place. Create the optimizer after this call"
         )
-    return refilled(model, {**placed, **own})
+    return refilled(model, {**placed, **by_id})
 
 
-def _over(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
-    """The same object over the memory of another; that one, where torch cannot."""
+def _move_data(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
+    """Return ``parameter`` with the data of ``placed``, or ``placed`` if torch cannot replace the data."""
     if placed is parameter:
         return parameter
     gradient, parameter.grad = parameter.grad, None
-    made, notes = parameter, notes_of(parameter)
+    result, notes = parameter, notes_of(parameter)
     try:
         if may_share_data(parameter, placed):
             parameter.data = placed.data
         else:
             torch.utils.swap_tensors(parameter, placed)
-    except RuntimeError:  # a weak reference, as an LSTM has, or a graph of autograd
-        parameter.grad, made = gradient, placed
-    made.grad = None if gradient is None else gradient.to(made.device)
-    vars(made).update(notes)
-    return made
+    except RuntimeError:  # a weak reference, as an LSTM has, or an autograd graph refers to it
+        parameter.grad, result = gradient, placed
+    result.grad = None if gradient is None else gradient.to(result.device)
+    vars(result).update(notes)
+    return result
 
 
 def with_attributes(model: nn.Module, placed: Mapping[int, Any]) -> dict[int, Any]:
-    """What stands for the tensors of a model, and for attributes that lie in the memory of one as it does."""
+    """Extend ``placed`` to plain attributes that share memory and layout with a tensor of the model."""
     named = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     plain = {id(tensor): named.get(identity(tensor)) for *_, tensor in plain_tensors(model)}
-    shared = {key: placed[id(one)].detach() for key, one in plain.items() if one is not None}
+    shared = {key: placed[id(t)].detach() for key, t in plain.items() if t is not None}
     return {**shared, **placed}
 
 
 def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """``placed`` as what ``original`` was; one object for one object, so that ties stay ties."""
+    """Return ``placed`` with the type of ``original``: one object per original, so weights stay shared."""
     if id(original) in memo:
         return memo[id(original)]
     if placed is original:
         return original
     if isinstance(original, nn.Parameter):
-        made = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
-        copy_gradient_hooks(original, made)
-        vars(made).update(notes_of(original))
-        if type(made) is nn.Parameter and issubclass(type(original), nn.Parameter):
-            made.__class__ = type(original)
-        return made
+        parameter = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
+        copy_gradient_hooks(original, parameter)
+        vars(parameter).update(notes_of(original))
+        if type(parameter) is nn.Parameter and issubclass(type(original), nn.Parameter):
+            parameter.__class__ = type(original)
+        return parameter
     if original.requires_grad:
         return placed.requires_grad_()
     return placed.detach() if is_view(placed) else placed  # forward may write to it with gradients

@@ -1,14 +1,13 @@
-"""Weights streamed from host memory into the prefetch buffer of each accelerator: copies, slots, events.
+"""Stream weights from host memory into the prefetch buffer of each accelerator: copies, slots, events.
 
-Each accelerator of a module has one storage, cut into slots as the plan says, and a queue for copies
-beside the one for the call's own work. A slot has two events: ``ready`` is recorded behind the copy of a
-segment, and the work that reads it is enqueued behind that; ``free`` is recorded behind the last reader,
-and the next copy into the slot, of this call or the next one, is enqueued behind that. The host waits
-for nothing. Calls of one module are serialised by a lock, since they share the prefetch buffer.
+Each accelerator of a module has one storage, divided into slots by the plan, and a copy queue besides the
+compute queue. A slot has two events. ``ready`` is recorded after the copy of a segment, and computation that
+reads the segment waits for it. ``free`` is recorded after the last reader, and the next copy into the slot,
+of this forward pass or the next, waits for it. The host waits for nothing. Forward passes of one module are
+serialized by a lock, since they share the prefetch buffer.
 
-What a CPU parameter holds when the copy runs is what the call reads. Results that are back on the CPU are
-proof that all copies are done; with results left on the accelerator, synchronise before writing to a
-parameter that is streamed.
+A forward pass reads the values that a CPU parameter has when the copy runs. Once results are on the CPU, all
+copies are complete; if results stay on the accelerator, synchronize before writing to a streamed parameter.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from graphplan.runtime.weights.weight_changes import require_planned
 
 _BUFFERS = 2
 _CALLED_WITHIN = (
-    "a hook has called the model while its backward pass was under way: both stream weights into the same "
-    "memory, so that the rest of the pass would read wrong ones. Call the model after backward()"
+    "a hook has called the model during its backward pass: both stream weights into the same memory, so that "
+    "the rest of the pass would read wrong ones. Call the model after backward()"
 )
 
 
@@ -45,16 +44,16 @@ class _Storage:
     def __init__(self, device: torch.device, queues: Queues) -> None:
         self.device, self.queues = device, queues
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self.user: object = None  # stands for the stream whose slots the last call's events are about
-        self.left = 0  # segments that are to be released: a call is under way, or has broken off
-        self.entries = 0  # how often a call has begun, or gone on after another
+        self.user: object = None  # identifies the stream that used the slots last
+        self.left = 0  # segments not yet released: above 0 while a call runs, or after it failed
+        self.entries = 0  # how often a call has begun, or resumed after another
         self.staging: Staging | None = None  # for what is streamed from files
         weakref.finalize(self, self.queues.settle).atexit = False
 
     def enter(self, user: object, segments: int) -> None:
-        """A call begins, or goes on, with so many segments.
+        """Begin or resume a call with this number of segments still to load.
 
-        After one of another structure, or one that broke off, all work is waited for.
+        After a call of another structure, or one that failed, copies wait for all earlier computation.
         """
         follows = self.user is user and self.left <= 0
         self.left = segments
@@ -65,35 +64,35 @@ class _Storage:
         self.user = user
 
     def stage(self, nbytes: int) -> None:
-        """Have buffers for copies of segments of up to so many bytes from files."""
+        """Provide staging buffers for copies from files of segments of up to this size."""
         nbytes = min(nbytes, STAGED_BYTES)
         if self.staging is None or self.staging.nbytes < nbytes:
             self.queues.settle()
-            self.staging = None  # before the larger ones are there
+            self.staging = None  # freed before the larger ones are allocated
             self.staging = Staging(self.queues, nbytes, _BUFFERS, pinned=self.device.type == "cuda")
 
     def grow(self, nbytes: int) -> None:
-        """Make it at least so large. What is bound to a smaller one must be gone."""
+        """Enlarge the storage to this size. Streams over the smaller one must no longer be used."""
         if self.bytes.numel() >= nbytes:
             return
-        self.queues.settle()  # memory that goes may be given to another stream at once
+        self.queues.settle()  # another stream may reuse the freed memory at once
         self.user = None
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the larger one is there
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the next allocation
         with allocating(self.device, f"the {readable_bytes(nbytes)} that weights are streamed into"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.queues.enter()  # what this stream did with the memory before comes first
+        self.queues.enter()  # so that copies follow what this stream did with the memory before
 
 
 class _LoadedSegment:
-    """A segment's place in host memory and in the prefetch buffer; what a lowered graph passes on.
+    """A segment in host memory and in the prefetch buffer; a value in a lowered graph.
 
     Args:
-        segment: as planned.
-        slot: bytes that it is loaded into, and the events at which these can be read, and loaded anew.
-        storage: that has the slot. It knows no segment: cycles would keep device memory.
-        weights: on the host.
-        source: its bytes in one piece in host memory, or None.
-        parts: offset -> its bytes where they are in files; none where it is in memory.
+        segment: the planned segment.
+        slot: bytes that it is loaded into, and the events ``ready`` and ``free``.
+        storage: the storage of the slot. It has no reference to segments: cycles would keep device memory.
+        weights: the segment's weights on the host.
+        source: its bytes in host memory if they are contiguous, else None.
+        parts: offset -> bytes of a weight in a mapped file; empty if the segment is in memory.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class _LoadedSegment:
         self.host = weights[0].device
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
-        """Enqueue the copy, behind the last reader of what is in the slot."""
+        """Enqueue the copy, after the last reader of the slot's previous segment."""
         self.entry = self.storage.entries
         self.queues.copies_wait(self.free)
         in_place = tuple(map(_layout, weights)) == self.layouts
@@ -127,26 +126,26 @@ class _LoadedSegment:
             staging.copy(self.place, self.parts)
         elif in_place and self.source is not None:
             self.queues.copy(self.place, self.source)
-        else:  # one that the caller has replaced is read where it is now
+        else:  # the caller has replaced a weight, or they are not contiguous: copy one by one
             for name, view, weight in zip(self.names, self.views, weights, strict=True):
                 require_planned(name, weight, self.host, view.dtype, view.shape)
                 self.queues.copy(view, weight)
         self.queues.record_copies(self.ready)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Its weights on the accelerator."""
+        """Let the computation wait for the copy; return the segment's weights on the accelerator."""
         self.queues.work_waits(self.ready)
         return self.views
 
     def await_copy(self) -> None:
-        """Let the host wait until it is copied, before hooks write to the weights."""
+        """Let the host wait for the copy, before hooks write to the weights."""
         self.queues.wait(self.ready)
 
     def release(self) -> None:
-        """Nothing enqueued from now on reads it.
+        """Release the slot after the computation that is enqueued so far.
 
         Raises:
-            PlanError: another call has begun since it was loaded.
+            PlanError: another call has begun since the segment was loaded.
         """
         if self.entry != self.storage.entries:
             raise PlanError(_CALLED_WITHIN)
@@ -155,13 +154,13 @@ class _LoadedSegment:
 
 
 class WeightStream:
-    """The prefetch buffer as one call structure uses it: what its generated code loads segments with.
+    """The slots and segments of one call structure in a prefetch buffer; its generated code loads them.
 
     Args:
-        storage: of the accelerator.
-        buffer: slots and segments, as planned.
+        storage: the storage of the accelerator.
+        buffer: the planned slots and segments.
         weights: name -> tensor on the host, of every weight in ``buffer``.
-        memory: where they are.
+        memory: the host memory of the weights.
     """
 
     def __init__(
@@ -172,28 +171,28 @@ class WeightStream:
         memory: ModuleStreams,
     ) -> None:
         self.storage, self.user = storage, object()
-        new = storage.queues.event
+        new_event = storage.queues.event
         slots = [
-            (storage.bytes[start : start + nbytes], new(), new())
+            (storage.bytes[start : start + nbytes], new_event(), new_event())
             for start, nbytes in zip(buffer.starts, buffer.slots, strict=True)
         ]
         self.segments = []
         for segment in buffer.segments:
-            here = [weights[name] for name in segment.weights]
+            tensors = [weights[name] for name in segment.weights]
             slot, parts = slots[segment.slot], dict[int, torch.Tensor]()
-            if all(map(memory.in_file, here)):
-                parts = dict(zip(segment.offsets, map(flat_bytes, here), strict=True))
+            if all(map(memory.in_file, tensors)):
+                parts = dict(zip(segment.offsets, map(flat_bytes, tensors), strict=True))
                 storage.stage(segment.nbytes)
-            source = None if parts else memory.in_one_piece(segment, [weight.data_ptr() for weight in here])
-            self.segments.append(_LoadedSegment(segment, slot, storage, here, source, parts))
+            source = None if parts else memory.in_one_piece(segment, [t.data_ptr() for t in tensors])
+            self.segments.append(_LoadedSegment(segment, slot, storage, tensors, source, parts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
-        return self  # a copy of generated code uses the same buffer; a copy of the module makes its own
+        return self  # copies of the generated code share it; a copy of the module makes its own
 
     def load(self, index: int, *weights: torch.Tensor) -> _LoadedSegment:
-        """Enqueue the copy of a segment; that of the first begins a call.
+        """Enqueue the copy of a segment; the first begins a call.
 
-        Before others, other calls may have come: those of a backward pass.
+        A later one resumes the call if others have run since, as between forward and backward pass.
         """
         if index == 0 or self.storage.user is not self.user:
             self.storage.enter(self.user, len(self.segments) - index)
@@ -217,7 +216,7 @@ class ModuleStreams:
                 pages.check()
 
     def must_grow(self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer]) -> bool:
-        """Whether :meth:`prepare` would replace a prefetch buffer to which something may be bound."""
+        """Whether :meth:`prepare` would replace a prefetch buffer that streams may already use."""
         return any(
             0 < self.storages[device].bytes.numel() < buffer.nbytes
             for device, buffer in prefetch_buffers.items()
@@ -227,12 +226,12 @@ class ModuleStreams:
     def prepare(
         self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer], weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Make room for these prefetch buffers, and bring their weights together in host memory.
+        """Allocate these prefetch buffers, and gather their weights in host memory.
 
         Args:
-            prefetch_buffers: by the accelerator that they are on.
-            weights: all of the module, and parts: name -> tensor; of a part, the whole. The data of each that
-                is streamed is replaced by its copy in the pages, in all tensors over that memory.
+            prefetch_buffers: accelerator -> its prefetch buffer.
+            weights: name -> tensor, of all weights and of parts of weights, whose tensor is the whole. The
+                data of streamed tensors, and of all that share their memory, moves to the pages.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._gather(prefetch_buffers, weights)
@@ -248,20 +247,20 @@ class ModuleStreams:
         self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer], weights: Mapping[str, torch.Tensor]
     ) -> None:
         streamed = [n for buffer in prefetch_buffers.values() for s in buffer.segments for n in s.weights]
-        # by object: parts of one weight are copied together with it, once
-        found = {id(tensor): tensor for name in streamed if (tensor := weights.get(name)) is not None}
-        wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
-        if not wanted:
+        # by object: a weight is copied once, whole, for all of its parts
+        candidates = {id(tensor): tensor for name in streamed if (tensor := weights.get(name)) is not None}
+        to_copy = [t for t in candidates.values() if _is_plain(t) and not self._pages_of(t)]
+        if not to_copy:
             return
-        total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
+        total = sum(round_up(t.numel() * t.element_size()) for t in to_copy)
         pages = HostPages(total, pinned=any(device.type == "cuda" for device in prefetch_buffers))
-        of_one_memory: dict[Any, list[torch.Tensor]] = {}
+        by_memory: dict[Any, list[torch.Tensor]] = {}
         for tensor in weights.values():
-            of_one_memory.setdefault(identity(tensor), []).append(tensor)
-        for tensor in wanted:
+            by_memory.setdefault(identity(tensor), []).append(tensor)
+        for tensor in to_copy:
             data = pages.reserve(tensor.data).copy_(tensor.data)
-            for same in of_one_memory[identity(tensor)]:
-                same.data = data
+            for alias in by_memory[identity(tensor)]:
+                alias.data = data
         self.pages.append(pages)
 
     def _pages_of(self, tensor: torch.Tensor) -> Pages | None:
@@ -270,16 +269,16 @@ class ModuleStreams:
     def bind(
         self, device: torch.device, buffer: PrefetchBuffer, weights: Mapping[str, torch.Tensor]
     ) -> WeightStream:
-        """The stream that one call structure's code uses."""
+        """Return the weight stream for the code of one call structure."""
         with torch.inference_mode(False), torch.no_grad():
             return WeightStream(self._storage(device), buffer, weights, self)
 
     def in_file(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is in a file."""
+        """Whether a weight is in a mapped file."""
         return isinstance(self._pages_of(weight), MappedFile)
 
     def in_one_piece(self, segment: PrefetchSegment, addresses: Sequence[int]) -> torch.Tensor | None:
-        """A segment's bytes, where its weights lie in host memory as they do in the segment; else None."""
+        """Return a segment's bytes if host memory has its weights laid out as the segment, else None."""
         first = addresses[0]
         for pages in self.pages:
             if pages.holds(first) and first + segment.nbytes <= pages.end:
@@ -289,12 +288,12 @@ class ModuleStreams:
 
 
 def _layout(weight: torch.Tensor) -> tuple[int, tuple[int, ...], bool]:
-    """Where a weight lies, and what its bytes there stand for: its ``data`` may become a view of itself."""
+    """Return address, strides and conj bit of a weight, which a new ``data`` may change."""
     return weight.data_ptr(), weight.stride(), weight.is_conj()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes are all that it is, without gaps."""
+    """Whether a tensor is a plain CPU tensor without gaps."""
     if tensor.device.type != CPU or type(tensor.data) is not torch.Tensor or tensor.is_inference():
         return False
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
