@@ -267,8 +267,8 @@ class ClusterModule(nn.Module):
         """Context manager for work of all ranks; after a failure, later steps raise ClusterError."""
         if self._failed:
             raise ClusterError(
-                f"an earlier call failed on this rank ({self._failed}), and other ranks may be at another "
-                "microbatch: end the processes, and resume from a checkpoint"
+                f"a call before this one failed on this rank ({self._failed}), and other ranks may be at "
+                "another microbatch: end the processes, and resume from a checkpoint"
             )
         try:
             yield
