@@ -1,4 +1,4 @@
-"""Measurement: one call of a placed module, and this machine.
+"""Measure one forward pass or training step of a placed module, and the speeds of this machine.
 
 In: a program, or devices. Out: seconds and bytes.
 """

@@ -1,11 +1,10 @@
-"""One forward pass or training step, measured: when each operation and copy ran, and the most bytes there.
+"""Measure one forward pass or training step: the times of each operation and copy, and peak memory.
 
-The generated code runs node by node with a mark before and after each. On CUDA a mark is an event on the
-stream that the node's work is enqueued on, so that nothing waits while it runs; a copy of streamed
-weights is marked on the copy stream. Elsewhere work is done when the host returns, and a mark is the
-host's clock. Marks take time of their own: where operations are short, the forward pass is slower. How much
-is measured on an operation of one element; an operation that began on a GPU when the host had enqueued it
-and its marks already, took none of it.
+The generated code runs node by node with a time mark before and after each. On CUDA a mark is an event on the
+stream of the node's work, so that nothing waits for it; a copy of streamed weights is marked on the copy
+stream. On other devices work is done when the host returns, and a mark is the host's clock. Marks take time,
+which slows down short operations. This overhead is measured with an operation of one element and subtracted,
+except from operations that began on a GPU after the host had enqueued them and their marks.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.whole_files import write_whole
 
 Kind = Literal["run", "move", "load", "wait"]
-_TINY = 20  # times that marks around an operation of one element are measured
-_NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
+_TINY = 20  # repetitions of the operation of one element
+_NO_WAIT = 5e-6  # seconds; shorter waits, for copies that are complete already, are left out
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured forward pass, or training step, beside the estimated one. Sizes are bytes, times seconds.
+    """A measured forward pass or training step, with its plan. Sizes are bytes, times seconds.
 
     Attributes:
-        plan: of the forward pass, or of forward and backward.
-        measured: its measured timeline and peaks.
+        plan: plan of the forward pass, or of forward and backward.
+        measured: measured timeline and peaks.
     """
 
     plan: PlanData
@@ -60,7 +59,7 @@ class Profile:
 
     @property
     def timeline(self) -> Timeline:
-        """When each operation, move and copy of weights started and ended."""
+        """Measured start and end of each operation, transfer and copy of weights."""
         return self.measured.timeline
 
     @property
@@ -70,9 +69,9 @@ class Profile:
 
     @property
     def measurements(self) -> Measurements:
-        """What types of operation reached of the plan's figures, for ``devices=`` of a plan.
+        """Efficiencies of operation types relative to the plan's device speeds, for ``devices=`` of a plan.
 
-        Simulated devices are left out: their speed says nothing.
+        Simulated devices are left out: their speed has no meaning.
         """
         graph, topology = self.plan.graph, self.plan.topology
         samples: dict[DeviceKey, list[Sample]] = {}
@@ -83,14 +82,14 @@ class Profile:
                 cost = operation.flops, operation.bytes_accessed, seconds
                 samples.setdefault(key, []).append(Sample(operation.type, *cost))
         speeds = {}
-        for key, found in samples.items():
+        for key, device_samples in samples.items():
             spec = topology[key]
-            reached = {**spec.efficiency, **efficiencies(found, spec)}
-            speeds[key] = replace(Speed.of(spec), efficiency=reached, origin="measured")
+            efficiency = {**spec.efficiency, **efficiencies(device_samples, spec)}
+            speeds[key] = replace(Speed.of(spec), efficiency=efficiency, origin="measured")
         return Measurements(speeds, topology.links)
 
     def summary(self) -> str:
-        """A table: measured and estimated seconds and peaks of each device."""
+        """Return a table of the measured and estimated seconds and peaks of each device."""
         rows = []
         for key in self.plan.topology.keys:
             times = [
@@ -120,13 +119,13 @@ class Profile:
         write_whole(path, to_svg(self.plan, title, self.measured))
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
-        """Write the plan for Model Explorer, with the measured seconds as one more colouring."""
+        """Write the plan for Model Explorer, with the measured seconds as an additional coloring."""
         save_model_explorer(self.plan, Path(path), title, self.measured)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """``seconds`` from the call's begin, known once all work is done; ``told``: when the host was there."""
+    """``seconds()`` from the call's start, valid once all work is done; ``told``: when the host set it."""
 
     seconds: Callable[[], float]
     told: float
@@ -146,19 +145,19 @@ class _Measured:
         return self.end.seconds() - self.start.seconds()
 
     def without(self, marking: float) -> float:
-        """Seconds less what marks took, where the device waited for the host."""
+        """Return the seconds less the overhead ``marking`` of marks, if the device waited for the host."""
         waited = self.start.seconds() < self.end.told
-        # marks are measured apart, and not always as long
+        # the overhead was measured on another operation, and may exceed the seconds
         return max(0.0, self.seconds - marking * waited)
 
 
 class Recorder(fx.Interpreter):
-    """Runs generated code in place of the compiled function, and notes when what runs.
+    """Run generated code in place of the compiled function, and record the times of its nodes.
 
     Args:
         module: the generated code, over the weights of its module.
-        plan: that it carries out.
-        before: what ran the forward pass, where this runs the backward pass of the same step.
+        plan: the plan of the code.
+        before: the recorder of the forward pass, if this runs the backward pass of the same step.
     """
 
     def __init__(self, module: fx.GraphModule, plan: PlanData, before: Recorder | None = None) -> None:
@@ -171,7 +170,7 @@ class Recorder(fx.Interpreter):
         self.measured: Measured | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The flat results for the flat inputs; :attr:`measured` has what they took, from the first mark."""
+        """Return the flat results for the flat inputs, and set :attr:`measured`."""
         machine = current_machine.get()
         if self.before is None:
             self._begin(machine)
@@ -180,20 +179,20 @@ class Recorder(fx.Interpreter):
             self.spans, self.bases, self.began = first.spans, first.bases, first.began
             self.marking = first.marking
         results: Sequence[Any] = self.run(*tensors)
-        self.env = {}  # which holds on to the results, and so to what a training step saves
+        self.env = {}  # it refers to the results, and so to tensors saved for the backward pass
         for device in self.bases:
             torch.cuda.synchronize(device)
         ended = time.perf_counter()
-        took = {
+        seconds = {
             span.name: span.without(self.marking.get(span.device, 0.0))
             for span in self.spans
             if span.kind == "run"
         }
-        self.measured = Measured(self._timeline(ended), self._peaks(machine), took)
+        self.measured = Measured(self._timeline(ended), self._peaks(machine), seconds)
         return results
 
     def _begin(self, machine: SimulatedMachine | None) -> None:
-        """Measure marks, forget peaks, and set the clocks."""
+        """Measure the overhead of marks, reset the peaks, and set the clocks."""
         devices = self.plan.devices.items()
         timed = {key: device for key, device in devices if device.type != SIMULATED}
         self._set_clocks(timed)
@@ -212,9 +211,9 @@ class Recorder(fx.Interpreter):
         self.began = time.perf_counter()
 
     def _marking(self, device: torch.device) -> float:
-        """Seconds that marks, and the interpreter, add to a short operation."""
-        one = torch.ones(1, device=device)
-        node = fx.Graph().create_node("call_function", lambda: torch.neg(one), name="tiny")
+        """Return the seconds that marks and the interpreter add to a short operation."""
+        element = torch.ones(1, device=device)
+        node = fx.Graph().create_node("call_function", lambda: torch.neg(element), name="tiny")
         marked = []
         for _ in range(_TINY):
             start = self._mark(device)
@@ -222,12 +221,12 @@ class Recorder(fx.Interpreter):
             marked.append((start, self._mark(device)))
         plain = self._mark(device)
         for _ in range(_TINY):
-            torch.neg(one)
+            torch.neg(element)
         end = self._mark(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        of_one = (end.seconds() - plain.seconds()) / _TINY
-        return max(0.0, min(end.seconds() - start.seconds() for start, end in marked) - of_one)
+        unmarked = (end.seconds() - plain.seconds()) / _TINY
+        return max(0.0, min(end.seconds() - start.seconds() for start, end in marked) - unmarked)
 
     def run_node(self, n: fx.Node) -> Any:
         step = n.meta.get("move") or n.meta.get("stream")
@@ -235,23 +234,23 @@ class Recorder(fx.Interpreter):
         if isinstance(step, Move):
             source, target = devices.get(step.source), devices.get(step.destination)
             if "non_blocking" in n.kwargs:
-                target = source  # whose stream copies; the host waits later
+                target = source  # its stream does the copy; the host waits later
             return self._span("move", step.value, step.destination, n, (source or target, target or source))
         if isinstance(step, Load):
             return self._load(n, step)
         if isinstance(step, Wait):
             weights, place = self.plan.schedule.segment(step).weights, devices[step.device]
             return self._span("wait", ", ".join(weights), step.device, n, (place, place), weights)
-        inside = self._first_of_stage(n)
-        name = n.meta.get("operation", inside)
+        first_inside = self._first_of_stage(n)
+        name = n.meta.get("operation", first_inside)
         if name is None:
             return super().run_node(n)
         key = self.plan.schedule.assignment.operations[name]
-        there = devices.get(key)
-        return self._span("run", name if inside is None else n.name, key, n, (there, there))
+        device = devices.get(key)
+        return self._span("run", name if first_inside is None else n.name, key, n, (device, device))
 
     def _first_of_stage(self, node: fx.Node) -> str | None:
-        """The first operation of a compiled stage; None for any other node."""
+        """Return the name of the first operation of a compiled stage; None for any other node."""
         if node.op != "call_module":
             return None
         stage = self.fetch_attr(str(node.target))
@@ -276,7 +275,7 @@ class Recorder(fx.Interpreter):
     def _load(self, node: fx.Node, step: Load) -> Any:
         stream = self.env[node.args[0]]  # type: ignore[index]  # the stream is the first argument
         queues = stream.storage.queues
-        copies = getattr(queues, "copies", None)  # without a stream of their own copies are the host's
+        copies = getattr(queues, "copies", None)  # without a copy stream the host copies
         place = self.plan.devices[step.device]
         queues.copies_wait(stream.segments[step.segment].free)  # the copy begins when its slot is free
         start = self._mark(place, copies)
@@ -303,10 +302,10 @@ class Recorder(fx.Interpreter):
         return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))
 
     def _peaks(self, machine: SimulatedMachine | None) -> dict[DeviceKey, int]:
-        found: dict[DeviceKey, int] = {}
+        peaks: dict[DeviceKey, int] = {}
         for key, device in self.plan.devices.items():
             if device.type == "cuda":
-                found[key] = torch.cuda.max_memory_allocated(device)
+                peaks[key] = torch.cuda.max_memory_allocated(device)
             elif machine is not None and device.type == SIMULATED:
-                found[key] = machine.peak_bytes(device.index or 0)
-        return found
+                peaks[key] = machine.peak_bytes(device.index or 0)
+        return peaks

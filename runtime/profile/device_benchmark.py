@@ -1,7 +1,7 @@
-"""Measure this machine: FLOP/s, memory bandwidth, overhead and types of operations, and every link.
+"""Measure this machine: FLOP/s, memory bandwidth, overhead, efficiency of operation types, and links.
 
-Each figure is the quickest of several repetitions after a warm-up, with the accelerator's queue drained
-before and after. Sizes grow until one repetition takes long enough to be timed.
+Each time is the shortest of several repetitions after a warm-up, with the accelerator's queue drained before
+and after. Matrices grow until one repetition is long enough to be timed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, operation_cases
 from graphplan.warnings import warn
 
-_LONG_ENOUGH = 0.02  # seconds of one repetition, far above the clock's and the queue's own
-_SHARE = 4  # at most this part of a device's budget is taken
+_LONG_ENOUGH = 0.02  # seconds of one repetition, far above clock resolution and enqueueing time
+_SHARE = 4  # at most 1/4 of a device's budget is used
 _SMALLEST, _LARGEST = 256, 16384  # rows of the matrices
 _TRAFFIC = 512 << 20  # bytes that are copied within a device: more than its caches hold
 _COPY = 128 << 20  # bytes that are copied over a link
@@ -44,23 +44,23 @@ def measure_devices(
 ) -> Measurements:
     """Measure the devices of this machine and the links between them, in a few seconds.
 
-    Give the result to ``plan(..., devices=measured)`` or ``partition(..., devices=measured)``, and
-    keep it with ``measured.save_json(path)``. At most a quarter of each budget is taken meanwhile.
+    Pass the result to ``plan(..., devices=measured)`` or ``partition(..., devices=measured)``, and save it
+    with ``measured.save_json(path)``. At most a quarter of each budget is used during the measurement.
 
     Args:
-        max_memory: device keys, as in :func:`graphplan.plan`, with the bytes that may be taken. None:
-            what is free here.
-        dtype: of the matrix product. None: bfloat16 on accelerators, float32 on the CPU.
-        repetitions: of each measurement, of which the quickest counts.
-        progress: whether to show a bar when it takes over a second.
+        max_memory: device key -> memory budget, as in :func:`graphplan.plan`. None: all free memory of this
+            machine's devices.
+        dtype: dtype of the matrix product. None: bfloat16 on accelerators, float32 on the CPU.
+        repetitions: number of repetitions of each measurement; the fastest counts.
+        progress: whether to show a progress bar if it takes over a second.
 
     Returns:
         A :class:`graphplan.Measurements`. Its ``notes`` say what was not measured, and why: a
-        simulated accelerator computes on the CPU, so its speed says nothing.
+        simulated accelerator computes on the CPU, so its speed has no meaning.
 
     Raises:
-        BudgetError, DeviceError: ``max_memory`` cannot be read, or names a device that is not here.
-        InputError: no repetitions.
+        BudgetError, DeviceError: ``max_memory`` is invalid, or names a device that does not exist.
+        InputError: ``repetitions`` is below 1.
     """
     if repetitions < 1:
         raise InputError(f"repetitions={repetitions}: each figure needs at least one")
@@ -93,12 +93,12 @@ class _Bench:
         links: dict[tuple[DeviceKey, DeviceKey], Link] = {}
         pairs = list(permutations(self.specs, 2))
         total = len(self.specs) + len(pairs)
-        # a bar that waits a second before it shows
+        # delay: no bar for measurements of less than a second
         with tqdm(total=total, desc="measuring devices", delay=1, disable=not self.progress) as bar:
             for spec in self.specs:
                 speed = Speed(self._flops(spec), self._bandwidth(spec), self._overhead(spec))
-                reached = self._efficiency(speed.applied(spec))
-                speeds[spec.key] = replace(speed, efficiency=reached, origin="measured")
+                efficiency = self._efficiency(speed.applied(spec))
+                speeds[spec.key] = replace(speed, efficiency=efficiency, origin="measured")
                 bar.update()
             for source, destination in pairs:
                 links[source.key, destination.key] = self._link(source, destination)
@@ -108,7 +108,7 @@ class _Bench:
     # -- one device -------------------------------------------------------------------------------
 
     def _flops(self, spec: DeviceSpec) -> float:
-        """FLOP/s of the largest square matrix product that the budget and the patience allow."""
+        """Return the FLOP/s of the largest square matrix product that budget and time limit allow."""
         dtype = self.dtype or (torch.float32 if spec.type == CPU else torch.bfloat16)
         self.dtypes[spec.key] = str(dtype).removeprefix("torch.")
         rows, allowed = _SMALLEST, spec.room // _SHARE
@@ -121,30 +121,30 @@ class _Bench:
             rows *= 2
 
     def _bandwidth(self, spec: DeviceSpec) -> float:
-        """Bytes/s of a copy within the device, which reads as much as it writes."""
+        """Return the bytes/s of a copy within the device; bytes read and bytes written both count."""
         nbytes = _part(spec, _TRAFFIC)
         source = torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device)
         copy = torch.zeros_like(source)
         return 2 * nbytes / self._time(lambda: copy.copy_(source), [spec])
 
     def _overhead(self, spec: DeviceSpec) -> float:
-        """Seconds between the starts of operations that have next to nothing to do.
+        """Return the seconds between the starts of operations with almost no work.
 
-        Each reads its weights from the module that has them: what that takes stands for what the code of a
-        placed model does between operations (benchmarks/estimates.py compares).
+        Each reads its weights from a module: this stands for the time that the code of a placed model takes
+        between operations (benchmarks/estimates.py compares them).
         """
         model: Any = nn.Module()
         model.layer = nn.Linear(8, 8, device=spec.torch_device)
         row = torch.ones(1, 8, device=spec.torch_device)
 
-        def several() -> None:
+        def small_operations() -> None:
             for _ in range(_SMALL_OPERATIONS):
                 functional.linear(row, model.layer.weight, model.layer.bias)
 
-        return self._time(several, [spec]) / _SMALL_OPERATIONS
+        return self._time(small_operations, [spec]) / _SMALL_OPERATIONS
 
     def _efficiency(self, spec: DeviceSpec) -> dict[str, Efficiency]:
-        """What types of operation reach, if the budget has room for them."""
+        """Return the efficiency of each operation type, if the budget has room for the operations."""
         if spec.room // _SHARE < MOST_BYTES:
             self.notes[spec.key] = "types of operation were not measured: the budget is too small"
             return {}
@@ -159,34 +159,34 @@ class _Bench:
 
     def _link(self, source: DeviceSpec, destination: DeviceSpec) -> Link:
         nbytes = min(_part(source, _COPY), _part(destination, _COPY))
-        both = [source, destination]
-        data, into = (
+        specs = [source, destination]
+        data, target = (
             torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device, pin_memory=spec.type == CPU)
-            for spec in both
+            for spec in specs
         )
-        latency = self._time(lambda: into[:1].copy_(data[:1], non_blocking=True), both)
-        seconds = self._time(lambda: into.copy_(data, non_blocking=True), both)
+        latency = self._time(lambda: target[:1].copy_(data[:1], non_blocking=True), specs)
+        seconds = self._time(lambda: target.copy_(data, non_blocking=True), specs)
         return Link(nbytes / max(seconds - latency, 1e-9), latency, "measured")
 
     # -- the clock --------------------------------------------------------------------------------
 
     def _time(self, work: Callable[[], object], specs: Sequence[DeviceSpec]) -> float:
-        """Least seconds of ``work``, queues drained before and after: what else runs only adds to them.
+        """Return the least seconds of ``work``, queues drained before and after: other load only adds time.
 
-        What one thread computes is timed by its own clock: where other processes wait for the processor, an
-        operation that takes longer than its time slice would always be interrupted.
+        Work of a single thread is timed by the thread's own clock: if other processes wait for the processor,
+        an operation that is longer than its time slice would always be interrupted.
         """
-        alone = torch.get_num_threads() == 1 and all(spec.type == CPU for spec in specs)
-        clock = time.thread_time if alone else time.perf_counter
+        single_thread = torch.get_num_threads() == 1 and all(spec.type == CPU for spec in specs)
+        clock = time.thread_time if single_thread else time.perf_counter
         work()
-        taken = []
+        times = []
         for _ in range(self.repetitions):
             _drain(specs)
             start = clock()
             work()
             _drain(specs)
-            taken.append(clock() - start)
-        return max(min(taken), 1e-9)
+            times.append(clock() - start)
+        return max(min(times), 1e-9)
 
 
 def _drain(specs: Sequence[DeviceSpec]) -> None:

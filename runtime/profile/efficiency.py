@@ -1,4 +1,4 @@
-"""What types of operation reach of a device's figures: from operations that were timed."""
+"""Estimate what share of a device's nominal speeds each operation type reaches, from timed operations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from graphplan.devices.topology import DeviceSpec, Efficiency
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation that ran.
+    """One timed operation.
 
     Attributes:
-        type: of the operation, as :attr:`graphplan.Operation.type`.
+        type: operation type, as :attr:`graphplan.Operation.type`.
         flops: floating-point operations.
         bytes_accessed: bytes that it read and wrote.
-        seconds: that it took.
+        seconds: measured time.
     """
 
     type: str
@@ -30,15 +30,15 @@ class Sample:
 
 
 def efficiencies(samples: Iterable[Sample], spec: DeviceSpec) -> dict[str, Efficiency]:
-    """Of each type of operation, what of the device's figures explains the seconds that were measured.
+    """Return operation type -> the efficiency that explains the measured seconds.
 
-    A sample tells of arithmetic or of memory, whichever takes longer by the device's figures. Where all
-    samples of a type take hardly longer than the overhead, they tell nothing. Where there are more samples
-    than unknowns, the type has an overhead of its own, by least squares.
+    A sample measures arithmetic or memory, whichever takes longer by the device's nominal speeds. If a type
+    has more samples than unknowns, its own overhead is fitted too, by least squares. Otherwise samples tell
+    nothing unless their mean time is above twice the device's overhead.
 
     Args:
-        samples: of operations of one device.
-        spec: the device, with its figures.
+        samples: timed operations of one device.
+        spec: the device, with its nominal speeds.
     """
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for sample in samples:
@@ -46,24 +46,29 @@ def efficiencies(samples: Iterable[Sample], spec: DeviceSpec) -> dict[str, Effic
         if max(arithmetic, memory) > 0:
             limit = (arithmetic, 0.0) if arithmetic > memory else (0.0, memory)
             rows.setdefault(sample.type, []).append((*limit, sample.seconds))
-    found = {kind: _explained(np.array(of_kind), spec.overhead) for kind, of_kind in rows.items()}
-    return {kind: efficiency for kind, efficiency in found.items() if efficiency is not None}
+    fitted = {
+        operation_type: _fitted(np.array(type_rows), spec.overhead)
+        for operation_type, type_rows in rows.items()
+    }
+    return {
+        operation_type: efficiency for operation_type, efficiency in fitted.items() if efficiency is not None
+    }
 
 
-def _explained(rows: NDArray[np.float64], overhead: float) -> Efficiency | None:
-    """Of samples of one type: seconds of arithmetic or of memory by the device's figures, and measured."""
+def _fitted(rows: NDArray[np.float64], overhead: float) -> Efficiency | None:
+    """Fit the efficiency of one type to (samples, 3) seconds: nominal arithmetic and memory, measured."""
     measured, limits = rows[:, 2], {"flops": rows[:, 0], "bandwidth": rows[:, 1]}
     limits = {figure: expected for figure, expected in limits.items() if expected.any()}
     unknowns = np.column_stack([np.ones(len(rows)), *limits.values()])
     if len(rows) > unknowns.shape[1] == np.linalg.matrix_rank(unknowns):
-        (own, *factors), _ = nnls(unknowns, measured)
+        (own_overhead, *factors), _ = nnls(unknowns, measured)
         shares = {
             figure: 1 / float(factor) for figure, factor in zip(limits, factors, strict=True) if factor > 0
         }
-        return Efficiency(**shares, overhead=float(own))
+        return Efficiency(**shares, overhead=float(own_overhead))
     shares = {}
     for figure, expected in limits.items():
-        here = measured[expected > 0]
-        if here.sum() > 2 * overhead * len(here):
-            shares[figure] = float(expected.sum() / (here - overhead).sum())
+        seconds = measured[expected > 0]
+        if seconds.sum() > 2 * overhead * len(seconds):
+            shares[figure] = float(expected.sum() / (seconds - overhead).sum())
     return Efficiency(**shares) if shares else None

@@ -1,4 +1,4 @@
-"""Operations of the usual models, at sizes that these have, for timing."""
+"""Operations of common models, at typical sizes, for timing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 MOST_BYTES = 32 << 20
-"""Bytes that every case but that of uncached weights takes at most, with what it was made from."""
-_UNCACHED = 128 << 20  # bytes, more than caches hold
+"""The most bytes of a case, copies of its inputs included; cases of uncached weights take more."""
+_UNCACHED = 128 << 20  # bytes of a weight that is larger than caches
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation.
+    """One operation to time.
 
     Attributes:
-        type: as :attr:`graphplan.Operation.type`.
-        work: runs it once.
+        type: operation type, as :attr:`graphplan.Operation.type`.
+        work: function that runs it once.
         flops: floating-point operations.
         bytes_accessed: bytes that it reads and writes.
     """
@@ -34,12 +34,12 @@ class Case:
 
 
 def operation_cases(device: torch.device, dtype: torch.dtype, room: int = MOST_BYTES) -> Iterator[Case]:
-    """The operations, one after another: tensors are made when their turn comes.
+    """Yield the operations; the tensors of each are allocated when its turn comes.
 
     Args:
-        device: where they run.
-        dtype: of the tensors.
-        room: bytes that may be taken, at least :data:`MOST_BYTES`.
+        device: device on which they run.
+        dtype: dtype of the tensors.
+        room: bytes that may be used, at least :data:`MOST_BYTES`.
     """
 
     def make(*shape: int) -> torch.Tensor:
@@ -48,12 +48,12 @@ def operation_cases(device: torch.device, dtype: torch.dtype, room: int = MOST_B
     rows, image = make(256, 1024), make(1, 96, 56, 56)
     for name, function in _OF_ONE.items():
         yield _case(name, function, rows)
-    for name, joined in _OF_TWO.items():
-        yield _case(name, joined, rows, make(256, 1024))
+    for name, binary in _OF_TWO.items():
+        yield _case(name, binary, rows, make(256, 1024))
     for name, function in _OF_IMAGES.items():
         yield _case(name, function, image)
     yield _case("linear", functional.linear, make(128, 768), make(3072, 768))
-    # weights that are read once per forward pass are in no cache
+    # weights are read once per forward pass, and so are in no cache
     weight = torch.ones(
         min(room // 2, _UNCACHED) // (4096 * dtype.itemsize), 4096, device=device, dtype=dtype
     )
@@ -67,7 +67,7 @@ def operation_cases(device: torch.device, dtype: torch.dtype, room: int = MOST_B
     yield _case("scaled_dot_product_attention", functional.scaled_dot_product_attention, *heads)
     yield _case("conv2d", partial(functional.conv2d, padding=1), make(1, 64, 56, 56), make(64, 64, 3, 3))
     yield _case("conv2d", functional.conv2d, make(1, 256, 28, 28), make(128, 256, 1, 1))
-    # of a late layer: much of the time goes to weights, which kernels arrange anew at each call
+    # a late layer: much of the time goes to weights, which kernels reorder at each call
     yield _case("conv2d", partial(functional.conv2d, padding=1), make(1, 512, 7, 7), make(512, 512, 3, 3))
     for tensor in (image, make(1, 384, 14, 14)):
         channels = tensor.shape[1]
@@ -90,7 +90,7 @@ def _case(name: str, function: Callable[..., torch.Tensor], *tensors: torch.Tens
     with FlopCounterMode(display=False) as counter:
         result = function(*tensors)
     flops = counter.get_total_flops()
-    if name == "scaled_dot_product_attention":  # the counter does not know the CPU's kernel
+    if name == "scaled_dot_product_attention":  # the counter does not support the CPU's kernel
         flops = 4 * tensors[0].numel() * tensors[1].shape[-2]
     read = sum(tensor.nbytes for tensor in tensors)
     turns = cycle([tensors, *_copies(tensors, (MOST_BYTES - 2 * result.nbytes) // max(read, 1) - 1)])
@@ -98,7 +98,7 @@ def _case(name: str, function: Callable[..., torch.Tensor], *tensors: torch.Tens
 
 
 def _copies(tensors: Sequence[torch.Tensor], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """So that each run reads others, as in a model: the innermost cache holds none from the run before."""
+    """Return copies of the tensors, so that no run finds its inputs in the innermost cache, as in a model."""
     return [tuple(tensor.clone() for tensor in tensors) for _ in range(count)]
 
 
