@@ -1,7 +1,7 @@
-"""The backend and the mode that make torch take simulated devices.
+"""The backend and the dispatch mode that make torch accept simulated devices.
 
-They are torch's PrivateUse1 backend, renamed ``sim`` for the whole process on first use; a process that
-uses PrivateUse1 for something else cannot simulate.
+The backend is torch's PrivateUse1, renamed ``sim`` for the whole process on first use; a process that uses
+PrivateUse1 for something else cannot simulate.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simu
 
 aten = torch.ops.aten
 
-# what C++ reaches with Python modes off, such as in torch.tensor(..., device=...) of numbers and of tensors
-_REACHED = (
+# operations that C++ calls with Python modes off, as in torch.tensor(..., device=...)
+_WITHOUT_MODES = (
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten._copy_from.default,
@@ -43,14 +43,14 @@ _REACHED = (
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The one stream, on which all is done at once; ``torch.distributed.checkpoint`` asks for it."""
+    """The only stream, which is synchronous; ``torch.distributed.checkpoint`` requests it."""
 
     def synchronize(self) -> None:
         pass
 
 
 class _Backend(device_module()):  # type: ignore[misc]  # a class that torch keeps private
-    """What torch asks of ``torch.sim``."""
+    """The module ``torch.sim``, as far as torch uses it."""
 
     def device_count(self) -> int:
         machine = current_machine.get()
@@ -71,19 +71,19 @@ class _Backend(device_module()):  # type: ignore[misc]  # a class that torch kee
 
 @cache
 def register_backend() -> torch.library.Library:
-    """Make the devices known to torch, once per process, as long as there is the library."""
+    """Register the devices with torch, once per process; the registration lives as long as the library."""
     taken = own_device_name()
     if taken not in ("privateuseone", SIMULATED):
         raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
     name_own_device(SIMULATED, _Backend())
     library = torch.library.Library("aten", "IMPL")
-    for op in _REACHED:
+    for op in _WITHOUT_MODES:
         library.impl(op, lambda *args, op=op, **kwargs: run_simulated(op, args, kwargs), "PrivateUse1")
     return library
 
 
 class SimulationMode(TorchDispatchMode):
-    """Catches what has no simulated argument yet: factories, and copies from the CPU."""
+    """Handle operations without simulated arguments: factories, and copies from the CPU."""
 
     supports_higher_order_operators = True
     simulates = True
@@ -94,7 +94,7 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if all(issubclass(t, SimulatedTensor) for t in types) and is_whole(func):  # others take it so
+        if all(issubclass(t, SimulatedTensor) for t in types) and is_whole(func):  # others take it whole
             with self:
                 return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:
@@ -108,9 +108,9 @@ class SimulationMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run the functions of ``torch.cond`` and its like on the simulated tensors themselves.
+        """Run the functions of ``torch.cond`` and similar operators on the simulated tensors themselves.
 
-        The kernels run without any mode, as torch asks of them.
+        torch requires that the operators' kernels run without any mode; the functions run under all modes.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not any(isinstance(leaf, SimulatedTensor) for leaf in leaves):
@@ -126,7 +126,7 @@ class SimulationMode(TorchDispatchMode):
 
 
 def _under(modes: Sequence[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs under modes, the innermost last."""
+    """Wrap a function so that it runs under modes, the innermost last."""
 
     def run(*args: Any) -> Any:
         with ExitStack() as within:

@@ -1,4 +1,4 @@
-"""Tensors that say ``sim:N`` and hold CPU data: each operation checks where its tensors are, and counts."""
+"""Tensors on ``sim:N`` with data on the CPU: operations check devices, count bytes and log copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def _machine() -> SimulatedMachine:
-    """That of the surrounding ``simulate`` block."""
+    """Return the machine of the surrounding ``simulate`` block; raise DeviceError outside of one."""
     machine = current_machine.get()
     if machine is None:
         raise DeviceError(f"{SIMULATED} devices exist only inside graphplan.simulate()")
@@ -32,17 +32,17 @@ def _machine() -> SimulatedMachine:
 
 
 class _Allocation:
-    """A storage's claim on a device's capacity; ends with the last tensor that shares it."""
+    """The bytes of a device's capacity that a storage occupies, until the last tensor over it is freed."""
 
     def __init__(
         self, device: int, storage: torch.UntypedStorage, part_of: _Allocation | None = None
     ) -> None:
         machine = _machine()
-        free = machine.paused or part_of is not None or storage.device.type == "meta"  # the latter of fakes
+        free = machine.paused or part_of is not None or storage.device.type == "meta"  # meta: a fake tensor
         self.nbytes = 0 if free else round_up(storage.nbytes())
         machine.take(device, self.nbytes)
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
-        self.part_of = part_of  # whose bytes these are, where a storage is over a part of another's
+        self.part_of = part_of  # keeps alive the allocation of which this storage covers a part
         weakref.finalize(self, machine.give, device, self.nbytes)
 
 
@@ -50,10 +50,10 @@ _allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakre
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
+    """A tensor whose device is ``sim:N``, with its data in ``elem`` on the CPU."""
 
     stands_for = torch.Tensor
-    own = ("allocation", "elem")  # attributes; others are the user's
+    own = ("allocation", "elem")  # attributes of this class; others are the user's
     elem: torch.Tensor
     allocation: _Allocation
 
@@ -61,15 +61,15 @@ class SimulatedTensor(torch.Tensor):
     def __new__(
         cls, elem: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False
     ) -> SimulatedTensor:
-        if device is None:  # as a parameter's class is called, by those who copy parameters
-            return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialised again
+        if device is None:  # called as a parameter's class is, by code that copies parameters
+            return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialized again
         if elem.layout is not torch.strided:
             raise DeviceError(
                 "simulated devices hold no sparse tensors: give dense ones, or compute on the CPU"
             )
-        if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
+        if elem.is_conj() or elem.is_neg():  # the wrapper would not have these lazy bits
             elem = elem.resolve_conj().resolve_neg()
-        with torch.inference_mode(False):  # views of it are made as of any other tensor
+        with torch.inference_mode(False):  # no inference tensor: views of it are like those of other tensors
             made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 elem.size(),
@@ -87,7 +87,7 @@ class SimulatedTensor(torch.Tensor):
         return made
 
     def apart(self) -> SimulatedTensor:
-        """The same bytes under a storage of their own, within the allocation of this one's."""
+        """Return a tensor over the same bytes with its own storage, in the same allocation."""
         elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
         key = (storage_of(elem), self.device.index)
         part = _Allocation(self.device.index, elem.untyped_storage(), self.allocation)
@@ -96,8 +96,8 @@ class SimulatedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # of torch
-        return found
+        data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # of torch
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -117,11 +117,11 @@ class SimulatedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        if isinstance(self, nn.Parameter):  # as of any other, without its gradient
+        if isinstance(self, nn.Parameter):  # without its gradient, as a plain parameter's copy
             made: Any = nn.Parameter(self.data.clone(), self.requires_grad)
             memo[id(self)] = made
             return made
-        memo[id(self.allocation)] = None  # the copy has its own
+        memo[id(self.allocation)] = None  # the copy gets its own, below
         made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
         made.allocation = SimulatedTensor(made.elem, made.device).allocation
         return made
@@ -130,10 +130,10 @@ class SimulatedTensor(torch.Tensor):
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
-        return format(self.elem, spec)  # of one value its text, as a tensor's: models make names of it
+        return format(self.elem, spec)  # as a plain tensor of one value: models build names from it
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        # the wrapper's own storage is empty; what tells tensors that share memory apart is the data's
+        # the wrapper's own storage is empty; shared memory is recognized by the data's storage
         return self.elem.untyped_storage()
 
     def tolist(self) -> Any:
@@ -145,7 +145,7 @@ class SimulatedTensor(torch.Tensor):
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
+        # saved as a CPU tensor, which loads anywhere, as one from an accelerator does with map_location
         rebuilt: Any = self.elem.detach()
         if isinstance(self, torch.nn.Parameter):
             rebuilt = torch.nn.Parameter(rebuilt, self.requires_grad)
@@ -157,19 +157,19 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if is_whole(func):  # in a thread that has not the mode of the simulation
+        if is_whole(func):  # in a thread without the mode of the simulation
             return func.decompose(*args, **(kwargs or {}))
         return run_simulated(func, args, kwargs or {})
 
 
 def is_whole(func: Any) -> bool:
-    """Whether an operation that torch takes apart before has arrived whole, as in inference mode."""
+    """Whether an operation is one that torch usually decomposes before dispatch; inference mode does not."""
     key = DispatchKey.CompositeImplicitAutograd
     return func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
 
 
 def is_simulated(device: Any) -> bool:
-    """Whether this names a simulated device."""
+    """Whether ``device`` is, or names, a simulated device; False for None."""
     return device is not None and torch.device(device).type == SIMULATED
 
 
@@ -191,7 +191,7 @@ def _resolve(wanted: Any) -> torch.device:
 
 
 def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run one ATen operation on the data, after checking where its tensors are."""
+    """Run an ATen operation on the CPU data of its tensors, after a check of their devices."""
     if func is aten._copy_from.default:
         return _copy_into(args[1], args[0])
     if func is aten.copy_.default:
@@ -201,8 +201,8 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     func = WITHOUT_CPU_KERNEL.get(func, func)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     wanted = kwargs.get("device")
-    here = _common_device(func, tensors)
-    device = _resolve(wanted) if is_simulated(wanted) else (here if wanted is None else None)
+    common = _common_device(func, tensors)
+    device = _resolve(wanted) if is_simulated(wanted) else (common if wanted is None else None)
     inner = pytree.tree_map(_inner, dict(kwargs))
     if is_simulated(wanted):
         inner["device"] = torch.device("cpu")
@@ -213,15 +213,15 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if device is None:
         return out
     if torch.Tag.inplace_view in getattr(func, "tags", ()) and func.overloadpacket is not aten.set_:
-        # the wrapper changes as its data did; it has no storage to set
+        # change the wrapper's shape and strides too; it has no storage for ``set_`` to change
         with no_dispatch():
             func(*args, **kwargs)
-    given = {id(_inner(tensor)): tensor for tensor in tensors}  # what is written to is returned as it is
+    by_id = {id(_inner(tensor)): tensor for tensor in tensors}  # in-place operations return their argument
     if not getattr(func, "is_view", False):
-        _watch(tensors, [given[id(leaf)] for leaf in pytree.tree_leaves(out) if id(leaf) in given])
+        _watch(tensors, [by_id[id(leaf)] for leaf in pytree.tree_leaves(out) if id(leaf) in by_id])
     if func in _PACKING:
         return _wrap(out[0], device), out[1]
-    return pytree.tree_map(lambda leaf: given[id(leaf)] if id(leaf) in given else _wrap(leaf, device), out)
+    return pytree.tree_map(lambda leaf: by_id[id(leaf)] if id(leaf) in by_id else _wrap(leaf, device), out)
 
 
 def _wrap(leaf: Any, device: torch.device) -> Any:
@@ -231,11 +231,11 @@ def _wrap(leaf: Any, device: torch.device) -> Any:
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
-# torch lets the index tensors of these live on the CPU
+# torch accepts index tensors on the CPU for these
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
-# lengths, and sizes of batches, are the CPU's
+# lengths and batch sizes of these are on the CPU
 _PACKING = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
 
 
@@ -243,13 +243,13 @@ def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | Non
     simulated = {t.device for t in tensors if t.device.type == SIMULATED}
     if not simulated:
         return None
-    # and a zero-dimensional CPU tensor anywhere
+    # torch accepts zero-dimensional CPU tensors everywhere
     others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0 and func not in _PACKING]
     if func in _INDEXING and tensors[0].device.type == SIMULATED:
         others = [t for t in others if t.dtype not in (torch.long, torch.int, torch.bool, torch.uint8)]
     if len(simulated) > 1 or others:
-        found = sorted({str(t.device) for t in tensors})
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
+        devices = sorted({str(t.device) for t in tensors})
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {devices} in {func}")
     return simulated.pop()
 
 
@@ -280,6 +280,6 @@ def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     _log(source.device, device, source)
     _watch([source], [])
     ignored = ("device", "non_blocking", "pin_memory")
-    rest = {key: value for key, value in kwargs.items() if key not in ignored}
-    out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)
+    options = {key: value for key, value in kwargs.items() if key not in ignored}
+    out: torch.Tensor = aten._to_copy.default(_inner(source), **options)
     return SimulatedTensor(out, device) if device.type == SIMULATED else out

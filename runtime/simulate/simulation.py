@@ -1,9 +1,9 @@
 """Accelerators simulated on a CPU: real values, counted bytes, logged copies.
 
 Inside ``with simulate({0: "1GiB", 1: "1GiB"}) as machine`` the devices ``sim:0`` and ``sim:1`` exist.
-Their tensors hold CPU data and refuse to be mixed with other devices', as an accelerator's would;
-each storage takes its bytes, rounded up to 512, from the device's capacity until its last tensor
-dies; each copy between devices is logged.
+Their tensors hold CPU data. Operations on tensors of different devices fail, as on accelerators; each storage
+occupies its bytes, rounded up to 512, of the device's capacity until its last tensor is freed; each copy
+between devices is logged.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ def simulate(
     *,
     workspace: Size = 0,
 ) -> Iterator[SimulatedMachine]:
-    """Simulate accelerators for the duration of the block.
+    """Context manager that simulates accelerators.
 
     Args:
-        capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
-            and is passed on in ``machine.max_memory``.
+        capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them, and is
+            passed on in ``machine.max_memory``.
         links: the links between them, for the planner's cost model.
-        workspace: bytes, or text such as ``"8MiB"``, that each device loses at its first matrix product, as
-            to cuBLAS on CUDA.
+        workspace: bytes, or text such as ``"8MiB"``, that each device allocates at its first matrix product,
+            as cuBLAS does on CUDA.
 
     Raises:
-        BudgetError: a capacity or ``workspace`` is no size.
-        DeviceError: a key that is neither an index nor ``"cpu"``, links that are none, or a block inside a
-            block.
+        BudgetError: a capacity or ``workspace`` is not a valid size.
+        DeviceError: a key is neither an index nor ``"cpu"``, a link is invalid, or blocks are nested.
     """
     if current_machine.get() is not None:
         raise DeviceError("simulate() inside simulate(): name all devices in one")
@@ -56,11 +55,11 @@ def simulate(
         elif spec.device != CPU:
             raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
     cpu = None if topology.cpu is None else topology[topology.cpu].memory
-    known, taken = own_links(topology.devices, links or {}), read_size(workspace, "workspace")
-    machine = SimulatedMachine(sizes, cpu, known, workspace=taken)
+    link_map, workspace_bytes = own_links(topology.devices, links or {}), read_size(workspace, "workspace")
+    machine = SimulatedMachine(sizes, cpu, link_map, workspace=workspace_bytes)
     register_backend()
-    # the autograd engine would otherwise ask C++ for a queue per device
-    single = torch.autograd.set_multithreading_enabled(False)
+    # the multithreaded autograd engine would require a queue for each device from C++
+    single_thread = torch.autograd.set_multithreading_enabled(False)
     mode = SimulationMode()  # type: ignore[no-untyped-call]  # torch's
-    with current_machine.being(machine), single, compiling("force_eager"), mode:
+    with current_machine.being(machine), single_thread, compiling("force_eager"), mode:
         yield machine
