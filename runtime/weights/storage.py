@@ -235,8 +235,8 @@ def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     for parameter in model.parameters():
         for _, table, name in noted_tensors(parameter):
             table[name] = placed.get(id(table[name]), table[name])
-    for part, name, found in plain_data(model):
-        for table, key in ((vars(part), name), *((table, key) for _, table, key in found.entries)):
+    for part, name, attribute in plain_data(model):
+        for table, key in ((vars(part), name), *((table, key) for _, table, key in attribute.entries)):
             if id(table[key]) in placed and not isinstance(table, tuple):
                 table[key] = placed[id(table[key])]
     return model
