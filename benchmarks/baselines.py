@@ -1,7 +1,7 @@
-"""Placements by others for the same problem, judged by the same evaluator.
+"""Baseline placements for the same problem, judged by the same evaluator.
 
-Three: sequential fill, accelerate's device map and transformers' own. The last two know nothing of
-activations: where the evaluator finds a device over its budget, they are asked again with less memory.
+The baselines are sequential fill, accelerate's device map and transformers' own. The last two ignore
+activations: if the evaluator finds a device over its budget, they are called again with less memory.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from graphplan.passes.placement.residence import on_one_device, reside
 
 
 def baselines(problem: Problem) -> list[Baseline]:
-    """All three; where one can be asked in several ways, its fastest placement within the budgets."""
+    """Return all three; of a baseline with several variants, the fastest placement within the budgets."""
     filled = sequential_fill(problem)
-    together = _readers_together(problem, filled)
-    ways = [
+    readers_together = _readers_together(problem, filled)
+    variants = [
         judged(problem, "sequential fill", "", lambda: filled),
-        judged(problem, "sequential fill", "readers together", lambda: together),
+        judged(problem, "sequential fill", "readers together", lambda: readers_together),
     ]
-    return [best(ways), *device_maps(problem, skeleton(problem.graph), [Block.__name__])]
+    return [best(variants), *device_maps(problem, skeleton(problem.graph), [Block.__name__])]
 
 
 def faster(others: Iterable[Baseline], seconds: float | None) -> list[str]:
-    """Names of those that keep the budgets in less time, or at all where there are no seconds to beat."""
+    """Return the names of feasible baselines that take less time; of all feasible ones if it is None."""
     most = math.inf if seconds is None else seconds * (1 - 1e-9)
-    return [one.name for one in others if one.feasible and one.seconds is not None and one.seconds < most]
+    return [b.name for b in others if b.feasible and b.seconds is not None and b.seconds < most]
 
 
 def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
-    """Each reader of a shared weight on the device of the first one."""
+    """Move each reader of a weight to the device of its first reader."""
     operations = dict(assignment.operations)
     for name in problem.graph.weights:
         readers = problem.graph.consumers.get(name, ())
@@ -50,20 +50,20 @@ def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
 
 
 def peak_activation(problem: Problem) -> int:
-    """The most bytes beside weights when one accelerator runs the whole model."""
+    """Return the peak bytes other than weights if one accelerator runs the whole model."""
     first = problem.topology.accelerators[0]
     spec = replace(first, memory=1 << 62, reserve=0)
-    alone = replace(
+    single_device = replace(
         problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}
     )
-    peak = evaluate(alone, on_one_device(alone, spec.key)).peak(spec.key)
+    peak = evaluate(single_device, on_one_device(single_device, spec.key)).peak(spec.key)
     return peak.nbytes - peak.weights
 
 
 def sequential_fill(problem: Problem) -> Assignment:
-    """First fit in the order of execution: once a device is full, it is not returned to.
+    """Place operations in execution order on the current device, and move on for good once it is full.
 
-    Memory for the peak of activations is left free on every device. What fits nowhere goes on the last
+    Memory for the activation peak is left free on every device. Operations that fit nowhere go to the last
     device.
     """
     graph, activations = problem.graph, peak_activation(problem)
@@ -82,7 +82,7 @@ def sequential_fill(problem: Problem) -> Assignment:
     return reside(problem, operations)
 
 
-# -- modules, for those who place modules ----------------------------------------------------------
+# -- a module tree, for planners that place modules ------------------------------------------------
 
 
 class Block(nn.Module):
@@ -90,10 +90,10 @@ class Block(nn.Module):
 
 
 def skeleton(graph: Graph) -> nn.Module:
-    """The module tree that a graph's names describe, its parameters on the meta device.
+    """Return the module tree that a graph's names describe, with parameters on the meta device.
 
     The outermost modules whose name is a number are blocks. Modules and parameters are registered in
-    the order of execution; a tied weight is one parameter under all its names.
+    execution order; a shared weight is one parameter under all its names.
     """
     root = nn.Module()
     parameters = {
@@ -110,11 +110,11 @@ def skeleton(graph: Graph) -> nn.Module:
 
 
 def _module(root: nn.Module, operation: Operation) -> nn.Module:
-    """The module of an operation, made where it is not there."""
-    module, inside = root, False
+    """Return the module of an operation; create it if it does not exist."""
+    module, in_block = root, False
     for part in operation.module_path.split("."):
         if not hasattr(module, part):
-            module.add_module(part, Block() if part.isdigit() and not inside else nn.Module())
-        inside = inside or part.isdigit()
+            module.add_module(part, Block() if part.isdigit() and not in_block else nn.Module())
+        in_block = in_block or part.isdigit()
         module = getattr(module, part)
     return module

@@ -1,10 +1,9 @@
-"""How long planning takes for many machines: a Llama of 405B on meta over 64 machines of 8 devices.
+"""Planning time for many machines: Llama 405B on meta over 64 machines of 8 devices.
 
 python benchmarks/cluster_planning.py
 
-Microbatches of one row are traced beside the batch, since transformers has masks of their own for them; those
-of more share its trace. Seconds are those of the processor, so that what else a machine does is hardly in
-them.
+Microbatches of one row need a trace of their own, since transformers builds other masks for them; larger ones
+share the trace of the batch. Seconds are processor time, which other load on the machine hardly affects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from report import parser_of, table, write
 
 import graphplan
 
-DEVICES = 8  # of each machine, of which all together hold the model some ten times
+DEVICES = 8  # of each machine; together they have room for the model some ten times
 ROWS, MICROBATCHES = 16, 8
 LLAMA_405B = partial(
     LLAMA_70B, hidden_size=16384, intermediate_size=53248, num_attention_heads=128, vocab_size=128256
@@ -28,7 +27,7 @@ LLAMA_405B = partial(
 
 
 def row(layers: int, machines: int, objective: Any) -> dict[str, Any]:
-    """One plan, and what it took."""
+    """Return the figures of one plan."""
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(LLAMA_405B(num_hidden_layers=layers)).bfloat16().eval()
     ids = torch.zeros(ROWS, 512, dtype=torch.int64, device="meta")

@@ -1,11 +1,11 @@
-"""Estimated beside measured seconds of a forward pass on one device: ten models of different kinds.
+"""Estimated and measured seconds of a forward pass on one device, for ten models of different kinds.
 
 python benchmarks/estimates.py [--device cpu]
 
-The device is measured first, in the float32 of the models. Each model is planned by these figures and
-called; the quickest call counts. It is planned a second time by what a profile of the first says of its types
-of operation. On the CPU one thread is used, and its own clock, as for the device: other processes may wait
-for the processor.
+The device is measured first, in the models' dtype float32. Each model is planned with these speeds and run;
+the fastest forward pass counts. It is planned again with the efficiencies of its operation types from a
+profile. On the CPU one thread is used, and timed by its own clock, as other processes may wait for the
+processor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDS = 12
 
 
 def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Name, model and inputs."""
+    """Yield name, model and inputs of each model."""
     image, ids = torch.randn(1, 3, 224, 224), torch.randint(0, 1000, (1, 128))
     llama = hf.LlamaForCausalLM(llama_of(512, 1408, 8, 32, 32, 8000)())
     yield "BERT", hf.BertModel(hf.BertConfig(num_hidden_layers=6)), {"input_ids": ids}
@@ -66,9 +66,9 @@ def main() -> None:
         call = partial(finished, partial(placed, **inputs), device)
         seconds = min(in_turn({name: call}, ROUNDS, clock)[name])
         profiled = placed.profile(**inputs).measurements
-        again = graphplan.plan(model, budgets, devices=profiled, **options)
+        replanned = graphplan.plan(model, budgets, devices=profiled, **options)
         row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}
-        rows.append({**row, "by its profile / measured": again.makespan / seconds})
+        rows.append({**row, "by its profile / measured": replanned.makespan / seconds})
     print(table(rows))
     name = "estimates" if key == "cpu" else "gpu_estimates"
     print(f"wrote {write(name, {'device': arguments.device, 'measured': str(measured), 'rows': rows})}")

@@ -1,8 +1,7 @@
 """The instances of the placement benchmark: graphs with devices to place them on.
 
-Cards have names for their speed: A is twice the B and five times the C in FLOP/s. Links carry
-25 GB/s with 15 microseconds of latency. Everything is torch-free; inputs and outputs of the model
-are in CPU memory.
+Cards are named by speed: A has 2.5 times the FLOP/s of B and five times those of C. Links have 25 GB/s and a
+latency of 15 microseconds. Everything is torch-free; inputs and outputs of the model are in CPU memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from graphplan.passes.placement.problem import Problem
 
 GIB = 1 << 30
 _OVERHEAD = 4e-6  # one kernel launch
-_CPU_OVERHEAD = 20e-6  # what graphplan.devices.max_memory takes for the CPU
+_CPU_OVERHEAD = 20e-6  # the value of graphplan.devices.max_memory for the CPU
 
 
 A = Speed(300e12, 2000e9)
@@ -54,12 +53,12 @@ class Instance:
 
     @property
     def problem(self) -> Problem:
-        """What a solver is asked."""
+        """The placement problem for a solver."""
         return Problem(self.graph, self.topology, CPU)
 
 
 def devices(cards: Sequence[Card], cpu_gib: float = 0, cpu: Speed = HOST) -> Topology:
-    """Cards numbered from 0, and the CPU where it has memory."""
+    """Return a topology of cards numbered from 0, and the CPU if it has memory."""
     specs = [
         DeviceSpec(i, f"cuda:{i}", int(card.gib * GIB), card.speed.flops, card.speed.bandwidth, _OVERHEAD)
         for i, card in enumerate(cards)
@@ -98,7 +97,7 @@ def _segformer_two(weights: float) -> Topology:
     return devices([Card(MIDDLE, 0.14 * weights), Card(SLOW, 0.92 * weights)])
 
 
-# name -> what makes the graph, and its devices given the GiB of its weights
+# name -> functions that build the graph, and its devices from the GiB of its weights
 _FIRST_SET: dict[str, tuple[Callable[[], Graph], Callable[[float], Topology]]] = {
     "llama-8b-two": (_llama_8b, _cards((A, 10), (B, 8))),
     "llama-8b-four": (_llama_8b, _cards((A, 5), (B, 5), (B, 4), (C, 3))),
@@ -136,18 +135,18 @@ INSTANCES: dict[str, Callable[[], Instance]] = {name: partial(_first, name) for 
 
 
 def random_chain(operations: int, cards: int, seed: int = 0) -> Instance:
-    """Random operations on alternately fast and slow cards with a fifth more room than the weights take."""
+    """Return random operations for alternately fast and slow cards, with room as in :func:`_sized`."""
     graph = random_layers(operations, seed)
     return _sized(f"random-{operations}x{cards}", graph, cards, [A, B])
 
 
 def stack(layers: int, cards: int) -> Instance:
-    """Layers of a Llama of the 8B's width (15 operations each) on like cards."""
+    """Return layers of Llama 8B's width (15 operations each) for identical cards."""
     return _sized(f"stack-{layers}x{cards}", _llama_8b(layers), cards, [A])
 
 
 def _sized(name: str, graph: Graph, count: int, speeds: Sequence[Speed]) -> Instance:
-    """``count`` cards that hold the graph with a fifth to spare, and what is live at once."""
+    """Return the graph with ``count`` cards: room for 1.2 times the weights, and for live values."""
     largest = max(weight.nbytes for weight in graph.weights.values())
     live = sum(sorted((value.nbytes for value in graph.values.values()), reverse=True)[:20])
     gib = (1.2 * graph.weight_bytes / count + largest + live) / GIB

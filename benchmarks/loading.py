@@ -1,16 +1,15 @@
-"""How fast a checkpoint gets to where the plan puts it, on the CPU, and in how much memory.
+"""Time and memory to load a checkpoint into its planned places, on the CPU.
 
 python benchmarks/loading.py
 
-A sharded checkpoint of a Llama (1.4 GB) is written to a temporary folder, and is in the page cache then.
-Each in a process of its own, as users load a model once: ``safetensors.torch.load_file``, with its tensors
-copied into memory, since by itself it only maps the files; a meta model filled in its planned storage; the
-same with all weights left in their files; and ``graphplan.load``, planning included, with a CPU budget of 1.2
-of the bytes, and of 0.6 and the rest left on disk. Reading headers is part of what is timed. In three rounds,
-the quickest counts, and the most that its process grows; for ``graphplan.load``, against what the plan puts
-into host memory. Seconds are those of the processor, of all threads: what else a machine does is hardly in
-them. Pages of a mapped file that have been read count as memory here, though the system takes them back when
-it needs them.
+A sharded checkpoint of a Llama (1.4 GB) is written to a temporary folder, so that it is in the page cache.
+Each of the following runs in its own process, as users load a model once: ``safetensors.torch.load_file``,
+with its tensors copied, since it only maps the files; a meta model filled in its planned storage; the same
+with all weights left in their files; and ``graphplan.load``, planning included, with a CPU budget of 1.2
+times the bytes, and of 0.6 with the rest left on disk. Headers are read in the timed part. Of three rounds
+the fastest counts, with the growth of its process; for ``graphplan.load``, relative to the bytes that the
+plan has in host memory. Seconds are processor time of all threads, which other load on the machine hardly
+affects. Pages read from a mapped file count as memory, though the system can reclaim them.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
 IDS = {"input_ids": torch.ones(1, 128, dtype=torch.long)}
 LAYERS, ROUNDS = 11, 3
-SHARES = (1.2, 0.6)  # of the bytes: the CPU's budgets
+SHARES = (1.2, 0.6)  # CPU budgets, as shares of the checkpoint's bytes
 
 
 def on_meta(config: LlamaConfig) -> nn.Module:
-    """The model of a configuration, without data."""
+    """Return the model of a configuration on the meta device."""
     with torch.device("meta"):
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int], layers: int, shard: int = 400_000_000) -> int:
-    """Write a model of random weights; returns all bytes."""
+    """Write a model with random weights; return the bytes of its weights."""
     config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=32_000, dtype="bfloat16")
     model: Any = on_meta(config).to_empty(device="cpu")
     for parameter in model.parameters():
@@ -73,20 +72,20 @@ class Task:
     @classmethod
     def of(cls, folder: Path) -> Task:
         model = on_meta(LlamaConfig.from_pretrained(folder))
-        del model.model.rotary_emb  # its buffers are in no checkpoint, and the model is not run
+        del model.model.rotary_emb  # no checkpoint has its buffers, and the model is not run
         return cls(folder, model, ModelWeights(model))
 
     def placed(self, *, mapped: bool) -> nn.Module:
-        """A model with its weights in planned storage, or left in their files."""
+        """Return the model with its weights in planned storage, or left in their files."""
         source = read_checkpoint(self.model, self.weights, self.folder, strict=True)
         names = frozenset(self.weights.tensors)
-        left = names if mapped else frozenset[str]()
-        layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=left)
+        in_files = names if mapped else frozenset[str]()
+        layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=in_files)
         return place_model(self.model, self.weights, layout, source=source)[0]
 
 
 def copied_by_safetensors(task: Task) -> dict[str, torch.Tensor]:
-    """All tensors, in memory of their own."""
+    """Return copies of all tensors in memory."""
     files = sorted(task.folder.glob("*.safetensors"))
     return {name: tensor.clone() for file in files for name, tensor in load_file(file).items()}
 
@@ -98,55 +97,55 @@ WAYS: dict[str, Callable[[Task], Any]] = {
 }
 
 
-# -- in a process of its own -----------------------------------------------------------------------
+# -- in its own process ----------------------------------------------------------------------------
 
 
 def memory(field: str) -> int:
-    """Bytes of memory of this process: ``VmRSS`` now, ``VmHWM`` at most."""
+    """Return bytes of memory of this process: ``VmRSS`` is the current size, ``VmHWM`` the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def taken(work: Callable[[], T]) -> tuple[T, float, int]:
-    """What some work returns, its seconds of the processor, and the most by which the process grows."""
+def measured(work: Callable[[], T]) -> tuple[T, float, int]:
+    """Return the result of ``work``, its processor seconds, and the peak growth of the process."""
     before, start = memory("VmRSS"), time.process_time()
     result = work()
     return result, time.process_time() - start, memory("VmHWM") - before
 
 
 def fill(way: str, folder: str) -> dict[str, float]:
-    torch.set_num_threads(os.cpu_count() or 1)  # safetensors' copy may use what our reads use
+    torch.set_num_threads(os.cpu_count() or 1)  # as many for safetensors' copy as for our reads
     task = Task.of(Path(folder))
-    _, seconds, grown = taken(lambda: WAYS[way](task))
+    _, seconds, grown = measured(lambda: WAYS[way](task))
     return {"seconds": seconds, "grown": grown}
 
 
 def load(share: float, folder: str) -> dict[str, float]:
-    """``graphplan.load`` with a CPU budget of this share, after a small model has been planned and loaded."""
+    """Measure ``graphplan.load`` with a CPU budget of this share, after a warm-up with a small model."""
     with tempfile.TemporaryDirectory() as small:
         write_checkpoint(Path(small), SMALL, layers=2)
         graphplan.load(small, {"cpu": "8GiB", "disk": "8GiB"}, kwargs=IDS)(**IDS)
     size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     budgets = {"cpu": int(share * size), "disk": "16GiB"}
-    placed, seconds, grown = taken(lambda: graphplan.load(folder, budgets, kwargs=IDS))
+    placed, seconds, grown = measured(lambda: graphplan.load(folder, budgets, kwargs=IDS))
     plan = placed.plan
-    homes = plan.schedule.assignment.weights
-    on_host = sum(weight.nbytes for weight in plan.graph.weights.values() if homes[weight.name] == "cpu")
+    devices = plan.schedule.assignment.weights
+    on_host = sum(weight.nbytes for weight in plan.graph.weights.values() if devices[weight.name] == "cpu")
     on_host += sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers)
     return {"seconds": seconds, "grown": grown, "on_host": on_host, "over_host": grown / on_host}
 
 
-def alone(work: Callable[..., T], *given: Any) -> T:
-    """What some work returns in a process of its own."""
+def alone(work: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of ``work`` in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, given)
+        return pool.apply(work, arguments)
 
 
 # -- the measurement -------------------------------------------------------------------------------
 
 
-def quickest(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return min(found, key=lambda one: one["seconds"])
+def quickest(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return min(runs, key=lambda run: run["seconds"])
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Well-known models in their true sizes, on the meta device, with example inputs: no download.
 
-Configurations are written out where they differ from the class's defaults.
+Configurations list the values that differ from the class's defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A model class, its configuration, its inputs and the dtype that it is used in."""
+    """A model class with its configuration, example inputs and usual dtype."""
 
     build_class: Callable[[Any], nn.Module]
     config: Callable[[], hf.PreTrainedConfig]
@@ -31,15 +31,15 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
 
     def build(self) -> nn.Module:
-        """The model, without data."""
+        """Return the model on the meta device."""
         with torch.device("meta"):
             return self.build_class(self.config()).to(self.dtype).eval()
 
     def example(self) -> Inputs:
-        """Inputs of its dtype, without data."""
+        """Return inputs on the meta device, floating-point ones in the model's dtype."""
         with torch.device("meta"):
-            made = self.inputs()
-        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in made.items()}
+            inputs = self.inputs()
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in inputs.items()}
 
 
 def _ids(length: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def _image(side: int) -> Callable[[], Inputs]:
 def llama_of(
     wide: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any
 ) -> partial[hf.LlamaConfig]:
-    """Makes the configuration of a Llama: widths, layers, heads of queries and of keys, vocabulary."""
+    """Return a maker of Llama configurations; ``heads`` and ``keys`` count query and key-value heads."""
     return partial(
         hf.LlamaConfig,
         hidden_size=wide,
@@ -71,12 +71,12 @@ def llama_of(
 
 
 def llama_8b(layers: int = 32, vocabulary: int = 128256, **more: Any) -> partial[hf.LlamaConfig]:
-    """Llama 3 8B, or one of other layers and vocabulary."""
+    """Return a maker of configurations of Llama 3 8B, or a variant."""
     return llama_of(4096, 14336, layers, 32, 8, vocabulary, **more)
 
 
 def llama_by_gpu(config: Callable[[], hf.LlamaConfig]) -> nn.Module:
-    """In bfloat16 on the CPU, random and the same each time; made on the GPU, where that takes a second."""
+    """Return a Llama in bfloat16 on the CPU with random weights from seed 0, made on the GPU for speed."""
     torch.manual_seed(0)
     with torch.device("cuda:0"):
         return hf.LlamaForCausalLM._from_config(config(), dtype=torch.bfloat16).cpu()

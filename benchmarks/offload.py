@@ -1,13 +1,13 @@
-"""A model that does not fit its GPU: seconds and peak bytes of calls, ours beside accelerate's hooks.
+"""A model that does not fit its GPU: seconds and peak bytes with graphplan and with accelerate's hooks.
 
 python benchmarks/offload.py
 
 A Llama of the shape of Llama-3-8B with random weights in bfloat16, on budgets of GPU 0 that are shares of its
-bytes, and 2 GiB; the rest lies on the CPU. Forward passes of one prompt, and ``generate()`` from that prompt
-at batch 1: eager where all is on the GPU, placed by us, and under accelerate's ``device_map``, whose budget
-is without the 2 GiB, since it counts weights alone. Speeds are measured first. ``copies`` are the bytes that
-we stream in a pass, divided by the link's measured bandwidth: no pass that streams them can be quicker.
-Seconds are wall time, peaks what PyTorch's allocator counts, planning and warm-up included.
+bytes plus 2 GiB; the rest resides on the CPU. Forward passes of one prompt, and ``generate()`` from that
+prompt at batch 1: eager with all weights on the GPU, placed by graphplan, and under accelerate's
+``device_map``, whose budget is without the 2 GiB, since it counts only weights. Speeds are measured first.
+``copies`` is the time of the bytes streamed in a pass at the link's measured bandwidth: a lower bound of the
+pass. Seconds are wall time; peaks are those of PyTorch's allocator, planning and warm-up included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import graphplan
 
 LAYERS, PROMPT, TOKENS, ROUNDS = 16, 512, 8, 3
 SHARES = (0.5, 0.3)
-_ROOM = 2 << 30  # bytes of the budget beside the weights: activations, cache and workspaces
+_ROOM = 2 << 30  # bytes of the budget for activations, cache and workspaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Row:
     """One form of the model on one budget. Bytes and seconds.
 
     Attributes:
-        share: the budget's, of the weights' bytes; ``_ROOM`` comes on top.
-        peak: measured over all calls.
-        planned: ours.
-        forward: the quickest forward pass.
+        share: the budget, as a share of the weights' bytes; ``_ROOM`` is added.
+        peak: measured peak over all calls.
+        planned: the plan's peak.
+        forward: the fastest forward pass.
         generate: the third ``generate()``.
-        estimated: our plan's forward pass.
-        copies: the least seconds of its copies.
+        estimated: the plan's estimate of the forward pass.
+        copies: lower bound of the time of its copies.
         setup: placing the model, planning included.
-        apart: the most that a logit differs from eager's, as a share of the largest.
+        apart: the largest difference of a logit from eager's, as a share of the largest logit.
     """
 
     form: str
@@ -71,7 +71,7 @@ def quickest(call: Callable[[], Any], rounds: int) -> float:
 
 
 class Bench:
-    """The workload, and its forms."""
+    """The workload, and the measurement of each form of it."""
 
     def __init__(self) -> None:
         self.ids = torch.randint(0, 128256, (1, PROMPT), device="cuda:0")
@@ -79,7 +79,7 @@ class Bench:
         self.expected: torch.Tensor | None = None
 
     def measured(self, form: str, share: float, make: Callable[[Any], Any]) -> Row:
-        """One form, made and called."""
+        """Build one form of the model and measure it."""
         model = llama()
         gc.collect()
         torch.cuda.empty_cache()
@@ -94,19 +94,19 @@ class Bench:
             self.expected = logits
         apart = float((logits - self.expected).abs().max() / self.expected.abs().max())
         forward = quickest(lambda: model(input_ids=ids, use_cache=False), ROUNDS)
-        words = {"max_new_tokens": TOKENS, "do_sample": False}
-        generate = quickest(lambda: model.generate(ids, **words), 1)
+        generation = {"max_new_tokens": TOKENS, "do_sample": False}
+        generate = quickest(lambda: model.generate(ids, **generation), 1)
         peak = torch.cuda.max_memory_allocated(0)
         plan = getattr(model, "plan", None)
-        more: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         if isinstance(plan, graphplan.Plan):
             link = plan.topology.link("cpu", 0)
-            more = {
+            figures = {
                 "planned": max(p.peak_bytes[0] for p in model.plans),
                 "estimated": plan.makespan,
                 "copies": plan.streamed_bytes / link.bandwidth,
             }
-        row = Row(form, share, self.budget(share), peak, forward, generate, setup, apart=apart, **more)
+        row = Row(form, share, self.budget(share), peak, forward, generate, setup, apart=apart, **figures)
         print(row, flush=True)
         return row
 

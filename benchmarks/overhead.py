@@ -1,11 +1,11 @@
-"""What a call costs beside its kernels: tiny models whose time is dispatch, one thread.
+"""Overhead of a forward pass besides its kernels: tiny models whose time is dispatch, one thread.
 
 python benchmarks/overhead.py [--device cpu]
 
 A forward pass of a chain of linear layers and of a toy Llama, and ``generate()`` of that Llama at batch 1:
-eager, placed by us, and under accelerate's hooks. Every form is called once in each round, in turn, and timed
-in processor time of this process, so that what else runs on the machine counts little; with ``--device 0``,
-in wall time until the GPU is done. Ratios are of the least times; medians stand beside them.
+eager, placed by graphplan, and under accelerate's hooks. Every form is called once in each round, in turn,
+and timed in processor time of this process, which other load on the machine hardly affects; with
+``--device 0``, in wall time until the GPU is done. Ratios are those of the least times, and of the medians.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ROUNDS, GENERATIONS = 200, 5  # of forward passes, and of generate()
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and what is called.
+    """A model and the call that is measured.
 
     Attributes:
-        name: of the workload.
-        model: in eval mode.
+        name: name of the workload.
+        model: the model in eval mode.
         inputs: named arguments of the call.
-        parts: modules that accelerate's map names.
-        tokens: how many ``generate`` adds; 0: a forward pass is called.
+        parts: paths of the modules in accelerate's device map.
+        tokens: number of tokens that ``generate`` adds; 0: a forward pass is measured.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Workload:
     tokens: int = 0
 
     def call_of(self, model: Any) -> Callable[[], Any]:
-        """The call, of some form of the model."""
+        """Return the call with a form of the model."""
         if self.tokens:
             return lambda: model.generate(**self.inputs, max_new_tokens=self.tokens, do_sample=False)
         return lambda: model(**self.inputs)
 
 
 def linears(count: int = 300, width: int = 16) -> Workload:
-    """A chain of linear layers."""
+    """Return a chain of linear layers."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).eval()
     parts = tuple(str(i) for i in range(count))
     return Workload(f"{count} x Linear({width})", model, {"input": torch.randn(1, width)}, parts)
 
 
 def llama(layers: int = 24, hidden: int = 64, tokens: int = 0) -> Workload:
-    """A toy Llama that returns its cache, as it does by default."""
+    """Return a toy Llama that returns its cache, as it does by default."""
     config = llama_of(hidden, 2 * hidden, layers, 4, 2, 256, eos_token_id=None, pad_token_id=0)()
     blocks = (f"model.layers.{i}" for i in range(layers))
     parts = ("model.embed_tokens", *blocks, "model.norm", "model.rotary_emb", "lm_head")
@@ -79,16 +79,16 @@ def llama(layers: int = 24, hidden: int = 64, tokens: int = 0) -> Workload:
 
 
 def forms(workload: Workload, key: str | int) -> dict[str, Callable[[], Any]]:
-    """Calls of the model as it is, placed by us, and under accelerate's hooks."""
+    """Return name of each form -> its call: eager, placed by graphplan, and under accelerate's hooks."""
     device = torch.device("cpu" if key == "cpu" else f"cuda:{key}")
     inputs = {name: tensor.to(device) for name, tensor in workload.inputs.items()}
     workload = replace(workload, model=workload.model.to(device), inputs=inputs)
     model = workload.model
-    more = {"max_length": inputs["input_ids"].shape[1] + workload.tokens} if workload.tokens else {}
+    options = {"max_length": inputs["input_ids"].shape[1] + workload.tokens} if workload.tokens else {}
     places = dict.fromkeys(workload.parts, key)
     models = {
         EAGER: model,
-        OURS: graphplan.partition(model, {key: "8GiB"}, kwargs=inputs, **more),
+        OURS: graphplan.partition(model, {key: "8GiB"}, kwargs=inputs, **options),
         "accelerate dispatch_model": dispatch_model(
             copy.deepcopy(model), places, main_device=key, force_hooks=True
         ),
@@ -98,7 +98,7 @@ def forms(workload: Workload, key: str | int) -> dict[str, Callable[[], Any]]:
 
 
 def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
-    """Every form returns what eager does."""
+    """Raise AssertionError if a form returns another result than eager."""
     with torch.no_grad():
         expected = pytree.tree_leaves(calls[EAGER]())
         for name, call in calls.items():
@@ -108,22 +108,22 @@ def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def measure(workload: Workload, rounds: int, key: str | int = "cpu") -> list[dict[str, Any]]:
-    """A row for each form."""
+    """Return a row for each form."""
     torch.set_num_threads(1)
     calls = forms(workload, key)
     require_equal(calls)
     with torch.no_grad():
-        taken = in_turn(calls, rounds, time.process_time if key == "cpu" else time.perf_counter)
-    least = {name: min(values) for name, values in taken.items()}
-    middle = {name: statistics.median(values) for name, values in taken.items()}
+        seconds = in_turn(calls, rounds, time.process_time if key == "cpu" else time.perf_counter)
+    least = {name: min(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     return [
         {
             "workload": workload.name,
             "form": name,
             "best_ms": 1e3 * least[name],
-            "median_ms": 1e3 * middle[name],
+            "median_ms": 1e3 * medians[name],
             "ratio_of_best": least[name] / least[EAGER],
-            "ratio_of_median": middle[name] / middle[EAGER],
+            "ratio_of_median": medians[name] / medians[EAGER],
         }
         for name in calls
     ]
@@ -132,8 +132,8 @@ def measure(workload: Workload, rounds: int, key: str | int = "cpu") -> list[dic
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, or the index of a GPU")
-    asked = parser.parse_args()
-    key = asked.device if asked.device == "cpu" else int(asked.device)
+    arguments = parser.parse_args()
+    key = arguments.device if arguments.device == "cpu" else int(arguments.device)
     torch.manual_seed(0)
     rows = list[dict[str, Any]]()
     for workload in (linears(), llama(), llama(tokens=128)):

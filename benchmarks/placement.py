@@ -1,10 +1,10 @@
-"""The planner on the benchmark's instances: estimated time, proven gap, and what planning costs.
+"""The planner on the benchmark's instances: estimated time, proven gap, and planning time.
 
 python benchmarks/placement.py [--instances unet clip] [--limits default 10]
 
-Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is
-a limit in seconds. Plans are compared with the best one that the results file knows, and with baselines
-under the same evaluator. New results of an instance replace its old ones.
+Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is a
+limit in seconds. Plans are compared with the best time in the results file, and with baselines under the same
+evaluator. New results of an instance replace its old ones.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Run:
 
     @property
     def gap(self) -> float:
-        """Share of the time that lies above the bound."""
+        """Share of the time that is above the lower bound."""
         return 1 - self.lower_bound / self.seconds
 
 
 @dataclass(slots=True)
 class Result:
-    """One instance; ``best`` is the time of the best plan known, in seconds."""
+    """The results of one instance; ``best`` is the time of the best known plan, in seconds."""
 
     instance: Instance
     runs: list[Run] = field(default_factory=list)
@@ -61,16 +61,16 @@ class Result:
         return next((run for run in self.runs if run.limit is None), self.runs[-1] if self.runs else None)
 
     def ratio(self, other: Baseline) -> float | None:
-        """Our time divided by another's; None where one of the two placed nothing."""
+        """Return our time divided by a baseline's; None if one of the two has no placement."""
         return self.main.seconds / other.seconds if self.main and other.seconds else None
 
     def beaten_by(self) -> list[str]:
-        """Names of the baselines within the budgets that are faster."""
+        """Return the names of the baselines within the budgets that are faster."""
         return faster(self.others, None if self.main is None else self.main.seconds)
 
 
 def measure(instance: Instance, limits: Sequence[float | None]) -> Result:
-    """Plan an instance once for each limit, and let the baselines place it too."""
+    """Plan an instance once for each limit, and run the baselines."""
     result = Result(instance)
     try:
         result.runs += [_run(instance, limit) for limit in limits]
@@ -82,19 +82,19 @@ def measure(instance: Instance, limits: Sequence[float | None]) -> Result:
 
 
 def _run(instance: Instance, limit: float | None) -> Run:
-    problem = instance.problem  # a new one: what a search remembers of its problem stays with that
+    problem = instance.problem  # a new one, since a search caches results on its problem
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()
-    found = place(problem, Limits.within(limit))
+    result = place(problem, Limits.within(limit))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Run(limit, found.evaluation.seconds, found.bound.seconds, cpu, wall, found.bound.text)
+    return Run(limit, result.evaluation.seconds, result.bound.seconds, cpu, wall, result.bound.text)
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
 def plan_table(results: Iterable[Result]) -> str:
-    """A line for each run."""
+    """Return a table with a line for each run."""
     return table(
         {
             "instance": result.instance.name,
@@ -108,7 +108,7 @@ def plan_table(results: Iterable[Result]) -> str:
 
 
 def ratio_table(results: Iterable[Result]) -> str:
-    """Our time divided by that of each baseline, and by how many bytes it is over a budget."""
+    """Return a table of our time divided by each baseline's, and the bytes by which that is over a budget."""
     return table(
         {
             "instance": result.instance.name,
@@ -142,14 +142,14 @@ def as_data(result: Result) -> dict[str, Any]:
 
 
 def recorded(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """Name of an instance -> its row in the results file."""
+    """Return name of an instance -> its row in the results file."""
     return {row["instance"]: row for row in report.recorded("placement", results).get("results", [])}
 
 
-def keep(found: Sequence[Result], results: Path = RESULTS) -> Path:
-    """Write these results, in place of older ones of the same instances, whose best plan stays known."""
+def keep(new_results: Sequence[Result], results: Path = RESULTS) -> Path:
+    """Write results in place of older ones of the same instances; the best known times are kept."""
     rows = recorded(results)
-    for result in found:
+    for result in new_results:
         name = result.instance.name
         result.best = min(result.best, rows.get(name, {}).get("best") or math.inf)
         rows[name] = as_data(result)
@@ -162,7 +162,7 @@ def keep(found: Sequence[Result], results: Path = RESULTS) -> Path:
 def main(
     makers: Mapping[str, Callable[[], Instance]] = INSTANCES, words: Sequence[str] | None = None
 ) -> None:
-    """Plan instances of a set, as the words of the command line say."""
+    """Plan instances of a set; ``words`` are the command-line arguments."""
     parser = parser_of(__doc__)
     parser.add_argument("--instances", nargs="+", default=list(makers), choices=list(makers))
     parser.add_argument("--limits", nargs="+", default=["default"], help="default, or seconds")

@@ -1,14 +1,14 @@
-"""How planning time grows: stage by stage with the depth of a model, and of the search with operations.
+"""Planning time: of each compiler stage by the depth of a model, and of the search by operations.
 
 python benchmarks/planning_time.py
 
 Llamas of the 70B's width on the meta device are planned over eight devices, and well-known models in their
-true sizes over two. Beside these is plain ``torch.export.export`` of the same call: of its sizes alone, and
-with batches and lengths that vary, as they do in ours. Language models are exported without a cache, whose
-class it does not know. The search alone is given two kinds of graph: layers of a Llama on like cards, and
-random operations on cards of two speeds. For each kind and number of devices, seconds = a * operations^p is
-fitted by least squares on logarithms. Seconds are those of the processor, so that what else a machine does
-is not in them.
+true sizes over two. For comparison, plain ``torch.export.export`` exports the same call with fixed sizes, and
+with dynamic batch and length, as graphplan does. Language models are exported without a cache, whose class
+torch.export does not support. The search alone runs on two kinds of graph: layers of a Llama on identical
+cards, and random operations on cards of two speeds. For each kind and number of devices, seconds =
+a * operations^p is fitted by least squares on logarithms. Seconds are processor time, which excludes other
+load on the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphplan.passes.placement.driver import place
 T = TypeVar("T")
 LAYERS, MODEL_DEVICES = (2, 32, 80), 8
 OPERATIONS, DEVICES = (500, 1000, 2000, 4000, 8000), (2, 4, 8, 16)
-LAYER = 15  # operations of a layer of ``stack``
+LAYER = 15  # operations in a layer of ``stack``
 KINDS: dict[str, Callable[[int, int], Instance]] = {
     "stack": lambda operations, devices: stack(round(operations / LAYER), devices),
     "random": random_chain,
@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[int, int], Instance]] = {
 
 
 def llama_70b(layers: int) -> Model:
-    """A Llama of the 70B's width."""
+    """Return a Llama of the 70B's width."""
     config = partial(LLAMA_70B, num_hidden_layers=layers)
     return Model(hf.LlamaForCausalLM, config, MODELS["llama-3-70b"].inputs)
 
@@ -63,16 +63,16 @@ FULL_SIZE = {
 
 
 def timed(seconds: dict[str, float], stage: str, work: Callable[[], T]) -> T:
-    """What ``work`` returns; its seconds of the processor are noted."""
+    """Return the result of ``work``; store its processor seconds in ``seconds[stage]``."""
     start = time.process_time()
     result = work()
     seconds[stage] = time.process_time() - start
     return result
 
 
-def stages(known: Model, devices: int) -> dict[str, Any]:
-    """Seconds of each stage of planning a model."""
-    model, inputs = known.build(), known.example()
+def stages(recipe: Model, devices: int) -> dict[str, Any]:
+    """Return the size and gap of a model's plan, and the seconds of each stage of planning."""
+    model, inputs = recipe.build(), recipe.example()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     topology = read_max_memory({i: int(size / devices * 1.15) + (6 << 30) for i in range(devices)})
     seconds: dict[str, float] = {}
@@ -85,9 +85,9 @@ def stages(known: Model, devices: int) -> dict[str, Any]:
     return {"operations": len(planned.plan.graph.operations), "gap": planned.plan.gap, "seconds": seconds}
 
 
-def exported(known: Model) -> dict[str, float]:
-    """Seconds of plain ``torch.export`` of the call: of its sizes, and of batches and lengths that vary."""
-    model, inputs = known.build(), known.example()
+def exported(recipe: Model) -> dict[str, float]:
+    """Return the seconds of plain ``torch.export`` with fixed sizes, and with dynamic batch and length."""
+    model, inputs = recipe.build(), recipe.example()
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     auto = torch.export.Dim.AUTO
@@ -106,9 +106,9 @@ def exported(known: Model) -> dict[str, float]:
     return seconds
 
 
-def model_row(name: str, known: Model) -> dict[str, Any]:
-    """A model in its true size: planned, and exported; the better of two runs of each."""
-    runs = [(stages(known, 2), exported(known)) for _ in range(2)]
+def model_row(name: str, recipe: Model) -> dict[str, Any]:
+    """Return the seconds of planning and of exporting a model, the faster of two runs of each."""
+    runs = [(stages(recipe, 2), exported(recipe)) for _ in range(2)]
     best = min((run for run, _ in runs), key=lambda run: sum(run["seconds"].values()))
     plain = {way: min(seconds[way] for _, seconds in runs) for way in runs[0][1]}
     return {"model": name, **best, "plain": plain}
@@ -119,7 +119,7 @@ def model_row(name: str, known: Model) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One search: its size, the processor's seconds, its proven gap as a share."""
+    """One search: its size, processor seconds, and proven gap as a share."""
 
     kind: str
     operations: int
@@ -130,7 +130,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """seconds = scale * operations^exponent, of one kind of graph on so many devices."""
+    """seconds = scale * operations^exponent, for one kind of graph and number of devices."""
 
     kind: str
     devices: int
@@ -139,24 +139,24 @@ class Law:
 
 
 def search(kind: str, operations: int, devices: int) -> Row:
-    """Place one instance."""
+    """Place one instance and return its row."""
     problem = KINDS[kind](operations, devices).problem
     start = time.process_time()
-    found = place(problem)
+    result = place(problem)
     seconds = time.process_time() - start
-    return Row(kind, len(problem.graph.operations), devices, seconds, found.gap)
+    return Row(kind, len(problem.graph.operations), devices, seconds, result.gap)
 
 
 def laws(rows: Sequence[Row]) -> list[Law]:
-    """The power law nearest to the logarithms, for each kind and number of devices with two sizes."""
-    found = []
+    """Fit a power law for each kind and number of devices with at least two sizes."""
+    fitted = []
     for kind, devices in dict.fromkeys((row.kind, row.devices) for row in rows):
-        mine = [row for row in rows if (row.kind, row.devices) == (kind, devices)]
-        if len({row.operations for row in mine}) > 1:
-            sizes, seconds = np.log([(row.operations, row.seconds) for row in mine]).T
+        group = [row for row in rows if (row.kind, row.devices) == (kind, devices)]
+        if len({row.operations for row in group}) > 1:
+            sizes, seconds = np.log([(row.operations, row.seconds) for row in group]).T
             exponent, constant = np.polyfit(sizes, seconds, 1)
-            found.append(Law(kind, devices, float(np.exp(constant)), float(exponent)))
-    return found
+            fitted.append(Law(kind, devices, float(np.exp(constant)), float(exponent)))
+    return fitted
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
     stages(llama_70b(1), 2)  # imports and first-use caches
     depths = [{"layers": layers, **stages(llama_70b(layers), MODEL_DEVICES)} for layers in LAYERS]
     print(table(depths))
-    models = [model_row(name, known) for name, known in FULL_SIZE.items()]
+    models = [model_row(name, recipe) for name, recipe in FULL_SIZE.items()]
     print("\n" + table(models))
     rows: list[Row] = []
     for kind in KINDS:

@@ -2,11 +2,11 @@
 
 python benchmarks/real_models.py [--models clip-l detr] [--cases 2x0.55]
 
-Each card's budget is its share of the weights plus the most bytes beside weights that a call takes
-when one card runs all of it. The CPU takes what does not fit. The same budgets are given to accelerate
-and transformers, whose maps are judged by the same evaluator.
+Each card's budget is its share of the weights plus the activation peak of a forward pass on one card. The CPU
+holds what does not fit. accelerate and transformers get the same budgets, and the same evaluator judges their
+maps.
 
-Results are written after each model, in place of those that were there of the same model and budgets.
+Results are written after each model, in place of older ones of the same model and budgets.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from graphplan.errors import GraphplanError, InfeasibleError
 from graphplan.integrations.accelerate.comparison import Baseline, device_maps, offloaded_weights
 from graphplan.passes.placement.problem import Problem
 
-_ROOMY = 1 << 20  # GiB of the card on which a model is measured
+_ROOMY = 1 << 20  # GiB of the card and the CPU for the activation peak
 
-# a card for each share of the weights
+# name -> speed and share of the weights of each card
 CASES: dict[str, tuple[tuple[Speed, float], ...]] = {
     "1x0.7": ((A, 0.7),),
     "2x0.35": ((A, 0.35),) * 2,
@@ -51,12 +51,12 @@ class Row:
     """A model on one set of budgets. Sizes are bytes, times seconds.
 
     Attributes:
-        offloaded: weights that reside on no accelerator, of those that are read.
-        buffer: prefetch buffers of the accelerators.
+        offloaded: bytes of the weights that are read and reside on no accelerator.
+        buffer: bytes of the accelerators' prefetch buffers.
         within: whether every peak is within its budget.
-        planning: seconds of the processor, without the capture.
+        planning: processor seconds, without the capture.
         others: accelerate's and transformers' maps.
-        error: why there is no plan.
+        error: the reason if there is no plan.
     """
 
     model: str
@@ -74,7 +74,7 @@ class Row:
     error: str = ""
 
     def beaten_by(self) -> list[str]:
-        """Names of those whose map keeps the budgets and is faster."""
+        """Return the names of the planners whose map is within the budgets and faster."""
         return faster(self.others, None if self.error else self.makespan)
 
 
@@ -94,33 +94,33 @@ class Measured:
         self.activations = peak_activation(Problem(self.graph, roomy, CPU))
 
     def topology(self, case: str) -> Topology:
-        """Cards of the case's shares, and a CPU that takes four times the model."""
+        """Return the cards of a case, and a CPU with memory for over four times the model."""
         size = self.graph.weight_bytes
         cards = [Card(speed, (share * size + self.activations) / GIB) for speed, share in CASES[case]]
         return devices(cards, cpu_gib=64 + 4 * size / GIB)
 
     def plan(self, topology: Topology) -> Plan:
-        """Plan on other budgets: the compiler keeps what it has captured."""
+        """Plan on other budgets; the compiler reuses its capture."""
         self.compiler.topology = topology
         return self.compiler.plan(self.call).plan
 
     def measure(self, case: str) -> Row:
-        """Our plan beside the others', on one set of budgets."""
+        """Return our plan and the others' maps on one set of budgets."""
         topology = self.topology(case)
         row = Row(self.name, case, self.graph.weight_bytes, self.activations)
         problem = Problem(self.graph, topology, CPU)
         start = time.process_time()
         try:
-            found = self.plan(topology)
+            plan = self.plan(topology)
         except InfeasibleError as error:
             row.error = str(error)
         else:
             row.planning = time.process_time() - start
-            problem = Problem(found.graph, topology, CPU)
-            row.offloaded = offloaded_weights(problem, found.schedule.assignment)
-            row.buffer = sum(buffer.nbytes for buffer in found.schedule.prefetch_buffers)
-            row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
-            row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
+            problem = Problem(plan.graph, topology, CPU)
+            row.offloaded = offloaded_weights(problem, plan.schedule.assignment)
+            row.buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers)
+            row.within = all(plan.peak_bytes[spec.key] <= spec.room for spec in plan.topology.devices)
+            row.makespan, row.gap, row.proof = plan.makespan, plan.gap, plan.proof
         no_split = getattr(self.model, "_no_split_modules", None) or []
         row.others = device_maps(problem, self.model, sorted(no_split))
         return row
@@ -130,7 +130,7 @@ class Measured:
 
 
 def shown(row: Row) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     others = {
         other.name: {"offloaded": other.offloaded, "seconds": other.seconds, "over": other.over}
         for other in row.others

@@ -1,4 +1,4 @@
-"""What every benchmark writes: a table for people, and JSON with the machine and the versions."""
+"""Shared functions of the benchmarks: timing, tables, and JSON results with machine and versions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _WARM = 2  # rounds that are not counted
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser of options whose help is a script's docstring."""
+    """Return an argument parser whose help is a script's docstring."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return a description of the machine and the versions of libraries."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": datetime.date.today().isoformat(),
@@ -57,11 +57,11 @@ def _processor() -> str:
 def in_turn(
     calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
-    """Name -> seconds of each call, one after another in each round; garbage is not collected.
+    """Return name -> seconds of each round, in processor time by default.
 
-    They are the processor's unless another clock is given.
+    In each round, all calls run one after another. Garbage collection is off.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     try:
@@ -69,14 +69,14 @@ def in_turn(
             for name, call in calls.items():
                 start = clock()
                 call()
-                found[name].append(clock() - start)
+                times[name].append(clock() - start)
     finally:
         gc.enable()
-    return {name: taken[_WARM:] for name, taken in found.items()}
+    return {name: seconds[_WARM:] for name, seconds in times.items()}
 
 
 def finished(call: Callable[[], T], device: torch.device) -> T:
-    """What a call returns, once the device has done all of it."""
+    """Return the result of a call after synchronizing the device."""
     result = call()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -84,7 +84,7 @@ def finished(call: Callable[[], T], device: torch.device) -> T:
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each row, a column for each figure that one has: those of a group are ``group figure``."""
+    """Return a table with a column for each key of any row; nested keys become ``outer inner``."""
     flat = [dict(_flat(row)) for row in rows]
     header = list(dict.fromkeys(name for row in flat for name in row))
     return "\n".join(table_lines(header, [[_cell(row.get(name)) for name in header] for row in flat]))
@@ -105,13 +105,13 @@ def _cell(value: Any) -> str:
 
 
 def recorded(name: str, results: Path = RESULTS) -> dict[str, Any]:
-    """What ``results/name.json`` has; nothing where it is not there."""
+    """Return the data of ``results/name.json``; an empty dict if there is no file."""
     path = results / f"{name}.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def write(name: str, data: Mapping[str, Any], results: Path = RESULTS) -> Path:
-    """Write ``results/name.json``, machine and versions first."""
+    """Write ``results/name.json``, with machine and versions first."""
     results.mkdir(exist_ok=True)
     path = results / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **data}, indent=1) + "\n", encoding="utf-8")

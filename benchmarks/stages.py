@@ -1,15 +1,15 @@
-"""Stages of two processes, measured: our cuts beside even numbers of layers and even bytes of parameters.
+"""Measured pipelines of two processes: graphplan's cut, and cuts by even layers and even parameters.
 
 python benchmarks/stages.py
 
-Two processes on this machine, each held to one core and one thread, run five models whose layers are unequal.
-All three cuts run on the same engine, with the same schedule: the planner is given one cut, which it must
-take, where there would be many. It plans by a profile of one microbatch, which says what the model's own
-types of operation reach: at sizes as small as these that is far from what they reach at the usual ones. The
-profile is of wall time: other work on the machine makes estimates and cuts worse. Layers are those that a
-pipeline would be cut into by hand; a cut by parameters is before the layer that passes half of their bytes.
-The three take turns. Ratios are those of the least seconds of a batch, since other work on the machine only
-adds to them, and of the processor seconds of the busiest process, which bound the throughput.
+Two processes on this machine, each bound to one core and one thread, run five models with unequal layers. All
+three cuts run on the same engine with the same schedule: for a cut by rule, the planner has only this one to
+choose from. It plans with the profile of one microbatch, which has the efficiencies of the model's own
+operations: at such small sizes they are far from the usual ones. The profile is of wall time: other load on
+the machine makes estimates and cuts worse. Layers are those that a person would cut a pipeline into; a cut by
+parameters is where the bytes before it are nearest to half. The three cuts run in turn. Ratios are those of
+the least seconds of a batch, since other load only adds time, and of the processor seconds of the busiest
+process, which bound the throughput.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from graphplan.passes.pipeline.stage_dp import Segments, StageDP
 RANKS = 2
 ROUNDS, MICROBATCHES = 15, 8
 WARM = 2  # rounds that are not counted
-PROFILES = 40  # of each operation the quickest of so many counts
-LOOPBACK = graphplan.Link(1.5e9, 100e-6)  # what gloo reaches between two processes of one machine, about
+PROFILES = 40  # number of profiles; the fastest run of each operation counts
+LOOPBACK = graphplan.Link(1.5e9, 100e-6)  # about the speed of gloo between processes of one machine
 CUTS = ("ours", "even layers", "even parameters")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model and how a person would cut it.
+    """A model and the layers between which a person would cut it.
 
     Attributes:
-        module: in eval mode.
+        module: the model.
         inputs: one batch.
-        layers: paths of the modules that run one after another; each may be cut off before.
+        layers: paths of the modules that run one after another; a cut is before one of them.
     """
 
     module: nn.Module
@@ -65,7 +65,7 @@ class Model:
 
 
 def funnel() -> Model:
-    """Linear layers that get narrower."""
+    """Return linear layers that get narrower."""
     widths = (2048, 1536, 1024, 768, 512, 384, 256, 192, 128)
     parts = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(widths)]
     return Model(
@@ -74,7 +74,7 @@ def funnel() -> Model:
 
 
 def pyramid() -> Model:
-    """Convolutions: early layers take the time, late ones have the weights."""
+    """Return convolutions: early layers take most time, late ones have most weights."""
     widths = (3, 32, 64, 128, 256, 512)
     parts = [
         nn.Sequential(
@@ -88,14 +88,14 @@ def pyramid() -> Model:
 
 
 def large_head() -> Model:
-    """A Llama of small layers with a large vocabulary."""
+    """Return a Llama with small layers and a large vocabulary."""
     layers = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "lm_head"]
     inputs = {"input_ids": torch.randint(0, 32_000, (16, 32)), "use_cache": False}
     return Model(LlamaForCausalLM(llama_of(256, 688, 8, 8, 8, 32_000)()), inputs, layers)
 
 
 def segformer() -> Model:
-    """Stages of a vision transformer of falling resolution, and a decoder."""
+    """Return a vision transformer whose stages have falling resolution, and a decoder."""
     config = SegformerConfig(depths=[2, 2, 2, 2], hidden_sizes=[16, 32, 80, 128], decoder_hidden_size=128)
     layers = [*(f"segformer.stages.{s}.blocks.{i}" for s in range(4) for i in range(2)), "decode_head"]
     return Model(
@@ -104,7 +104,7 @@ def segformer() -> Model:
 
 
 class Hourglass(nn.Module):
-    """A U-Net of one dimension: what goes up is joined with what came down."""
+    """A U-Net of one dimension: outputs of the down path are concatenated to inputs of the up path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class Hourglass(nn.Module):
         self.head = nn.Sequential(*(nn.Conv1d(16, 16, 9, padding=4) for _ in range(6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
+        skips = []
         for layer in self.down:
             x = torch.relu(layer(x))
-            kept.append(x)
+            skips.append(x)
         for layer in self.up:
-            x = torch.relu(layer(torch.cat([x, kept.pop()], 1)))
+            x = torch.relu(layer(torch.cat([x, skips.pop()], 1)))
         return self.head(x)
 
 
@@ -135,7 +135,7 @@ MODELS: tuple[Callable[[], Model], ...] = (funnel, pyramid, large_head, segforme
 
 
 def layer_of_cut(model: Model, kind: str) -> int:
-    """The layer before which a rule cuts."""
+    """Return the index of the layer before which a rule cuts."""
     if kind == "even layers":
         return len(model.layers) // 2
     nbytes = [sum(p.nbytes for p in model.module.get_submodule(name).parameters()) for name in model.layers]
@@ -144,7 +144,7 @@ def layer_of_cut(model: Model, kind: str) -> int:
 
 
 def only_before(model: Model, layer: int, boundaries: Boundaries) -> np.ndarray[Any, Any]:
-    """The cut before a layer, or the nearest that there is, and both ends."""
+    """Return the boundary before a layer, or the nearest allowed one, between both ends."""
     later = tuple(f"{name}." for name in model.layers[layer:])
     paths = [f"{operation.module_path}." for operation in boundaries.graph.operations.values()]
     position = next(at for at, path in enumerate(paths) if path.startswith(later))
@@ -154,7 +154,7 @@ def only_before(model: Model, layer: int, boundaries: Boundaries) -> np.ndarray[
 
 
 def placed_by(model: Model, kind: str, speeds: Measurements) -> nn.Module:
-    """The model over all ranks, cut by a rule."""
+    """Place the model over all ranks, cut by the planner or by a rule."""
     partition = functools.partial(
         graphplan.partition,
         model.module.eval(),
@@ -170,7 +170,7 @@ def placed_by(model: Model, kind: str, speeds: Measurements) -> nn.Module:
     layer, both = layer_of_cut(model, kind), Segments(cuts=(0, 1, 2), classes=(0, 0), total=0.0, slowest=0.0)
     with (
         patch.object(Boundaries, "candidates", lambda own, *_: only_before(model, layer, own)),
-        patch.object(StageDP, "solve", lambda *_: both),  # it would leave a machine idle where that is faster
+        patch.object(StageDP, "solve", lambda *_: both),  # the planner would leave a machine idle if faster
     ):
         return partition()
 
@@ -193,7 +193,7 @@ def profiled(model: Model, devices: Measurements) -> Measurements:
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, float]:
-    """Of the slowest process, and of the processor in the busiest."""
+    """Return the wall seconds of the slowest process, and the processor seconds of the busiest."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
     call()
@@ -203,7 +203,7 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(rank: int, port: int, speeds: Sequence[Measurements], rows: Any) -> None:
-    """What one process does; the first keeps the rows."""
+    """Measure all cuts in one process; rank 0 stores the rows."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -1,15 +1,15 @@
-"""Training steps: how long one takes to plan, and what one costs beside eager.
+"""Training steps: planning time, and overhead over eager.
 
 python benchmarks/training.py
 
 A step of Llama-8B with AdamW is planned on the meta device, over four devices: with room for everything, and
-with three quarters and half of what the roomy plan takes. A step of eight such layers (32,000 words, four
-sequences) is planned for one device of half of what it takes, beside every block computed again, as
-torch.utils.checkpoint does, with all the room that this takes; both by the same evaluator. Then a step of a
-toy Llama of 24 layers (forward, backward, AdamW) runs on the CPU, one thread, placed by us and eager, in
-turn; ratios are of the least times.
+with three quarters and half of that plan's peaks. A step of eight such layers (a vocabulary of 32,000, four
+sequences) is planned for one device with half of the memory that it needs. For comparison, every block is
+recomputed, as torch.utils.checkpoint does, with all the memory that this needs; the same evaluator judges
+both. Then a step of a toy Llama of 24 layers (forward, backward, AdamW) runs on the CPU with one thread,
+placed by graphplan and eager, in turn; ratios are those of the least times.
 
-Seconds are those of this process's processor time, so that what else runs on the machine counts little.
+Seconds are processor time of this process, which other load on the machine hardly affects.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAYERS, LENGTH, ROUNDS = 32, 2048, 20
 def step_of_llama(
     layers: int = LAYERS, *, vocabulary: int = 128256, rows: int = 1
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Llama-8B, or one of fewer layers, and a batch."""
+    """Return Llama-8B, or a variant with fewer layers, and a batch."""
     config = llama_8b(layers, vocabulary, max_position_embeddings=8192)
     with torch.device("meta"):
         model = LlamaForCausalLM(config()).to(torch.bfloat16).train()
@@ -54,17 +54,17 @@ def step_of_llama(
 
 
 def plan_row(budgets: Mapping[Any, int | str], share: float) -> dict[str, Any]:
-    """Seconds of planning, and what the plan is."""
+    """Return the seconds of planning, and figures of the plan."""
     model, inputs = step_of_llama()
     tracing: list[float] = []
     annotated = Captures.annotated
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.process_time()
-        found = annotated(*args, **kwargs)
-        found.graph()
+        annotator = annotated(*args, **kwargs)
+        annotator.graph()
         tracing.append(time.process_time() - start)
-        return found
+        return annotator
 
     start = time.process_time()
     with patch.object(Captures, "annotated", timed):
@@ -92,7 +92,7 @@ def plan_row(budgets: Mapping[Any, int | str], share: float) -> dict[str, Any]:
 
 
 def plan_rows() -> list[dict[str, Any]]:
-    """With room for everything, and with less."""
+    """Return plans with room for everything, and with less."""
     roomy = plan_row({**dict.fromkeys(range(4), "80GiB"), "cpu": "2000GiB"}, 1.0)
     need = sum(nbytes for key, nbytes in roomy["peak_bytes"].items() if key != "cpu")
     rows = [roomy]
@@ -103,7 +103,7 @@ def plan_rows() -> list[dict[str, Any]]:
 
 
 def blocks_row() -> dict[str, Any]:
-    """A step on one device of half of what it takes, beside every block computed again."""
+    """Return a step with half of the memory that it needs, and one in which every block is recomputed."""
     model, inputs = step_of_llama(8, vocabulary=32000, rows=4)
     planned = partial(graphplan.plan, model, kwargs=inputs, train=True, optimizer=ADAMW)
     roomy = planned({0: "1000GiB"})
@@ -129,7 +129,7 @@ def blocks_row() -> dict[str, Any]:
 
 
 def overhead_row() -> dict[str, Any]:
-    """Least seconds of a step, ours and eager's, before the optimizer and with it."""
+    """Return the least seconds of a step, ours and eager's, without the optimizer and with it."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_of(64, 128, 24, 4, 2, 256)()).train()
     ids = torch.randint(0, 256, (1, 16))
@@ -151,8 +151,8 @@ def overhead_row() -> dict[str, Any]:
     )
     return {
         "rounds": ROUNDS,
-        **{f"{name}_ms": 1e3 * min(found) for name, found in seconds.items()},
-        **{f"{name}_median_ms": 1e3 * statistics.median(found) for name, found in seconds.items()},
+        **{f"{name}_ms": 1e3 * min(times) for name, times in seconds.items()},
+        **{f"{name}_median_ms": 1e3 * statistics.median(times) for name, times in seconds.items()},
         "ratio": min(seconds["graphplan"]) / min(seconds["eager"]),
         "ratio_with_optimizer": min(whole["graphplan"]) / min(whole["eager"]),
     }
@@ -160,9 +160,9 @@ def overhead_row() -> dict[str, Any]:
 
 def main() -> None:
     parser_of(__doc__).parse_args()
-    found = {"overhead": overhead_row(), "blocks": blocks_row(), "plans": plan_rows()}
-    print(json.dumps(found, indent=1))
-    print(f"wrote {write('training', found)}")
+    results = {"overhead": overhead_row(), "blocks": blocks_row(), "plans": plan_rows()}
+    print(json.dumps(results, indent=1))
+    print(f"wrote {write('training', results)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A training step that does not fit its GPU: ours beside eager and gradient checkpointing.
+"""A training step that does not fit its GPU: graphplan, eager and gradient checkpointing.
 
 python benchmarks/training_gpu.py
 
 Eight layers of Llama-3-8B with random weights in bfloat16, AdamW, a batch of four texts: forward, backward
-and optimizer. Eager runs with all on GPU 0, and with ``gradient_checkpointing_enable()``, which computes
-each layer again; ours on budgets of GPU 0 that are shares of eager's peak, the rest on the CPU. Speeds are
-measured first. Seconds are wall time, peaks what PyTorch's allocator counts, planning and warm-up included.
+and optimizer. Eager runs with everything on GPU 0, and with ``gradient_checkpointing_enable()``, which
+recomputes each layer; graphplan runs on budgets of GPU 0 that are shares of eager's peak, the rest on the
+CPU. Speeds are measured first. Seconds are wall time; peaks are those of PyTorch's allocator, planning and
+warm-up included.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Row:
     """One form of the step. Bytes and seconds.
 
     Attributes:
-        budget: of the GPU; None in eager mode.
-        peak: measured over all steps.
-        seconds: of the quickest step.
-        loss: of the first step.
+        budget: memory budget of the GPU; None in eager mode.
+        peak: measured peak over all steps.
+        seconds: time of the fastest step.
+        loss: loss of the first step.
         setup: placing the model, planning included.
-        planned: our plan's peak.
-        estimated: our plan's step.
-        recomputed: of it, seconds of what is computed again.
+        planned: the plan's peak.
+        estimated: the plan's estimate of the step.
+        recomputed: seconds of recomputation in the estimate.
         streamed: bytes of weights that a step copies.
     """
 
@@ -59,7 +60,7 @@ class Row:
 
 
 def measured(form: str, budget: int | None, make: Callable[[nn.Module], nn.Module]) -> Row:
-    """One form, made and called."""
+    """Build one form of the step and measure it."""
     model = llama_by_gpu(llama_8b(LAYERS, VOCABULARY)).train()
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), device=GPU)
     gc.collect()
@@ -80,18 +81,18 @@ def measured(form: str, budget: int | None, make: Callable[[nn.Module], nn.Modul
         losses.append(loss.detach())
 
     seconds = min(in_turn({"": partial(finished, step, GPU)}, ROUNDS, time.perf_counter)[""])
-    more: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if budget is not None:
         plan = model.plan
         assert isinstance(plan, graphplan.Plan)
-        more = {
+        figures = {
             "planned": plan.peak_bytes[0],
             "estimated": plan.makespan + plan.optimizer_seconds,
             "recomputed": plan.recompute_seconds,
             "streamed": plan.streamed_bytes,
         }
     peak = torch.cuda.max_memory_allocated(GPU)
-    row = Row(form, budget, peak, seconds, float(losses[0]), setup, **more)
+    row = Row(form, budget, peak, seconds, float(losses[0]), setup, **figures)
     print(row, flush=True)
     return row
 
@@ -122,10 +123,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     workload = {"layers": LAYERS, "rows": ROWS, "length": LENGTH, "shares": SHARES, "rounds": ROUNDS}
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for row in rows():
-        found.append(asdict(row))
-        write("training_gpu", {"workload": workload, "rows": found})
+        results.append(asdict(row))
+        write("training_gpu", {"workload": workload, "rows": results})
 
 
 if __name__ == "__main__":
