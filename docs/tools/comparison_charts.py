@@ -1,6 +1,6 @@
 """Charts of the comparison page: estimated times of other planners' placements over graphplan's.
 
-Colours are CSS variables of ``docs/extra.css``, so that the charts follow the light and the dark scheme.
+Colors are CSS variables of ``docs/extra.css``, so that the charts follow the light and the dark scheme.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ class _Axis:
 
     @classmethod
     def over(cls, left: float, right: float, ratios: Iterable[float]) -> _Axis:
-        """An axis on which all these ratios are, and 1."""
-        found = [1.0, *ratios]
-        return cls(left, right, 0.9 * min(found), 1.25 * max(found))
+        """Return an axis that covers all ratios, and 1."""
+        marks = [1.0, *ratios]
+        return cls(left, right, 0.9 * min(marks), 1.25 * max(marks))
 
     def x(self, ratio: float) -> float:
-        """The position of a ratio."""
-        part = math.log(ratio / self.low) / math.log(self.high / self.low)
-        return self.left + part * (self.right - self.left)
+        """Return the x position of a ratio."""
+        share = math.log(ratio / self.low) / math.log(self.high / self.low)
+        return self.left + share * (self.right - self.left)
 
     def grid(self, bottom: float) -> list[str]:
-        """A line and a label for each tick."""
+        """Return the SVG of a line and a label for each tick."""
         parts = []
         for tick in (tick for tick in _TICKS if self.low <= tick <= self.high):
-            at, width = self.x(tick), 1.5 if tick == 1 else 0.75
+            x, width = self.x(tick), 1.5 if tick == 1 else 0.75
             parts.append(
-                f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{bottom:.0f}" '
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{bottom:.0f}" '
                 f'style="stroke:{_GRID};stroke-width:{width}"/>'
             )
-            parts.append(_text(at, _TOP - 12, f"{tick:g}×", anchor="middle", size=11))
+            parts.append(_text(x, _TOP - 12, f"{tick:g}×", anchor="middle", size=11))
         return parts
 
 
 def charts(results: Path = RESULTS) -> dict[str, str]:
-    """File name -> chart."""
+    """Return file name -> SVG of each chart."""
     models = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
     graphs = json.loads((results / "placement.json").read_text(encoding="utf-8"))["results"]
     return {"models.svg": models_svg(models), "graphs.svg": graphs_svg(graphs)}
 
 
 def models_svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A panel for each set of devices, a row for each model; a mark is accelerate's time over graphplan's."""
+    """Draw a panel for each set of devices, with accelerate's time over graphplan's for each model."""
     sizes = {row["model"]: row["weights"] for row in rows}
     names = sorted(sizes, key=lambda name: -sizes[name])
-    found = {(row["model"], row["case"]): ratio_of(row) for row in rows}
+    ratios = {(row["model"], row["case"]): ratio_of(row) for row in rows}
     bottom = _TOP + _ROW * len(names)
     panel = (_WIDTH - _LABELS) / len(CASES)
     parts = [
@@ -78,31 +78,31 @@ def models_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for column, (case, title) in enumerate(CASES.items()):
         left = _LABELS + column * panel
-        axis = _Axis.over(left + 6, left + panel - 30, (one for one in found.values() if one is not None))
+        axis = _Axis.over(left + 6, left + panel - 30, (r for r in ratios.values() if r is not None))
         parts += [_text(axis.x(1), 14, title, weight=600), *axis.grid(bottom)]
         for number, name in enumerate(names):
-            ratio = found.get((name, case))
+            ratio = ratios.get((name, case))
             if ratio is not None:
                 parts += _bar(axis, ratio, _TOP + _ROW * number, f"{name}, {title}")
     return _svg(parts, bottom + 8, "Accelerate's estimated time over graphplan's, by model and devices")
 
 
 def _bar(axis: _Axis, ratio: float, top: float, title: str) -> list[str]:
-    """A line from 1 to the ratio with a dot at its end, and the ratio as a number."""
-    one, end, middle = axis.x(1), axis.x(ratio), top + _ROW / 2
+    """Return a line from 1 to the ratio with a dot at its end, and the ratio as a number."""
+    start, end, middle = axis.x(1), axis.x(ratio), top + _ROW / 2
     colour = _SLOWER if ratio < 0.99 else _FASTER
-    told = html.escape(f"{title}: {ratio:.3f}")
+    label = html.escape(f"{title}: {ratio:.3f}")
     return [
-        f'<line x1="{one:.1f}" x2="{end:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" '
+        f'<line x1="{start:.1f}" x2="{end:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" '
         f'style="stroke:{colour};stroke-width:4"/>',
         f'<circle cx="{end:.1f}" cy="{middle:.1f}" r="4.5" style="fill:{colour}">'
-        f"<title>{told}</title></circle>",
-        _text(max(one, end) + 8, middle + 4, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", size=11),
+        f"<title>{label}</title></circle>",
+        _text(max(start, end) + 8, middle + 4, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", size=11),
     ]
 
 
 def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each benchmark graph, with a mark for accelerate's map and one for sequential fill."""
+    """Draw a row for each benchmark graph, with marks for accelerate's map and for sequential fill."""
     bottom = _TOP + _ROW * len(results)
     legend = (("accelerate", _FASTER), ("sequential fill", _OTHER))
     marks = [
@@ -122,11 +122,11 @@ def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
         parts.append(_text(0, _TOP + _ROW * number + _ROW / 2 + 5, shown))
     for number, name, colour, other, ratio in marks:
         note = ", over budget" if other["over"] else ""
-        told = f"{results[number]['instance']}: {name} {ratio:.3f}{note}"
+        label = f"{results[number]['instance']}: {name} {ratio:.3f}{note}"
         paint = f"fill:{'none' if other['over'] else colour};stroke:{colour};stroke-width:2"
         parts.append(
             f'<circle cx="{axis.x(ratio):.1f}" cy="{_TOP + _ROW * number + _ROW / 2:.1f}" r="5" '
-            f'style="{paint}"><title>{html.escape(told)}</title></circle>'
+            f'style="{paint}"><title>{html.escape(label)}</title></circle>'
         )
     return _svg(parts, bottom + 8, "Estimated times of other placements over graphplan's, by graph")
 

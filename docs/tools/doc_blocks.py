@@ -1,7 +1,7 @@
-"""The code blocks of a Markdown page, run in order, each with what it prints.
+"""Run the code blocks of a Markdown page in order, and return what each prints.
 
-Blocks of ``python`` share one namespace. In blocks of ``bash``, lines that begin with ``graphplan`` are run
-as the command; other lines are for people. A block below ``<!-- no-run -->`` is left alone.
+Blocks of ``python`` share one namespace. In blocks of ``bash``, only lines that begin with ``graphplan`` are
+run. A block below ``<!-- no-run -->`` is skipped.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block.
+    """A fenced code block.
 
     Attributes:
-        page: the file that it is in.
+        page: the file that contains it.
         line: number of its first line of code.
-        language: the first word of the fence.
+        language: the text after the opening fence.
         code: its text.
     """
 
@@ -42,18 +42,18 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page that are run, in order."""
+    """Return the blocks of a page that are run, in order."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    blocks = []
     for match in _FENCE.finditer(text):
         if match["language"] in ("python", "bash") and not match["left"]:
             line = text.count("\n", 0, match.start("body")) + 1
-            found.append(Block(page, line, match["language"], match["body"]))
-    return found
+            blocks.append(Block(page, line, match["language"], match["body"]))
+    return blocks
 
 
 def outputs_of(page: Path, folder: Path) -> Iterator[str]:
-    """What each block prints; files that it names lie in ``folder``, which is current meanwhile.
+    """Yield what each block prints; ``folder`` is the working directory of the blocks.
 
     Raises:
         Exception: whatever a block raises, with the page and the line in its traceback.
@@ -78,15 +78,15 @@ def _bash(block: Block, folder: Path) -> str:
 
 
 def command(words: list[str], folder: Path) -> str:
-    """What ``graphplan`` prints; run here, for a process of its own would load torch anew.
+    """Return what the command ``graphplan`` prints; it runs in this process, which has torch loaded.
 
     Raises:
-        RuntimeError: it ends with another code than 0.
+        RuntimeError: its exit code is not 0.
     """
-    from graphplan.__main__ import main  # the command is optional
+    from graphplan.__main__ import main  # the CLI is an optional extra
 
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with _as_a_process(["graphplan", *words], folder), redirect_stdout(out), redirect_stderr(err):
+    with _restored_process(["graphplan", *words], folder), redirect_stdout(out), redirect_stderr(err):
         try:
             main()
         except SystemExit as end:
@@ -97,9 +97,9 @@ def command(words: list[str], folder: Path) -> str:
 
 
 @contextmanager
-def _as_a_process(words: list[str], folder: Path) -> Iterator[None]:
-    """What the command changes of this process, it changes until the end of this."""
-    loaded, environment, before = set(sys.modules), dict(os.environ), sys.argv
+def _restored_process(words: list[str], folder: Path) -> Iterator[None]:
+    """Context manager that restores the state of this process after a command has changed it."""
+    loaded, environment, argv = set(sys.modules), dict(os.environ), sys.argv
     os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
     sys.argv = words
     try:
@@ -107,7 +107,7 @@ def _as_a_process(words: list[str], folder: Path) -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-        sys.argv = before
+        sys.argv = argv
         os.environ.clear()
         os.environ.update(environment)
         for name in set(sys.modules) - loaded:  # the next page may have a module of that name

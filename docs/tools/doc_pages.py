@@ -1,8 +1,8 @@
-"""What the pages take in: what their code prints, the benchmarks' tables, pictures, the command's help.
+"""Write the files that pages include: printed output of their code, benchmark tables, pictures, CLI help.
 
 python docs/tools/doc_pages.py
 
-Writes ``docs/generated/``; ``make docs`` does this first. The pictures are of a model of four blocks over two
+Writes ``docs/generated/``; ``make docs`` does this first. The pictures show a model of four blocks over two
 accelerators and the CPU, with too little memory for all weights, so that some are streamed.
 """
 
@@ -31,18 +31,18 @@ COMMANDS = ("demo", "plan", "run", "show", "compare", "devices", "explain")
 
 
 def pages(docs: Path) -> list[Path]:
-    """The pages with code that is run."""
+    """Return the pages whose code is run."""
     return [docs / "tutorial.md", *sorted((docs / "how-to").glob("*.md"))]
 
 
 def printed(docs: Path) -> dict[str, str]:
-    """What each block prints: ``<page>-<number of the block, from 1>.txt`` -> text."""
-    found = {}
+    """Return ``<page>-<number of the block, from 1>.txt`` -> the text that the block prints."""
+    outputs = {}
     for page in pages(docs):
         with tempfile.TemporaryDirectory() as folder:
             for number, text in enumerate(outputs_of(page, Path(folder)), 1):
-                found[f"{page.stem}-{number}.txt"] = text
-    return found
+                outputs[f"{page.stem}-{number}.txt"] = text
+    return outputs
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def example(blocks: int, memory: graphplan.devices.max_memory.MaxMemory) -> Plan:
-    """A plan of so many blocks of 2 MiB, with links as slow as to be seen."""
+    """Return a plan of blocks of 2 MiB each, with links so slow that transfers are visible."""
     with torch.device("meta"):
         model, x = nn.Sequential(*(Block(256) for _ in range(blocks))), torch.ones(64, 256)
     link = graphplan.Link(12e9, 5e-6)
@@ -70,7 +70,7 @@ def example(blocks: int, memory: graphplan.devices.max_memory.MaxMemory) -> Plan
 
 
 def pictures() -> dict[str, str]:
-    """File name -> text of each picture."""
+    """Return file name -> text of each picture."""
     small = example(1, {0: "64MiB"})
     large = example(4, {0: "4MiB", 1: "3MiB", "cpu": "64MiB"})
     return {
@@ -84,7 +84,7 @@ def pictures() -> dict[str, str]:
 
 
 def _code() -> str:
-    """The lowered code of two blocks over two simulated accelerators."""
+    """Return the lowered code of two blocks over two simulated accelerators."""
     model = nn.Sequential(Block(64), Block(64)).eval()
     x = torch.ones(8, 64)
     with graphplan.simulate({0: "160KiB", 1: "160KiB"}) as machine:
@@ -92,7 +92,7 @@ def _code() -> str:
 
 
 def _drawn(plan: Plan) -> str:
-    """The plan's own DOT, by graphviz.
+    """Render the plan's DOT text with graphviz.
 
     Raises:
         RuntimeError: graphviz is not installed.
@@ -101,9 +101,9 @@ def _drawn(plan: Plan) -> str:
         raise RuntimeError("the pictures need graphviz: install it, so that there is a command `dot`")
     path = Path("plan.dot")
     plan.save_dot(path)
-    done = subprocess.run(["dot", "-Tsvg", str(path)], capture_output=True, text=True, check=True)
+    dot = subprocess.run(["dot", "-Tsvg", str(path)], capture_output=True, text=True, check=True)
     path.unlink()
-    return done.stdout[done.stdout.index("<svg") :]
+    return dot.stdout[dot.stdout.index("<svg") :]
 
 
 def write(into: Path, texts: Mapping[str, str]) -> None:

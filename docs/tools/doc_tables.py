@@ -1,6 +1,6 @@
-"""What the pages say of the benchmarks' results: a section for each file of ``benchmarks/results``.
+"""Render benchmark results for the pages: a Markdown section for each file of ``benchmarks/results``.
 
-A section is empty where its file is absent, so that a page never speaks of a result that is not there.
+A section is empty if its file is missing, so that no page reports a result that does not exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Data = Mapping[str, Any]
 
-# budgets of benchmarks/real_models.py, as readers know them
+# case of benchmarks/real_models.py -> description of its devices
 CASES = {
     "1x0.7": "one GPU + CPU",
     "2x0.35": "two GPUs + CPU",
@@ -27,7 +27,7 @@ _METHODS = {"transformers": "transformers' exporters", "export": "`torch.export`
 
 
 def tables(results: Path = RESULTS) -> dict[str, str]:
-    """Name of a benchmark -> its section, empty where there is no result of it."""
+    """Return name of a benchmark -> its section; empty if it has no result."""
     return {name: _rendered(results / f"{name}.json", render) for name, render in _RENDERERS.items()}
 
 
@@ -45,7 +45,7 @@ def _machine(machine: Data) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left, the others to the right."""
+    """Return a Markdown table; the first column is left-aligned, the others right-aligned."""
     rule = [":--", *["--:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(_cell(c) for c in row)} |" for row in (header, rule, *rows))
 
@@ -55,13 +55,13 @@ def _cell(text: str) -> str:
 
 
 def map_of(row: Data, name: str = "accelerate") -> Data:
-    """What another planner's device map takes on a row of a benchmark."""
-    found: Data = next(other for other in row["others"] if other["name"] == name)
-    return found
+    """Return the figures of another planner's device map in a row of a benchmark."""
+    device_map: Data = next(other for other in row["others"] if other["name"] == name)
+    return device_map
 
 
 def ratio_of(row: Data) -> float | None:
-    """Accelerate's estimated time over graphplan's; None where either has no placement within the budgets."""
+    """Return accelerate's estimated time over graphplan's; None if either has no feasible placement."""
     other = map_of(row)
     if row["error"] or other["seconds"] is None or other["over"]:
         return None
@@ -99,20 +99,20 @@ def _offload(data: Data) -> str:
         ]
         for row in data["rows"]
     ]
-    of = data["workload"]
-    shares = " and ".join(f"{100 * share:.0f} %" for share in of["shares"])
+    load = data["workload"]
+    shares = " and ".join(f"{100 * share:.0f} %" for share in load["shares"])
     header = [
         "",
         "budget",
         "forward pass",
-        f"generate, {of['tokens']} tokens",
+        f"generate, {load['tokens']} tokens",
         "estimated",
         "copies",
         "setup",
     ]
     return (
-        f"## Measured on a GPU\n\nA language model of the shape of Llama 3 8B with {of['layers']} layers and "
-        f"random weights in bfloat16, a prompt of {of['prompt']} tokens. The GPU's budgets are "
+        f"## Measured on a GPU\n\nA language model of the shape of Llama 3 8B with {load['layers']} layers "
+        f"and random weights in bfloat16, a prompt of {load['prompt']} tokens. The GPU's budgets are "
         f"{shares} of the weights, and 2 GiB. "
         "accelerate's map is of weights alone, so it is given the budget without the 2 GiB; graphplan fills "
         "them with more weights, as far as activations leave room. No forward pass can be faster than the "
@@ -134,26 +134,26 @@ def _training_gpu(data: Data) -> str:
         ]
         for row in data["rows"]
     ]
-    of = data["workload"]
+    load = data["workload"]
     header = ["", "budget", "peak", "step", "estimated", "computed again", "weights copied"]
     return (
-        f"### A training step\n\n{of['layers']} layers of the shape of Llama 3 8B in bfloat16, "
-        f"fused AdamW, {of['rows']} x {of['length']} tokens, with `accumulate_gradients=False`. Weights that "
-        "are copied to the GPU in a step are in CPU memory, and the optimizer steps there.\n\n"
+        f"### A training step\n\n{load['layers']} layers of the shape of Llama 3 8B in bfloat16, "
+        f"fused AdamW, {load['rows']} x {load['length']} tokens, with `accumulate_gradients=False`. Weights "
+        "that are copied to the GPU in a step are in CPU memory, and the optimizer steps there.\n\n"
         f"{markdown(header, rows)}"
     )
 
 
 def _overhead(data: Data, title: str = "## Overhead of a forward pass", where: str = "CPU") -> str:
-    said = []
+    lines = []
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
         times = [
             f"{row['form']} {row['best_ms']:.1f} ms" for row in data["rows"] if row["workload"] == workload
         ]
-        said.append(f"- {workload}: {', '.join(times)}.")
+        lines.append(f"- {workload}: {', '.join(times)}.")
     return (
         f"{title}\n\nModels so small that Python, not the kernels, takes the time. Best of many runs on the "
-        f"{where}:\n\n" + "\n".join(said)
+        f"{where}:\n\n" + "\n".join(lines)
     )
 
 

@@ -1,9 +1,9 @@
-"""The generated parts of CONTRIBUTING.md and README.md, between their ``<!-- begin: NAME -->`` marks.
+"""Generate parts of CONTRIBUTING.md and README.md, between their ``<!-- begin: NAME -->`` marks.
 
 python docs/tools/house.py
 
-Writes the diagram of rooms (from the layers that import-linter checks), the walk of one operation through
-the house, and the README's table of estimated times; ``tests/test_docs.py`` compares them.
+Writes the diagram of packages (from the layers that import-linter checks), the forms of one operation in each
+package, and the README's table of estimated times; ``tests/test_docs.py`` checks that they are current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import graphplan
 
 ROOT = Path(__file__).parents[2]
 
-# model, budgets of benchmarks/real_models.py, and how the README names both
+# model and case of benchmarks/real_models.py, and the README's name for both
 _SHOWN = (
     ("llama-3-70b", "2x0.55", "Llama 3 70B, two identical GPUs"),
     ("qwen-moe", "mixed", "Qwen MoE, three mixed GPUs"),
@@ -30,26 +30,26 @@ _SHOWN = (
 
 
 def times_table(results: Path = RESULTS) -> str:
-    """Estimated times of graphplan's plans and accelerate's maps: three models, and who is faster when."""
+    """Return a table of the times of graphplan's plans and accelerate's maps, and a summary of all cases."""
     rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
-    found = {(row["model"], row["case"]): row for row in rows}
+    by_case = {(row["model"], row["case"]): row for row in rows}
     lines = []
-    for model, case, said in _SHOWN:
-        row = found[model, case]
-        own, other = 1e3 * row["makespan"], 1e3 * map_of(row)["seconds"]
-        lines.append([said, f"{own:.1f} ms", f"{other:.1f} ms", f"{other / own:.2f}×"])
+    for model, case, text in _SHOWN:
+        row = by_case[model, case]
+        ours, other = 1e3 * row["makespan"], 1e3 * map_of(row)["seconds"]
+        lines.append([text, f"{ours:.1f} ms", f"{other:.1f} ms", f"{other / ours:.2f}×"])
     ratios = [row["makespan"] / map_of(row)["seconds"] for row in rows if "accelerate" in row["beaten_by"]]
     equal = sum(abs(map_of(row)["seconds"] / row["makespan"] - 1) < 0.01 for row in rows)
     header = ["model and devices", "graphplan", "accelerate's map", "ratio"]
     faster = f"accelerate's map is faster in {len(ratios)}" + (
         f", by at most {100 * (max(ratios) - 1):.2f} %." if ratios else "."
     )
-    said = f"Of {len(rows)} cases, {equal} are within 1 % of each other; {faster}"
-    return f"{markdown(header, lines)}\n\n{said}"
+    text = f"Of {len(rows)} cases, {equal} are within 1 % of each other; {faster}"
+    return f"{markdown(header, lines)}\n\n{text}"
 
 
 def rooms_diagram() -> str:
-    """The layers of pyproject.toml as a Mermaid diagram: imports follow the arrows only."""
+    """Return the layers of pyproject.toml as a Mermaid diagram; imports follow the arrows."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     by_container = {
         contract["containers"][0]: contract["layers"]
@@ -66,7 +66,7 @@ def rooms_diagram() -> str:
 
 
 def walk() -> str:
-    """What one linear layer of a small model looks like at each stop."""
+    """Return how one linear layer of a small model is represented in each package."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.ones(4, 256)
     captured = torch.export.export(model, (x,)).graph
@@ -100,7 +100,7 @@ PARTS = {
 
 
 def filled(page: str, name: str, text: str) -> str:
-    """The page with what stands between the marks of ``name`` replaced."""
+    """Return the page with the text between the marks of ``name`` replaced."""
     begin, end = f"<!-- begin: {name} -->\n", f"\n<!-- end: {name} -->"
     head, _, rest = page.partition(begin)
     _, mark, tail = rest.partition(end)

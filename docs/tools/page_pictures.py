@@ -1,4 +1,4 @@
-"""Screenshots of plans' HTML pages for the README and the how-to, in ``docs/pictures``.
+"""Take screenshots of plans' HTML pages for the README and the how-to, in ``docs/pictures``.
 
 python docs/tools/page_pictures.py
 
@@ -28,14 +28,14 @@ import graphplan
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 _WIDTH, _HEIGHT = 1440, 1000  # CSS pixels of the window
-_CHOSEN = 2  # the stage whose details the numbered picture shows
+_CHOSEN = 2  # index of the stage whose details the numbered picture shows
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size"),
 )
-_SCALE = 1200 / _WIDTH  # image pixels for each
+_SCALE = 1200 / _WIDTH  # image pixels per CSS pixel
 
-# what the callouts of the how-to frame: CSS selectors of the page, in the order of their numbers
+# CSS selectors of the elements that the how-to's callouts frame, in the order of their numbers
 PARTS = (
     "#figures",
     "#usage",
@@ -68,24 +68,24 @@ _CALLOUT = """([selector, number]) => {
 
 
 def example() -> graphplan.Plan:
-    """Llama 3 8B in bfloat16 on two mixed GPUs, with the speeds of an RTX 4090 and an RTX 3090."""
+    """Plan Llama 3 8B in bfloat16 on two mixed GPUs, with the speeds of an RTX 4090 and an RTX 3090."""
     model, ids = _llama(4096, 14336, 32, 32, 8, 128256), torch.ones(1, 512, dtype=torch.long, device="meta")
     speeds = {
         0: graphplan.Speed(flops=165e12, bandwidth=1008e9),
         1: graphplan.Speed(flops=71e12, bandwidth=936e9),
     }
-    placed = model.to(torch.bfloat16).eval()
-    return graphplan.plan(placed, {0: "9GiB", 1: "7GiB"}, kwargs={"input_ids": ids}, devices=speeds)
+    bf16 = model.to(torch.bfloat16).eval()
+    return graphplan.plan(bf16, {0: "9GiB", 1: "7GiB"}, kwargs={"input_ids": ids}, devices=speeds)
 
 
 def _llama(*sizes: int) -> LlamaForCausalLM:
-    """Widths, layers, heads of queries and of keys, vocabulary."""
+    """Return a Llama on the meta device; ``sizes`` are the values of ``_SIZES``."""
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(use_cache=False, **dict(zip(_SIZES, sizes, strict=True))))
 
 
 def segformer() -> graphplan.Plan:
-    """Segformer B2 on a GPU with room for a part of it."""
+    """Plan Segformer B2 on the CPU and a GPU with room for a part of it."""
     sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 320, 512], "decoder_hidden_size": 768}
     with torch.device("meta"):
         model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, num_labels=150)).eval()
@@ -94,7 +94,7 @@ def segformer() -> graphplan.Plan:
 
 
 def training() -> graphplan.Plan:
-    """A training step of a small Llama with AdamW, on two GPUs."""
+    """Plan a training step of a small Llama with AdamW, on two GPUs and the CPU."""
     model = _llama(1024, 2816, 4, 16, 16, 32000)
     ids = torch.ones(4, 256, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
@@ -103,14 +103,14 @@ def training() -> graphplan.Plan:
 
 
 def streamed() -> graphplan.Plan:
-    """Llama 3.2 1B in bfloat16 on a GPU with room for half of it."""
+    """Plan Llama 3.2 1B in bfloat16 on the CPU and a GPU with room for half of it."""
     model = _llama(2048, 8192, 16, 32, 8, 128256)
     ids = torch.ones(1, 2048, dtype=torch.long, device="meta")
     memory = {0: "1500MiB", "cpu": "16GiB"}
     return graphplan.plan(model.to(torch.bfloat16).eval(), memory, kwargs={"input_ids": ids})
 
 
-# name of the picture -> the page's title, and its plan
+# name of the picture -> the page's title, and the function that makes its plan
 PAGES = {
     "page": ("Llama 3 8B", example),
     "segformer": ("Segformer B2", segformer),
