@@ -101,5 +101,5 @@ class ConvertedCheckpoint(Checkpoint):
                 value = results[name]
                 return value[0] if isinstance(value, list) else value
         raise CheckpointError(
-            f"the conversion of the checkpoint does not make {first!r}, as it said it would"
+            f"the conversion of the checkpoint does not return the weight {first!r} that it declares"
         )

@@ -20,7 +20,7 @@ from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTenso
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
-# without it, the kernel reserves memory for copies of all pages of a private mapping
+# without it, a private mapping counts as committed memory of its whole size
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
 
 

@@ -264,7 +264,7 @@ class StageRunner:
         first = [] if self.steps[0].program.index else [numbers]
         later = {"number": numbers} if self.steps[-1].program.index else {}
         try:
-            with silenced(self.schedule.__module__):  # it prints its steps if one fails
+            with silenced(self.schedule.__module__):  # the schedule prints its steps if one fails
                 action(*first, return_outputs=False, **later, **target_numbers)
             return [] if self.results is None else self.results.finished
         except RuntimeError as error:

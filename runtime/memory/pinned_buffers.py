@@ -24,7 +24,7 @@ class Staging:
     """Several staging buffers of one size, used in turn.
 
     Args:
-        queues: those of the accelerator to which the buffers are copied.
+        queues: queues of the device to which the buffers are copied.
         nbytes: size of each buffer.
         count: number of buffers.
         pinned: whether a CUDA device copies from them.

@@ -105,7 +105,7 @@ def place_model(
 def bring_back(
     model: nn.Module, layout: Layout, become: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
 ) -> None:
-    """Move the weights of each accelerator whose weights change to host memory, which frees its memory.
+    """Move the weights of each accelerator that gains or loses weights to host memory, to free its memory.
 
     Args:
         model: a placed model.
@@ -125,7 +125,7 @@ def bring_back(
 
 
 def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]) -> dict[int, Any]:
-    """Return id of each tensor of a model -> the tensor after these weights are copied to CPU memory.
+    """Return id of each tensor of a model -> the tensor after these weights are moved to CPU memory.
 
     Shared weights stay shared, whether they are one object or two over the same memory.
     """
@@ -173,7 +173,7 @@ class _Placement:
         return ours and tensor.device == device and not self._in_source(name)
 
     def _place_alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a copy with its own allocation: of a wrapper of other tensors, or of a buffer on the CPU."""
+        """Return a copy with its own allocation, for tensors that are not plain or go from model to CPU."""
         data = tensor.detach()
         if self.source is not None and name in self.source:
             data = torch.empty(tensor.shape, dtype=tensor.dtype)

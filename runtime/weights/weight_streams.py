@@ -47,7 +47,7 @@ class _Storage:
         self.user: object = None  # identifies the stream that used the slots last
         self.left = 0  # segments not yet released: above 0 while a call runs, or after it failed
         self.entries = 0  # how often a call has begun, or resumed after another
-        self.staging: Staging | None = None  # for what is streamed from files
+        self.staging: Staging | None = None  # for weights that are streamed from files
         weakref.finalize(self, self.queues.settle).atexit = False
 
     def enter(self, user: object, segments: int) -> None:
@@ -192,7 +192,7 @@ class WeightStream:
     def load(self, index: int, *weights: torch.Tensor) -> _LoadedSegment:
         """Enqueue the copy of a segment; the first begins a call.
 
-        A later one resumes the call if others have run since, as between forward and backward pass.
+        A later one resumes the call if another call has run since, as may happen before a backward pass.
         """
         if index == 0 or self.storage.user is not self.user:
             self.storage.enter(self.user, len(self.segments) - index)
