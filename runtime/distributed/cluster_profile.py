@@ -23,8 +23,7 @@ class ClusterProfile:
 
     Attributes:
         plan: plan for all machines.
-        slots: intervals of computing and waiting of each stage, the same on all ranks. Time 0 on each
-            machine is when all ranks were ready.
+        slots: intervals of computing and waiting of each stage; time 0 is when all ranks were ready.
     """
 
     plan: ClusterPlanData[Any]

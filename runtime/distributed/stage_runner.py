@@ -251,11 +251,7 @@ class StageRunner:
         return [loss.detach() for loss in self.losses]
 
     def _run_schedule(
-        self,
-        action: Any,
-        model_inputs: Sequence[Mapping[str, Any]],
-        form: int,
-        target_numbers: Mapping[str, Any],
+        self, action: Any, model_inputs: Sequence[Mapping[str, Any]], form: int, targets: Mapping[str, Any]
     ) -> list[Any]:
         for step in self.steps:
             step.header.fill_(form)
@@ -265,7 +261,7 @@ class StageRunner:
         later = {"number": numbers} if self.steps[-1].program.index else {}
         try:
             with silenced(self.schedule.__module__):  # the schedule prints its steps if one fails
-                action(*first, return_outputs=False, **later, **target_numbers)
+                action(*first, return_outputs=False, **later, **targets)
             return [] if self.results is None else self.results.finished
         except RuntimeError as error:
             failed = next((step.failed for step in self.steps if step.failed is not None), None)

@@ -46,13 +46,8 @@ def efficiencies(samples: Iterable[Sample], spec: DeviceSpec) -> dict[str, Effic
         if max(arithmetic, memory) > 0:
             limit = (arithmetic, 0.0) if arithmetic > memory else (0.0, memory)
             rows.setdefault(sample.type, []).append((*limit, sample.seconds))
-    fitted = {
-        operation_type: _fitted(np.array(type_rows), spec.overhead)
-        for operation_type, type_rows in rows.items()
-    }
-    return {
-        operation_type: efficiency for operation_type, efficiency in fitted.items() if efficiency is not None
-    }
+    fitted = {name: _fitted(np.array(type_rows), spec.overhead) for name, type_rows in rows.items()}
+    return {name: efficiency for name, efficiency in fitted.items() if efficiency is not None}
 
 
 def _fitted(rows: NDArray[np.float64], overhead: float) -> Efficiency | None:
