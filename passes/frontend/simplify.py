@@ -191,8 +191,15 @@ def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
     """
     strided = {storage_of(_val(node)) for node in graph.nodes if node.target is aten.as_strided.default}
     shared = written | strided
-    for node in graph.nodes:
-        if node.target in _LAZY and storage_of(_val(node)) not in shared:
+    for node in list(graph.nodes):
+        if node.target not in _LAZY:
+            continue
+        given = node.args[0]
+        if isinstance(given, complex):  # of the code, in a formula of autograd
+            for reader in list(node.users):
+                reader.replace_input_with(node, given.conjugate())
+            graph.erase_node(node)
+        elif storage_of(_val(node)) not in shared:
             node.target = _LAZY[node.target]
 
 
