@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -588,6 +589,12 @@ def around(n: int) -> Callable[[int], int]:
     return lambda x: x * n
 
 
+class Single:
+    one: Any  # which the description of the class reads, and so makes an entry in it
+
+
+Single.one = Single()
+
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 
@@ -662,6 +669,10 @@ def test_values_of_one_description_are_saved_once(tmp_path: Path) -> None:
         (lambda: (1,), lambda: [1]),
         (lambda: CYCLE, lambda: [CYCLE]),
         (lambda: around(1), lambda: around(2)),
+        (lambda: np.sin, lambda: np.cos),
+        (lambda: np.shape, lambda: np.size),
+        (lambda: str.upper, lambda: str.lower),
+        (lambda: Single, lambda: Slots),
         (lambda: torch.ones(2), lambda: torch.ones(2, 1)),
         (lambda: {"a": 1, "b": 2}, lambda: {"a": 1, "b": 3}),
     ],

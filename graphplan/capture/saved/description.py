@@ -53,6 +53,10 @@ _PROCESS_ATTRIBUTES = ("_original_object_hash", "_abc_impl")  # hash of a Genera
 _STATE_HOOKS = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run only when weights are saved or loaded
 _PATCHED_OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module)
 _HEAP_TYPE = 1 << 9  # CPython's flag of classes defined in Python
+_C_CALLABLES = (  # described by their names
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
 
 
 class Description:
@@ -199,7 +203,7 @@ class Description:
                 self._replaced(one)
                 continue
             self._file(file)
-            for name, value in vars(one).items():
+            for name, value in list(vars(one).items()):  # an instance among them adds to it
                 function = function_of(value)
                 if function is not None:
                     self.note(name)
@@ -231,9 +235,7 @@ class Description:
                 self.add(one, where)
         elif (function := function_of(value)) is not None:
             self._function(function, where)
-        elif isinstance(
-            value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket
-        ):
+        elif isinstance(value, _C_CALLABLES) or _is_numpy_function(value):
             self.note("builtin", getattr(value, "__module__", ""), str(value).partition(" at 0x")[0])
             owner = getattr(value, "__self__", None)
             if owner is not None and not isinstance(owner, types.ModuleType):
@@ -314,6 +316,12 @@ class Description:
 def _is_not_user_code(file: str) -> bool:
     """Whether code belongs to a package or Python, or was generated."""
     return is_of_versions(file) or is_installed(file) or file.startswith("<")
+
+
+def _is_numpy_function(value: Any) -> bool:
+    """Whether it is a function in C that NumPy exports by its name, such as ``np.sin``."""
+    home = sys.modules.get(str(getattr(value, "__module__", "")))
+    return type(value).__module__ == "numpy" and getattr(home, getattr(value, "__name__", ""), None) is value
 
 
 def _is_python_class(cls: type) -> bool:
