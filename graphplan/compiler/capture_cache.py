@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.differentiate import differentiate
@@ -14,10 +15,12 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
+from graphplan.capture.sizes.decided_sizes import TakenForAnotherError
 from graphplan.capture.sizes.size_limits import bounded
+from graphplan.capture.structure import reached
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
-from graphplan.capture.value_branches import same_answers
+from graphplan.capture.value_branches import is_of_integers, same_answers
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import is_known, origin_of
@@ -30,6 +33,8 @@ from graphplan.passes.training.weight_views import read_weights_anew
 from graphplan.warnings import overheard
 
 logger = logging.getLogger("graphplan")
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +153,15 @@ class Captures:
                 found = capture(part, call, shapes, **options)
                 is_savable = origin is not None and is_known(found, origin)
                 simplify(found, keep_grad=keep_grad)
-                if how is not None:
-                    found = with_backward(found, part.weights, call, how, fixed=not vary)
+                try:
+                    if how is not None:
+                        found = with_backward(found, part.weights, call, how, fixed=not vary)
+                except TakenForAnotherError as error:
+                    if not part.answer(call, _deciding_leaves(found, call, error.node)):
+                        raise
+                    found = None
+            if found is None:  # outside of the handler, so that errors of the next trace have no context
+                return self._capture(part, call, entry, vary=vary, sizes=sizes)
             if saved and origin and is_savable:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
@@ -184,6 +196,16 @@ def with_backward(
     simplify(found)
     read_weights_anew(found)
     return found
+
+
+def _deciding_leaves(capture: Capture, call: BoundCall, number: fx.Node) -> list[int]:
+    """Return the integer leaves that alone decide a number, such as a maximum of lengths; else none."""
+    ancestors = reached([number], lambda node: node.all_input_nodes)
+    sources = [node.name for node in ancestors if node.op == "placeholder"]
+    if number.target is not aten.item.default or not set(sources) <= set(capture.inputs):
+        return []
+    leaves = [capture.order[capture.inputs.index(name)] for name in sources]
+    return [leaf for leaf in leaves if leaf is not None and is_of_integers(call.leaves[leaf])]
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:

@@ -33,6 +33,7 @@ from graphplan.capture.model.model_weights import (
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
+from graphplan.capture.structure import flatten_with_path
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.capture.value_branches import Branches, ValueOf
 from graphplan.errors import CaptureError
@@ -135,6 +136,15 @@ class ModelCopy:
         """Return the branches of the entry's code, to trace a call with positional and named arguments."""
         answered = self._answered.setdefault(self.entry, set())
         return Branches(self.module, self.value_of, call if self.asks_inputs else None, answered)
+
+    def answer(self, call: BoundCall, leaves: Iterable[int]) -> bool:
+        """Let traces depend on the values of these leaves; return whether that is possible and new."""
+        answered = self._answered.setdefault(self.entry, set())
+        paths = [path for path, _ in flatten_with_path((call.args, call.kwargs))]
+        new = {paths[leaf] for leaf in leaves} - answered
+        answered |= new
+        self.by_inputs.add(self.entry)
+        return bool(new) and self.knows_inputs
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """Return the current tensor of a weight of this entry; None if it has no values."""

@@ -41,6 +41,14 @@ _BROADCASTING = frozenset(
 """Operations that broadcast without the tag ``pointwise``."""
 
 
+class TakenForAnotherError(NoGraphError):
+    """The code equates a data-dependent size, which ``node`` of the capture computes, with another size."""
+
+    def __init__(self, said: str, node: fx.Node) -> None:
+        super().__init__(said)
+        self.node = node
+
+
 class DecidedSizes(fx.Interpreter):
     """Runs a captured graph on fake tensors, and keeps its data-dependent sizes as in the capture.
 
@@ -53,7 +61,7 @@ class DecidedSizes(fx.Interpreter):
         known: new symbol -> size, for sizes that are constants in the capture.
 
     Raises:
-        NoGraphError: the capture equates a data-dependent size with another symbolic size.
+        TakenForAnotherError: the capture equates a data-dependent size with another symbolic size.
     """
 
     def __init__(self, module: fx.GraphModule, env: ShapeEnv) -> None:
@@ -86,8 +94,8 @@ class DecidedSizes(fx.Interpreter):
         if not _is_unbacked(size):
             return
         if isinstance(captured, torch.SymInt):
-            raise NoGraphError(
-                f"values decide how much {node.target} returns, and the code takes it to be {captured}"
+            raise TakenForAnotherError(
+                f"values decide how much {node.target} returns, and the code takes it to be {captured}", node
             )
         self.known[size.node.expr] = captured
         with untraced():

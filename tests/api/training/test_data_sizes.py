@@ -218,3 +218,36 @@ def test_rows_are_repeated_as_often_as_in_the_example(train: bool) -> None:
         if train:
             result.square().sum().backward()
         assert measured(machine, placed.plan) or train
+
+
+class Masked(nn.Module):
+    """Masks what is padding, as speech models do, and weighs each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 4)
+        self.places = nn.Parameter(torch.randn(16, 4))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        longest = int(lengths.max())
+        padding = torch.arange(longest) >= lengths[:, None]
+        return self.second(self.first(x).relu()).masked_fill(padding[..., None], 0.0) * self.places[:longest]
+
+
+def test_a_maximum_of_lengths_is_in_a_training_step() -> None:
+    torch.manual_seed(0)
+    eager, x = Masked(), torch.randn(3, 8, 4)
+    with graphplan.simulate({0: "1GiB"}) as machine, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sizes cannot vary")
+        placed = graphplan.partition(
+            copy.deepcopy(eager), machine.max_memory, (x, torch.tensor([8, 5, 3])), train=True, strict=True
+        )
+        for lengths, size, plans in (([2, 8, 8], 8, 1), ([6, 1, 2], 6, 2), ([1, 1, 1], 8, 3)):
+            inputs = {"x": x[:, :size], "lengths": torch.tensor(lengths)}
+            machine.reset_peaks()
+            for model in (placed, eager):
+                model.zero_grad()
+                step_of_rows(model, inputs, 0)
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+            assert len(placed.plans) == plans
+            measured(machine, placed.plans[-1])
