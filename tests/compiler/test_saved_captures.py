@@ -610,13 +610,27 @@ class Settled(nn.Module):
         return x.relu() + self.table
 
 
+class Masked(nn.Module):
+    """Masks what is padding: the largest length is a size of the other input."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        longest = int(lengths.max())
+        padding = torch.arange(longest).expand(len(x), longest) >= lengths[:, None]
+        return x.relu().masked_fill(padding[..., None], 0.0)
+
+
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
-def test_a_trace_that_has_settled_a_size_is_saved(tmp_path: Path, exports: Counter) -> None:
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [(Settled(), (torch.randn(2, 4),)), (Masked(), (torch.randn(2, 4, 2), torch.tensor([4, 3])))],
+)
+def test_a_trace_that_has_settled_a_size_is_saved(
+    model: nn.Module, args: tuple[torch.Tensor, ...], tmp_path: Path, exports: Counter
+) -> None:
     # it was said that what would be read of it is not what was traced
-    model, x = Settled(), torch.randn(2, 4)
-    wanted = graphplan.plan(model, {"cpu": "1MiB"}, (x,), capture_cache=tmp_path)
+    wanted = graphplan.plan(model, {"cpu": "1MiB"}, args, capture_cache=tmp_path)
     count, found = exports.during(
-        lambda: graphplan.plan(model, {"cpu": "1MiB"}, (x,), capture_cache=tmp_path)
+        lambda: graphplan.plan(model, {"cpu": "1MiB"}, args, capture_cache=tmp_path)
     )
     assert (count, found.to_json()) == (0, wanted.to_json())
 
@@ -647,6 +661,24 @@ def test_a_trace_that_is_read_knows_which_values_share_memory(tmp_path: Path, ex
     count, found = exports.during(placed)
     assert (count, found.plan.to_json()) == (0, wanted)
     assert found.plan.graph.weights["seen"].mutated
+
+
+class Lazy(ModuleType):
+    """A module that is imported when something is asked of it, which fails here."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} is of an optional package")
+
+
+def test_modules_that_wait_for_their_import_still_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exports: Counter
+) -> None:
+    monkeypatch.setitem(sys.modules, "lazy_of_saved", Lazy("lazy_of_saved"))
+    for wanted in (1, 0):
+        count, _ = exports.during(
+            lambda: graphplan.plan(nn.Linear(8, 8), BUDGETS, (X,), capture_cache=tmp_path)
+        )
+        assert count == wanted
 
 
 def test_values_of_one_description_are_saved_once(tmp_path: Path) -> None:

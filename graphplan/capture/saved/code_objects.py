@@ -44,7 +44,10 @@ def file_of(cls: type) -> str:
 
 def file_of_module(module: Any) -> str | None:
     """Return the file of a module; None for built-in modules and for other entries of ``sys.modules``."""
-    return getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+    if not isinstance(module, types.ModuleType):
+        return None
+    file: str | None = object.__getattribute__(module, "__dict__").get("__file__")  # getattr may import it
+    return file
 
 
 def is_of_versions(file: str) -> bool:
