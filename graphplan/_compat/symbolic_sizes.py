@@ -129,11 +129,11 @@ class SizeMaker:
             low, high = (made_expression(bound, {}) for bound in bounds)
             self.env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
 
-    def size(self, kind: str, plain: Any, hint: Any) -> Any:
-        """Return a symbolic number; ``kind`` is ``"int"``, ``"float"`` or ``"bool"``."""
+    def size(self, kind: str, plain: Any) -> Any:
+        """Return a symbolic number whose hint torch computes; ``kind`` is ``"int"``, ``"float"`` or ``"bool"``."""
         expression = made_expression(plain, self.symbols)
         if kind == "int":
-            return self.env.create_symintnode(expression, hint=hint)
+            return self.env.create_symintnode(expression, hint=None)
         if kind == "float":
-            return self.env.create_symfloatnode(expression, hint=hint)
+            return self.env.create_symfloatnode(expression, hint=None)
         return self.env.create_symboolnode(expression)

@@ -102,9 +102,7 @@ class GraphWriter:
             plain = plain_expression(expression)
         except KeyError as error:
             raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
-        hint = size.node.hint  # its value in the example
-        simple = hint is None or isinstance(hint, bool | int | float)
-        return ["symbolic", self._number("sizes", [kind, plain, hint if simple else plain_expression(hint)])]
+        return ["symbolic", self._number("sizes", [kind, plain])]
 
     def _number(self, table: str, entry: Any) -> int:
         key = json.dumps(entry)
