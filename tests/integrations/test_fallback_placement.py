@@ -936,3 +936,30 @@ def test_code_for_the_cpu_has_gradients_in_calls_without_a_graph() -> None:
         placed(X, True).sum().backward()
         for mine, own in zip(placed.parameters(), model.parameters(), strict=True):
             assert largest_difference(mine.grad.cpu(), own.grad) < 1e-4
+
+
+class Tiny(nn.Module):
+    """Small layers, each of whose tensors takes a block of the allocator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if float(x.detach().sum()) > 1e6:
+                break
+        return x
+
+
+@pytest.mark.parametrize("budget", [12_000, 18_000])
+def test_plans_of_small_tensors_keep_to_the_budget(budget: int) -> None:
+    x = torch.randn(3, 5)
+    with graphplan.simulate({0: budget, 1: budget, "cpu": 1 << 28}) as machine:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            placed = graphplan.partition(Tiny(), machine.max_memory, (x,))
+        machine.reset_peaks()
+        placed(x)
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= budget

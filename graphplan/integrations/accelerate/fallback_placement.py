@@ -368,7 +368,7 @@ class _Fallback:
         operations: list[Operation] = []
         last, read = tuple[str, ...](), 0
         for module in dict.fromkeys((*ran, *members)):
-            nbytes, name = profile.outputs.get(module, 0), module or "(root)"
+            nbytes, name = round_up(profile.outputs.get(module, 0)), module or "(root)"
             inputs, last = (*last, *dict.fromkeys(members[module])), (f"{name}:out",)
             values.append(Value(*last, nbytes, nbytes))
             kind = type(parts[module]).__name__
