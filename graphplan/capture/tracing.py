@@ -40,6 +40,7 @@ from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
 
+_BY_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
@@ -258,7 +259,7 @@ def _exported(
             _warn_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
         return captured
-    by_data = isinstance(failures["torch.export"], GuardOnDataDependentSymNode | DataDependentOutputException)
+    by_data = isinstance(failures["torch.export"], _BY_VALUES)
     if by_data and model_copy.knows_inputs and not model_copy.asks_inputs:
         model_copy.by_inputs.add(model_copy.entry)
         return _exported(model_copy, host, dynamic_shapes, keep_grad, vary=may_vary, sizes=sizes)
@@ -283,7 +284,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     """Return the error text: each exporter's error, the line of the model's code, and what to do about it."""
     last = failures["torch.export"]
     lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
-    by_data = isinstance(last, GuardOnDataDependentSymNode)
+    by_data = isinstance(last, _BY_VALUES)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     summary = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")

@@ -386,9 +386,17 @@ class Drawn(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-def test_real_numbers_among_the_inputs_do_not_decide(machine: Any) -> None:
+class Compared(nn.Module):
+    """Goes by whether they are others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.equal(x, x.abs()) else x
+
+
+@pytest.mark.parametrize("model", [Drawn(), Compared()])
+def test_real_numbers_among_the_inputs_do_not_decide(machine: Any, model: nn.Module) -> None:
     with pytest.raises(graphplan.NoGraphError, match="The values of tensors decide what this line does"):
-        graphplan.partition(Drawn(), machine.max_memory, (X,), strict=True)
+        graphplan.partition(model, machine.max_memory, (X,), strict=True)
 
 
 def test_sizes_of_one_and_of_none_are_numbers(machine: Any) -> None:
