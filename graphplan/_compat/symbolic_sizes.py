@@ -130,7 +130,7 @@ class SizeMaker:
             self.env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
 
     def size(self, kind: str, plain: Any) -> Any:
-        """Return a symbolic number; torch computes its hint. ``kind``: ``"int"``, ``"float"`` or ``"bool"``."""
+        """Return a symbolic number of kind ``"int"``, ``"float"`` or ``"bool"``; torch computes its hint."""
         expression = made_expression(plain, self.symbols)
         if kind == "int":
             return self.env.create_symintnode(expression, hint=None)

@@ -58,15 +58,19 @@ def stand_in(leaf: Any, device: torch.device) -> Any:
     return device if isinstance(leaf, torch.device) else leaf
 
 
-def _size(size: Any, sizes: Mapping[Any, int]) -> int:
-    """Return a size as the plan counts it: at its upper bound if it is dynamic or depends on data."""
+def _size(size: Any, sizes: Mapping[Any, int], *, of_tensor: bool = True) -> int:
+    """Return a size as the plan counts it: at its upper bound if it is dynamic or depends on data.
+
+    Numbers that are not sizes of tensors take no memory.
+    """
     bound = largest_size(size, sizes)
     if bound is not None:
         return bound
-    warn(
-        "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks may be "
-        "higher than planned"
-    )
+    if of_tensor:
+        warn(
+            "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks "
+            "may be higher than planned"
+        )
     expression = size.node.expr.xreplace(sizes)
     return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
 
@@ -82,7 +86,7 @@ def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
     if isinstance(val, list | tuple):
         return [describe(item, sizes) for item in val]
     if isinstance(val, torch.SymInt):
-        return _size(val, sizes)
+        return _size(val, sizes, of_tensor=False)
     if isinstance(val, torch.SymFloat | torch.SymBool):
         return val.node.hint if val.node.hint is not None else 1.0
     return val

@@ -850,6 +850,18 @@ def test_sizes_without_a_bound_are_warned_of() -> None:
     placed(X)
 
 
+def test_numbers_that_are_no_sizes_are_not_warned_of() -> None:
+    class Chosen(Two):
+        def forward(self, x: torch.Tensor) -> list[int]:  # type: ignore[override]
+            return super().forward(x).argmax(-1).tolist()
+
+    model = Chosen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    assert placed(X) == model(X)
+
+
 def test_a_later_call_that_does_not_fit_says_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     with graphplan.simulate({0: 40_000}) as machine:
