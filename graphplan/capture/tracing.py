@@ -41,6 +41,7 @@ from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphEr
 from graphplan.message_text import first_line
 
 _BY_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)
+_WANTS_VALUES = ("but got FakeTensor", ".numpy() is not supported for tensor subclasses")
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
@@ -284,7 +285,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     """Return the error text: each exporter's error, the line of the model's code, and what to do about it."""
     last = failures["torch.export"]
     lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
-    by_data = isinstance(last, _BY_VALUES)
+    by_data = isinstance(last, _BY_VALUES) or any(words in str(last) for words in _WANTS_VALUES)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     summary = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")

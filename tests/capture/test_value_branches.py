@@ -393,7 +393,27 @@ class Compared(nn.Module):
         return x * 2 if torch.equal(x, x.abs()) else x
 
 
-@pytest.mark.parametrize("model", [Drawn(), Compared()])
+class Rolled(nn.Module):
+    """Computes with them in NumPy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(int(x.argmax(-1).numpy()[0]), 0)
+
+
+class Packed(nn.Module):
+    """A recurrence over sequences that are packed by their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((x.shape[0],), 2)
+        sequence = x[None, :, :4].expand(2, -1, -1)
+        return self.gru(nn.utils.rnn.pack_padded_sequence(sequence, lengths))[0].data
+
+
+@pytest.mark.parametrize("model", [Drawn(), Compared(), Rolled(), Packed()])
 def test_real_numbers_among_the_inputs_do_not_decide(machine: Any, model: nn.Module) -> None:
     with pytest.raises(graphplan.NoGraphError, match="The values of tensors decide what this line does"):
         graphplan.partition(model, machine.max_memory, (X,), strict=True)
