@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import traceback
 from functools import lru_cache
 from pathlib import PurePath
@@ -14,8 +15,9 @@ from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LIBRARIES = (f"{PurePath(torch.__file__).parent}/", f"{PurePath(__file__).parents[1]}/")
-_EXPORT = f"{PurePath(torch.__file__).parent}/export/"
-_WRAPPERS = ("/transformers/exporters/", "/contextlib.py", "/functools.py")
+_EXPORT = f"{_LIBRARIES[0]}export/"
+STANDARD_LIBRARY = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
 
 def belong_with(node: fx.Node, other: fx.Node) -> None:
@@ -56,9 +58,21 @@ def failed_line(error: BaseException) -> str:
     """Return a text with the innermost line of the model's code in an error's traceback; empty if none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
-        if not file.startswith(("<", *_LIBRARIES)) and not any(wrapper in file for wrapper in _WRAPPERS):
+        if not (file.startswith("<") or is_of_versions(file) or "/transformers/exporters/" in file):
             return f"\n  at {file}:{frame.lineno}, in {frame.name}: {frame.line}"
     return ""
+
+
+def is_of_versions(file: str) -> bool:
+    """Whether code belongs to torch, Python or graphplan, which are identified by their versions."""
+    if file.startswith(("<frozen ", *_LIBRARIES)):
+        return True
+    return file.startswith(STANDARD_LIBRARY) and not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return any(folder in file for folder in PACKAGE_FOLDERS)
 
 
 @lru_cache(maxsize=1024)

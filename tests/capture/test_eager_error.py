@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 import warnings
 from collections import UserDict
@@ -15,6 +16,7 @@ from torch import nn
 from versions import needs
 
 import graphplan
+from graphplan.capture.source_lines import failed_line
 from graphplan.capture.tracers import transformers_export
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
@@ -121,6 +123,12 @@ class Branching(nn.Module):
         if x.sum() > 0:
             return x + 1
         return x - 1
+
+
+def test_the_line_of_the_model_is_named_not_that_of_the_standard_library() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert "test_eager_error.py" in failed_line(caught.value)
 
 
 @pytest.mark.parametrize("strict", [True, None])

@@ -5,20 +5,12 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from graphplan.capture.changes.model_functions import codes_in
-
-_TORCH = f"{Path(torch.__file__).parent}/"
-_GRAPHPLAN = f"{Path(__file__).parents[2]}/"
-_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+from graphplan.capture.source_lines import PACKAGE_FOLDERS, STANDARD_LIBRARY, is_of_versions
 
 
 def function_of(value: Any) -> types.FunctionType | None:
@@ -38,7 +30,7 @@ def file_of(cls: type) -> str:
     """Return the file that defines a class; "" if there is none."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__ == "builtins":
-        return _STANDARD[0]
+        return STANDARD_LIBRARY[0]
     return getattr(module, "__file__", None) or ""
 
 
@@ -50,21 +42,9 @@ def file_of_module(module: Any) -> str | None:
     return file
 
 
-def is_of_versions(file: str) -> bool:
-    """Whether code belongs to torch, Python or graphplan, which are identified by their versions."""
-    if file.startswith(("<frozen ", _TORCH, _GRAPHPLAN)):
-        return True
-    return file.startswith(_STANDARD) and not is_installed(file)
-
-
-def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed package."""
-    return any(folder in file for folder in _INSTALLED)
-
-
 def package_of(file: str) -> str:
     """Return the folder or single file of the installed package that ``file`` belongs to."""
-    prefix, folder, rest = next(file.rpartition(one) for one in _INSTALLED if one in file)
+    prefix, folder, rest = next(file.rpartition(one) for one in PACKAGE_FOLDERS if one in file)
     return prefix + folder + rest.partition("/")[0]
 
 

@@ -38,12 +38,11 @@ from graphplan.capture.saved.code_objects import (
     file_of_module,
     function_of,
     globals_of,
-    is_installed,
-    is_of_versions,
     package_of,
 )
 from graphplan.capture.saved.plain_values import NotSavedError
 from graphplan.capture.saved.source_files import state_of
+from graphplan.capture.source_lines import is_installed, is_of_versions
 
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic, slice)

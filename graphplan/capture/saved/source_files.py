@@ -16,7 +16,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from graphplan.capture.saved.code_objects import file_of_module, is_installed, is_of_versions
+from graphplan.capture.saved.code_objects import file_of_module
+from graphplan.capture.source_lines import is_installed, is_of_versions
 
 
 def loaded_files() -> dict[str, tuple[str, str]]:
