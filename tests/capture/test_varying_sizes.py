@@ -55,6 +55,34 @@ class Image(nn.Module):
         return self.out(functional.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Quotients(nn.Module):
+    """Finds its batch again of the number of windows, as Swin does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = self.layer(x).reshape(-1, 2, 8)
+        batch = int(windows.shape[0] / (8 / 2 / 2))
+        return windows.view(batch, 4, 8) + batch
+
+
+def test_whole_parts_of_quotients_vary(traces: list[int]) -> None:
+    sizes = [(2, 4), (3, 4), (1, 4), (5, 4)]
+    check(Quotients(), [(torch.randn(*size, 8),) for size in sizes])
+    assert len(traces) == 2  # one that finds that the code asks so
+
+
+def test_halves_of_odd_lengths_vary(traces: list[int]) -> None:
+    def half(x: torch.Tensor, number: float) -> torch.Tensor:
+        return x[:, : int(x.shape[1] / 2)] * number
+
+    check(Function(half), [(torch.randn(2, length, 8), 2.0) for length in (6, 7, 3, 12)])
+    assert len(traces) == 2
+
+
 class Function(nn.Module):
     """A layer, and what a function makes of its result and a number."""
 
