@@ -261,7 +261,8 @@ def _exported(
         failures.clear()  # their frames hold the caller's tensors, and this dict
         return captured
     by_data = isinstance(failures["torch.export"], _BY_VALUES)
-    if by_data and model_copy.knows_inputs and not model_copy.asks_inputs:
+    has_integers = any(map(is_of_integers, host.tensors))
+    if by_data and has_integers and model_copy.knows_inputs and not model_copy.asks_inputs:
         model_copy.by_inputs.add(model_copy.entry)
         return _exported(model_copy, host, dynamic_shapes, keep_grad, vary=may_vary, sizes=sizes)
     # outside of the handlers, so that it has no other error as its context

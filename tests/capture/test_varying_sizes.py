@@ -539,3 +539,14 @@ def test_batches_vary_where_a_size_that_the_data_decides_is_a_multiple_of_them(t
 
     check(Replacing(), [given(batch) for batch in (2, 3, 5)])
     assert len(traces) == 1
+
+
+class ByItsResults(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+def test_without_integers_a_model_that_branches_is_not_traced_for_their_values(traces: list[int]) -> None:
+    with pytest.raises(graphplan.NoGraphError, match=r"torch\.cond"):
+        graphplan.plan(ByItsResults(), LARGE, (torch.randn(3, 8),))
+    assert len(traces) == 2  # with sizes that vary, and without
