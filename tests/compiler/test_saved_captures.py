@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import importlib.util
 import json
@@ -14,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -589,6 +590,11 @@ def around(n: int) -> Callable[[int], int]:
     return lambda x: x * n
 
 
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
 class Single:
     one: Any  # which the description of the class reads, and so makes an entry in it
 
@@ -704,6 +710,9 @@ def test_values_of_one_description_are_saved_once(tmp_path: Path) -> None:
         (lambda: np.sin, lambda: np.cos),
         (lambda: np.shape, lambda: np.size),
         (lambda: str.upper, lambda: str.lower),
+        (lambda: datetime.UTC, lambda: datetime.timezone(datetime.timedelta(hours=1))),
+        (lambda: vars(Pair)["first"], lambda: vars(Pair)["second"]),
+        (lambda: vars(dict)["fromkeys"], lambda: vars(bytes)["fromhex"]),
         (lambda: Single, lambda: Slots),
         (lambda: torch.ones(2), lambda: torch.ones(2, 1)),
         (lambda: {"a": 1, "b": 2}, lambda: {"a": 1, "b": 3}),

@@ -54,6 +54,7 @@ _PATCHED_OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module)
 _HEAP_TYPE = 1 << 9  # CPython's flag of classes defined in Python
 _C_CALLABLES = (  # described by their names
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    types.ClassMethodDescriptorType,
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
 
@@ -161,9 +162,10 @@ class Description:
             for name, one in _attributes(value):
                 self.note(name)
                 self.add(one, f"{where}.{name}")
+        elif type(value).__module__ in sys.stdlib_module_names and (parts := _pickled_parts(value)):
+            self.add(parts, where)
         else:
-            kind = _name(type(value))
-            raise NotSavedError(f"{where} is an object of {kind}, which says nothing of its value")
+            raise NotSavedError(f"{where} is an object of {_name(type(value))}, whose value is unknown")
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
         if id(tensor) in self._weights:
@@ -315,6 +317,15 @@ class Description:
 def _is_not_user_code(file: str) -> bool:
     """Whether code belongs to a package or Python, or was generated."""
     return is_of_versions(file) or is_installed(file) or file.startswith("<")
+
+
+def _pickled_parts(value: Any) -> tuple[Any, ...] | None:
+    """Return what pickle would store of an object; None if it stores nothing, as of a lock."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except TypeError:
+        return None
+    return parts if isinstance(parts, tuple) else None
 
 
 def _is_numpy_function(value: Any) -> bool:
