@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import math
 import operator
 import re
 import subprocess
@@ -553,6 +554,20 @@ def test_what_no_file_can_hold_is_said(model: nn.Module, why: str, tmp_path: Pat
         planned(model, tmp_path)
     assert any(re.search(why, str(one.message)) for one in told)
     assert not list((tmp_path / "captures").iterdir())
+
+
+class Rounded(nn.Linear):
+    """Branches on parts of a size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = math.ceil(x.shape[0] / 2) > 1 and math.floor(x.shape[0] * 1.5) < 100
+        return super().forward(x) if half else x
+
+
+def test_conditions_on_parts_of_sizes_are_saved(tmp_path: Path, exports: Counter) -> None:
+    model = Rounded(X.shape[-1], X.shape[-1])
+    assert exports.during(lambda: planned(model, tmp_path))[0] == 1
+    assert exports.during(lambda: planned(model, tmp_path))[0] == 0
 
 
 def test_warnings_of_a_trace_are_given_again(tmp_path: Path) -> None:

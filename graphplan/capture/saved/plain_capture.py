@@ -27,9 +27,9 @@ _CONDITION = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.cmpop),
     *(ast.BinOp, ast.operator, ast.Constant, ast.Name, ast.Load, ast.Subscript, ast.Attribute, ast.Call),
 )
-_NAMES = ("v", "max", "min")
+_NAMES = ("v", "max", "min", "abs", "math", "torch")
 _SAVED_LEAVES = (TensorLeaf, CounterLeaf, FloatLeaf)  # other leaves are constants of the call
-_METHODS = ("size", "stride", "storage_offset")
+_ATTRIBUTES = ("size", "stride", "storage_offset", "ceil", "floor", "trunc", "sym_float")
 
 
 def plain_capture(capture: Capture) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -82,7 +82,7 @@ def _made_guard(text: str, code: str) -> Guard:
     """Return the guard; only comparisons of sizes are evaluated, whatever a file contains."""
     for node in ast.walk(ast.parse(code, mode="eval")):
         named = getattr(node, "id", None) or getattr(node, "attr", None)
-        is_allowed = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_METHODS))
+        is_allowed = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_ATTRIBUTES))
         if not is_allowed:
             raise NotSavedError(f"{code!r} is no condition on sizes")
     return written_guard(text, code)
