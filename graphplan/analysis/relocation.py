@@ -63,9 +63,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One way of having something on another device, evaluated in every call."""
+    """One way of having something on another device, and its evaluation in every call."""
 
-    found: tuple[Evaluation, ...]
+    evaluations: tuple[Evaluation, ...]
     seconds: float
     excess: Mapping[DeviceKey, int]
     operation: str | None
@@ -122,8 +122,10 @@ class Mover:
             possible=not obstacle,
             makespan=best.seconds,
             slower=slower,
-            compute_seconds=self._compute(best.found[0].assignment),
-            transfer_seconds=make_timeline(plan.graph, plan.topology, best.found[0].schedule).copy_seconds,
+            compute_seconds=self._compute(best.evaluations[0].assignment),
+            transfer_seconds=make_timeline(
+                plan.graph, plan.topology, best.evaluations[0].schedule
+            ).copy_seconds,
             missing_bytes=best.excess,
             operation=best.operation,
             along=self.along,
@@ -244,7 +246,7 @@ class Mover:
 
     def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
         """Whether the CPU would compute, or weights would be streamed while none are now."""
-        streams = any(one.schedule.prefetch_buffers for one in best.found)
+        streams = any(one.schedule.prefetch_buffers for one in best.evaluations)
         return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.prefetch_buffers)
 
 

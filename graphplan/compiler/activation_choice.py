@@ -87,7 +87,9 @@ class _Choice:
         self._record(0, self.member, self.problem)
         if self._resides:
             plain = self.tried[0]
-            if plain.found is not None and plain.found.seconds <= (1 + _NEAR) * sum(self.least.values()):
+            if plain.evaluation is not None and plain.evaluation.seconds <= (1 + _NEAR) * sum(
+                self.least.values()
+            ):
                 return [plain]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
@@ -96,7 +98,7 @@ class _Choice:
             self._search(items)
         alone_trials = [] if self._resides else self._searched_alone()
         trials = [*self.tried.values(), *alone_trials]
-        feasible = sorted((trial for trial in trials if trial.found), key=lambda trial: trial.seconds)
+        feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
         if feasible:
             return feasible
         # nothing fits: save as little as the caller allows, so that the error names the smallest budgets
@@ -111,12 +113,12 @@ class _Choice:
             InfeasibleError: the step does not fit once its transfers are counted.
         """
         state, bound = replace(self.state, members=[trial.member]), self.bound
-        if trial.found is None or not self.large or not bound.seconds:
+        if trial.evaluation is None or not self.large or not bound.seconds:
             choice = self._with_bound(*place_whole_or_sliced(state))
-            if trial.found is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
+            if trial.evaluation is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
                 return [choice]
             bound = choice.solution.bound
-        return place_calls(state, [certify(trial.found, bound)])
+        return place_calls(state, [certify(trial.evaluation, bound)])
 
     @property
     def large(self) -> bool:
@@ -160,7 +162,7 @@ class _Choice:
     @property
     def _resides(self) -> bool:
         """Whether the fastest trial so far keeps everything on the accelerators."""
-        best = min(self.tried.values(), key=lambda trial: trial.seconds).found
+        best = min(self.tried.values(), key=lambda trial: trial.seconds).evaluation
         if best is None or best.schedule.prefetch_buffers:
             return False
         cpu = self.problem.topology.cpu
@@ -183,14 +185,14 @@ class _Choice:
         free more. A large step that streams weights has slow trials: it skips these, and tries fewer counts.
         Once the fastest trial is on the accelerators alone, further trials use no CPU memory either.
         """
-        most, streams = len(items), self.tried[0].found is not None
+        most, streams = len(items), self.tried[0].evaluation is not None
         savings, again = self.every_block()
         lacking = {0: self._missing_bytes(self.problem)}
         if again and sum(self.least.values()) + again < self.tried[0].seconds:
             lacking[most] = self._try(most, savings)
         if not self._resides and (not streams or (most in self.tried and not self.large)):
             lacking[most] = self._try(most, cheapest(items, most))
-        if lacking.get(most, 0) > 0 and not any(trial.found for trial in self.tried.values()):
+        if lacking.get(most, 0) > 0 and not any(trial.evaluation for trial in self.tried.values()):
             return
         useful = self._useful_count(items)
         for _ in range(self._trial_count(streams=streams, may_fit=0 < _guess(items, lacking) <= useful)):

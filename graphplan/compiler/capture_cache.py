@@ -23,7 +23,7 @@ from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_of_integers, same_answers
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
-from graphplan.compiler.saved_captures import is_known, origin_of
+from graphplan.compiler.saved_captures import can_save, origin_of
 from graphplan.errors import NoGraphError
 from graphplan.message_text import first_line
 from graphplan.passes.frontend.annotate import Annotator
@@ -51,11 +51,11 @@ class Captured:
 
 
 class Captures:
-    """Traces calls of one model, each structure once; ``known`` has the captures so far."""
+    """Traces calls of one model, each structure once; ``captured`` has those so far."""
 
     def __init__(self, model_copy: ModelCopy, options: Options, bench: KernelBench) -> None:
         self.model_copy, self.options, self.bench = model_copy, options, bench
-        self.known: list[Captured] = []
+        self.captured: list[Captured] = []
         self._fixed_entries = set[str]()  # entries whose training steps are traced with fixed sizes
 
     @one_at_a_time
@@ -81,19 +81,19 @@ class Captures:
 
     def adopt(self, annotator: Annotator) -> None:
         """Serve calls of its signature with a capture that was made elsewhere, such as a stage's."""
-        self.known.append(Captured(self.model_copy.modes, annotator.capture, [annotator]))
+        self.captured.append(Captured(self.model_copy.modes, annotator.capture, [annotator]))
 
     def drop(self, annotator: Annotator) -> None:
         """Undo :meth:`adopt`, after a placement found no room."""
-        self.known[:] = [known for known in self.known if annotator not in known.annotators]
+        self.captured[:] = [known for known in self.captured if annotator not in known.annotators]
 
     @one_at_a_time
     def traced(self, call: BoundCall, entry: str = "") -> Captured:
         """Return the capture of a call; trace it if its structure is new."""
         modes, reason = self.model_copy.modes, None
         step, sizes = self.model_copy.step is not None, False
-        vary = not step or self.options.size_limits.given
-        for known in self.known:
+        vary = not step or self.options.size_limits.has_limit
+        for known in self.captured:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
                 branches = known.capture.branches
@@ -105,19 +105,19 @@ class Captures:
                 differing = _differing(known.capture.signature, call) if alike else set[int]()
                 vary |= bool(differing) or (alike and _other_number(known.capture.signature, call))
                 sizes |= known.varies and bool(differing - {0, 1} if step else differing)
-        if self.known:
+        if self.captured:
             what = entry or type(self.model_copy.module).__name__
             logger.info(
                 "capturing another graph of %s for (%s): %s",
                 what,
                 ", ".join(leaf_names(call)),
-                reason or modes.difference(self.known[-1].modes) or "it was not captured before",
+                reason or modes.difference(self.captured[-1].modes) or "it was not captured before",
             )
         enter_stage("trace")
         traced = self._trace(call, entry, vary=vary, sizes=sizes)
-        self.known.append(Captured(modes, traced, [], vary))
+        self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
-        return self.known[-1]
+        return self.captured[-1]
 
     def _trace(self, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """Trace a call; trace a training step for the sizes of this call alone if its sizes cannot vary."""
@@ -151,7 +151,7 @@ class Captures:
         if found is None:
             with overheard() as warnings:
                 found = capture(part, call, shapes, **options)
-                is_savable = origin is not None and is_known(found, origin)
+                is_savable = origin is not None and can_save(found, origin)
                 simplify(found, keep_grad=keep_grad)
                 try:
                     if how is not None:
@@ -164,7 +164,7 @@ class Captures:
                 return self._capture(part, call, entry, vary=vary, sizes=sizes)
             if saved and origin and is_savable:
                 saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
-        _unify_names(found, [other.capture for other in self.known])
+        _unify_names(found, [other.capture for other in self.captured])
         return found
 
 

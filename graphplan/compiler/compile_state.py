@@ -49,18 +49,20 @@ class Trial:
     """A call with weights in parts or with less saved, and the placement of a quick search, if any."""
 
     member: Member
-    found: Evaluation | None
+    evaluation: Evaluation | None
 
     @property
     def seconds(self) -> float:
         """Seconds of the call and of the optimizer's step after it; infinite without a placement."""
-        return math.inf if self.found is None else with_optimizer(self.found)
+        return math.inf if self.evaluation is None else with_optimizer(self.evaluation)
 
 
-def with_optimizer(found: Evaluation) -> float:
+def with_optimizer(evaluation: Evaluation) -> float:
     """Return the seconds of a call and of the optimizer's step after it."""
-    problem = found.problem
-    return found.seconds + optimizer_seconds(problem.graph, problem.topology, found.assignment.weights)
+    problem = evaluation.problem
+    return evaluation.seconds + optimizer_seconds(
+        problem.graph, problem.topology, evaluation.assignment.weights
+    )
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,18 @@ class Choice:
 
     Attributes:
         member: the call.
-        asked: its problem without the caller's constraints, and these constraints.
+        call: its problem without the caller's constraints, and these constraints.
         solution: of the constrained problem.
     """
 
     member: Member
-    asked: Call
+    call: Call
     solution: Solution
 
     @cached_property
     def problem(self) -> Problem:
         """The constrained problem."""
-        return self.asked.with_homes({})
+        return self.call.with_homes({})
 
     @property
     def seconds(self) -> float:

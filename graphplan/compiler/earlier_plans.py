@@ -49,15 +49,17 @@ class Commitments:
 
     Attributes:
         homes: weight or part of a weight -> device where it resides; None until a plan has decided.
-        known: the assignment that has placed the weights, if another process has done it.
+        assignment: the one that has placed the weights, if another process has done it.
         constants: the placed constants.
         plans: made so far.
         trained: parameters that have a gradient or optimizer state in one of the plans, which may stay.
         refused: captures of calls for which there was no room beside the plans.
     """
 
-    def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
-        self.homes, self.known = homes, known
+    def __init__(
+        self, homes: dict[str, DeviceKey] | None = None, assignment: Assignment | None = None
+    ) -> None:
+        self.homes, self.assignment = homes, assignment
         self.constants = PlacedConstants()
         self.plans: list[Plan] = []
         self.trained: set[str] = set()
@@ -68,12 +70,12 @@ class Commitments:
         alike = [one.sizes for one in self.refused if one.module is capture.module]
         return any(all(capture.sizes.get(name, 0) >= n for name, n in sizes.items()) for sizes in alike)
 
-    def known_for(self, graph: Graph) -> Assignment | None:
-        """Return the known assignment if it is of this graph, else None."""
-        known = self.known
-        if known is None or known.operations.keys() != graph.operations.keys():
+    def assignment_for(self, graph: Graph) -> Assignment | None:
+        """Return ``assignment`` if it is of this graph, else None."""
+        assignment = self.assignment
+        if assignment is None or assignment.operations.keys() != graph.operations.keys():
             return None
-        return known if known.weights.keys() == graph.weights.keys() else None
+        return assignment if assignment.weights.keys() == graph.weights.keys() else None
 
     def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
         """Settle the weights and constants of this plan that no earlier plan has settled."""

@@ -83,7 +83,7 @@ def _place(
     formulation = state.formulation
     if len(calls) == 1:
         problem = calls[0].with_homes({})
-        known = near[0] if near else formulation.committed.known_for(problem.graph)
+        known = near[0] if near else formulation.committed.assignment_for(problem.graph)
         return [place_or_map(problem, formulation.mappable, state.limits, near=known)]
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)

@@ -84,9 +84,9 @@ class Compiler:
         topology: the devices.
         options: the caller's.
         homes: weight -> device, if weights are placed already.
-        known: the assignment that has placed them.
+        assignment: the one that has placed them.
         mappable: the parameters that can stay on disk; None for all. In training, none can.
-        given: an existing plan, which the first calls carry out in place of a search.
+        given_plan: an existing plan, which the first calls carry out in place of a search.
 
     Attributes:
         captures: the captures so far.
@@ -99,16 +99,16 @@ class Compiler:
         options: Options,
         homes: dict[str, DeviceKey] | None = None,
         mappable: Set[str] | None = None,
-        known: Assignment | None = None,
-        given: PlanData | None = None,
+        assignment: Assignment | None = None,
+        given_plan: PlanData | None = None,
     ) -> None:
         self.model_copy, self.topology, self.options = model_copy, topology, options
         self.mappable = mappable if options.training is None else frozenset[str]()
-        self.given = given
+        self.given_plan = given_plan
         model_copy.compute_on([spec.type for spec in topology.computing])
         placed = () if homes is None else model_copy.weights.tensors.values()
         self.captures = Captures(model_copy, options, KernelBench(topology, placed))
-        self._committed = Commitments(homes, known)
+        self._committed = Commitments(homes, assignment)
 
     @property
     def homes(self) -> dict[str, DeviceKey] | None:
@@ -282,9 +282,9 @@ class Compiler:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
 
     def _run_passes(self, state: CompileState) -> list[Choice]:
-        if self.given is None or self.homes is not None:
+        if self.given_plan is None or self.homes is not None:
             return check_budgets(place_step(reuse_slices(state)))
-        return check_budgets(place_as_planned(state, self.given))
+        return check_budgets(place_as_planned(state, self.given_plan))
 
     def _planned(
         self, members: Sequence[Member], *, advise: bool = True, retries: bool = False
@@ -318,7 +318,7 @@ def check_budgets(choices: list[Choice]) -> list[Choice]:
 
 def plan_of(choice: Choice) -> Plan:
     """Return the plan of a choice; its proof says if the bound holds only for weights fixed before."""
-    evaluation, asked, bound = choice.solution.evaluation, choice.asked, choice.solution.bound
+    evaluation, call, bound = choice.solution.evaluation, choice.call, choice.solution.bound
     proof = bound.text.removesuffix(_SETTLED)
     return Plan(
         graph=choice.problem.graph,
@@ -326,14 +326,14 @@ def plan_of(choice: Choice) -> Plan:
         schedule=evaluation.schedule,
         makespan=evaluation.seconds,
         lower_bound=bound.seconds,
-        proof=proof + _SETTLED if asked.problem.fixed_weights else proof,
+        proof=proof + _SETTLED if call.problem.fixed_weights else proof,
         method=choice.member.annotator.capture.method,
-        constraints=asked.constraints,
-        fixed_weights=asked.problem.fixed_weights,
-        call_weight=asked.weight,
-        shared_prefetch_bytes=asked.problem.prefetch_bytes,
-        prefetch_limits=asked.problem.prefetch_limits,
-        streaming=asked.problem.streaming,
+        constraints=call.constraints,
+        fixed_weights=call.problem.fixed_weights,
+        call_weight=call.weight,
+        shared_prefetch_bytes=call.problem.prefetch_bytes,
+        prefetch_limits=call.problem.prefetch_limits,
+        streaming=call.problem.streaming,
     )
 
 

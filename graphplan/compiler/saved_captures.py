@@ -165,7 +165,7 @@ def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin 
     return Origin(description.digest(), frozenset(description.tensors))
 
 
-def is_known(found: Capture, origin: Origin) -> bool:
+def can_save(capture: Capture, origin: Origin) -> bool:
     """Whether all constants of a trace that is not simplified yet come from its origin; warn if not.
 
     These are literals of the code, which the graph copies at each call, and attributes. Others are tensors
@@ -173,14 +173,14 @@ def is_known(found: Capture, origin: Origin) -> bool:
     """
     literals = {
         node.name
-        for node in found.graph.find_nodes(op="placeholder")
+        for node in capture.graph.find_nodes(op="placeholder")
         if node.users and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     }
-    if found.branches:
+    if capture.branches:
         warn("the trace is not saved in capture_cache: the model's code branches by values of weights")
         return False
-    for node, name in found.weights.items():
-        constant = None if node in literals else found.constants.get(name)
+    for node, name in capture.weights.items():
+        constant = None if node in literals else capture.constants.get(name)
         if constant is not None and identity(constant) not in origin.tensors:
             warn(f"the trace is not saved in capture_cache: it is not known where {name!r} comes from")
             return False

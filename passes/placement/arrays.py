@@ -129,7 +129,7 @@ class Arrays:
         self.item_of = {name: v for v, name in enumerate(self.names)}
         self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
         self.source = np.full(len(self.names), -1)
-        self.loose = list[int]()  # returned, unread weights, whose home is chosen here
+        self.returned_weights = list[int]()  # returned, unread weights, whose home is chosen here
         self.fixed = np.full(len(self.names), -1)
         for v, value in enumerate(tensors):
             maker = graph.producer.get(value.name)
@@ -151,7 +151,7 @@ class Arrays:
                     self.source[v] = self.index[graph.readers[first][0]]
             else:  # returned and unread: near the caller
                 self.fixed[v] = self._nearest(float(weight.nbytes)) if cpu is None else self.number[cpu]
-                self.loose.append(v)
+                self.returned_weights.append(v)
 
     def _nearest(self, nbytes: float) -> int:
         """Return the device with the fastest copy to the host; among equals, that with most room."""
@@ -556,7 +556,7 @@ class Arrays:
         What an allocator takes beyond whole 512s depends on what is allocated together, and is left out.
         """
         home = self.fixed[self.values :].copy()
-        home[[v - self.values for v in self.loose]] = -1
+        home[[v - self.values for v in self.returned_weights]] = -1
         counted = np.bincount(home[home >= 0], self.weight_bytes[home >= 0], len(self.keys))
         prefetch_bytes = np.array(
             [float(self.problem.prefetch_bytes.get(spec.key, 0)) for spec in self.specs]
@@ -611,7 +611,7 @@ class Arrays:
         homes: dict[str, DeviceKey] = {}
         if self.unread:
             homes = self._fill(self.read_peaks(devices, chosen), self.homes(devices, chosen))
-        homes |= {self.names[v]: self.keys[self.fixed[v]] for v in self.loose}
+        homes |= {self.names[v]: self.keys[self.fixed[v]] for v in self.returned_weights}
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0))
             homes |= {self.names[v]: self.keys[chosen[v]] for v in decided if v >= self.values}

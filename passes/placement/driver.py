@@ -67,7 +67,7 @@ def place(
 def _search_further(solution: Solution, problem: Problem, limits: Limits) -> Solution:
     """Search with more work if the gap is large, unless earlier plans or limits restrict the search."""
     restricted = bool(problem.prefetch_limits) or problem.balance
-    if solution.gap <= PARAMS.large_gap or restricted or limits.left is not None or not limits.proves:
+    if solution.gap <= PARAMS.large_gap or restricted or limits.seconds_left is not None or not limits.proves:
         return solution
     more = replace(limits, effort=limits.effort * PARAMS.more_work)
     second = attempt(problem, more, solution.evaluation.assignment)
@@ -223,7 +223,9 @@ def _place_resident(
     """Place without streaming: segments and local search, then label setting and bounds, then head-room."""
     if candidate.balance and len(candidate.topology.accelerators) > 1:
         return _place_evenly(candidate, problem, limits, near)
-    own_limits = limits.until(0.5) if limits.left is not None and _may_stream_anyway(problem) else limits
+    own_limits = (
+        limits.until(0.5) if limits.seconds_left is not None and _may_stream_anyway(problem) else limits
+    )
     effort = own_limits.work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _begin(search, near):

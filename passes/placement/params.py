@@ -33,10 +33,8 @@ class SearchParams:
         restarts: climbs in a row without a gain, after which the local search with streaming ends, at the
             default effort; in proportion to a larger effort.
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
-        negligible: a share that is ignored. Of all weights: a shared weight below it gets no home first. Of
-            an operation's weights: those below it together are never streamed. Of what a bound lacks: a
-            smaller gain is no progress. Of a budget: less head-room is not worth a move. Of the best
-            seconds: a placement that is slower by more is not climbed from.
+        negligible: a relative difference that does not matter: of bytes, of a budget, of seconds, or of the
+            gap that a bound has left to close.
         slot_sizes: sizes of prefetch slots that are tried.
         slot_ratio: least factor between two of these sizes.
         coarse_least: most operations of a graph that is not coarsened where weights are streamed.
@@ -179,7 +177,7 @@ class Limits:
         return cls(None if time_limit is None else time.monotonic() + time_limit)
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
@@ -190,7 +188,7 @@ class Limits:
 
     def until(self, share: float) -> Limits:
         """Return limits of this share of the remaining time, or of the work without a deadline."""
-        left = self.left
+        left = self.seconds_left
         if left is None:
             return replace(self, effort=self.effort * share)
         return replace(self, deadline=time.monotonic() + left * share)
@@ -201,7 +199,7 @@ class Limits:
 
     def work(self, operations: int, times: float = 1.0) -> Effort:
         """Return the effort of the remaining time, or ``times`` the work for this many operations."""
-        left = self.left
+        left = self.seconds_left
         if left is not None:
             return Effort(PARAMS.visits_per_second * left, self.deadline)
         return Effort(PARAMS.visits(operations) * self.effort * times)

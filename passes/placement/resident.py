@@ -72,7 +72,7 @@ class ResidentSearch:
                 self._offer(devices, self._homes_of(near))
         infeasible = list(self._segments())
         if self.devices is None:
-            infeasible += self._segments(loose=True)
+            infeasible += self._segments(minimise_excess=True)
         if self.devices is None:
             infeasible += self._single_devices()
         if self.devices is None:
@@ -89,11 +89,15 @@ class ResidentSearch:
                 chosen[item] = arrays.number[home]
         return chosen
 
-    def _segments(self, *, loose: bool = False) -> Iterator[Ints]:
+    def _segments(self, *, minimise_excess: bool = False) -> Iterator[Ints]:
         """Offer contiguous segments, device classes in any order and in turn; yield those over a budget."""
         for in_order in (False, True):
             search = SegmentDP(
-                self.arrays, self.effort, slowest=self.problem.balance, in_order=in_order, loose=loose
+                self.arrays,
+                self.effort,
+                slowest=self.problem.balance,
+                in_order=in_order,
+                minimise_excess=minimise_excess,
             )
             if search.classes:
                 yield from self._offer_segments(search)

@@ -79,8 +79,9 @@ class SegmentDP:
         slowest: minimise the longest segment instead of the sum.
         in_order: fill device classes one after the other: fewer states leave work for more cuts, which
             tight budgets need.
-        loose: minimise the bytes over the budgets, then seconds. A cut may separate operations that must
-            share a device, and a segment may hold operations that may not run there; they are moved after.
+        minimise_excess: minimise the bytes over the budgets, then seconds. A cut may separate operations
+            that must share a device, and a segment may hold operations that may not run there; they are
+            moved after.
     """
 
     def __init__(
@@ -92,10 +93,15 @@ class SegmentDP:
         use_cpu: bool = False,
         slowest: bool = False,
         in_order: bool = False,
-        loose: bool = False,
+        minimise_excess: bool = False,
     ) -> None:
         self.arrays, self.effort = arrays, effort
-        self.streaming, self.slowest, self.in_order, self.loose = streaming, slowest, in_order, loose
+        self.streaming, self.slowest, self.in_order, self.minimise_excess = (
+            streaming,
+            slowest,
+            in_order,
+            minimise_excess,
+        )
         self.cpu = arrays.cpu if use_cpu else None
         self.classes = [members for members in device_classes(arrays) if arrays.accelerates[members[0]]]
         self._tables_by_homes: dict[frozenset[str], _Tables] = {}
@@ -149,7 +155,7 @@ class SegmentDP:
         """Return both ends, and positions that fewer bytes cross than their neighbours, spread evenly."""
         arrays = self.arrays
         allowed = np.ones(arrays.count + 1, dtype=bool)
-        for members in () if self.loose else arrays.units:
+        for members in () if self.minimise_excess else arrays.units:
             allowed[members[0] + 1 : members[-1] + 1] = False
         allowed[[0, -1]] = True
         positions = np.flatnonzero(allowed)
@@ -227,7 +233,7 @@ class SegmentDP:
 
     def _reach(self, fresh: Bools, sizes: Floats) -> int:
         """Return the most cuts that a segment may span, by the bytes of its weights."""
-        if self.streaming or self.cpu is not None or self.loose:
+        if self.streaming or self.cpu is not None or self.minimise_excess:
             return len(self.cuts) - 1
         nbytes = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
         total = np.concatenate([[0.0], nbytes.cumsum()])[self.cuts]
@@ -335,7 +341,7 @@ class SegmentDP:
         ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
         exists, ends = ends <= last, np.minimum(ends, last)
         each = arrays.compute[device].copy()
-        if self.loose:
+        if self.minimise_excess:
             each[~np.isfinite(each)] = 0.0
         for name, home in homes.items():  # the last reader, mostly a head, runs where its weight resides
             readers = arrays.reader[arrays.item == arrays.item_of[name]]
@@ -360,7 +366,7 @@ class SegmentDP:
             nbytes = excess + 2 * tables.widest
             seconds = np.where(fits, seconds, np.maximum(seconds, nbytes * arrays.per_byte[source, device]))
             fits |= tables.activations + 2 * tables.widest <= space
-        elif self.loose:
+        elif self.minimise_excess:
             seconds = seconds + np.where(fits, 0.0, excess * self._price_over_budget)
             fits |= True
         possible: Floats = np.where(fits & exists & (barred[ends] == barred[:, None]), seconds, np.inf)

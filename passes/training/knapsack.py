@@ -21,7 +21,7 @@ from graphplan.passes.training.offload import offloadable
 from graphplan.passes.training.recompute import repeated
 from graphplan.passes.training.segments import ModuleSegment, segment_path, segments_of, spread
 
-Way = Literal["selectively", "again", "offloaded"]
+SavingMode = Literal["selectively", "again", "offloaded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Item:
 
     Attributes:
         path: of the segment.
-        way: how it saves less.
+        mode: how it saves less.
         nbytes: freed between the two passes, in addition to that item.
         seconds: additional time, likewise.
     """
 
     path: str
-    way: Way
+    mode: SavingMode
     nbytes: int
     seconds: float
 
@@ -111,10 +111,12 @@ def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
         nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds
 
 
-def _recomputed(segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], way: Way) -> Item:
-    saved, again = repeated(segment, selectively=way == "selectively")
+def _recomputed(
+    segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], mode: SavingMode
+) -> Item:
+    saved, again = repeated(segment, selectively=mode == "selectively")
     names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
-    return Item(segment.path, way, _nbytes(graph, saved), sum(map(seconds, names)))
+    return Item(segment.path, mode, _nbytes(graph, saved), sum(map(seconds, names)))
 
 
 def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
@@ -128,9 +130,9 @@ def cheapest(items: Sequence[Item], count: int) -> Savings:
     chosen = set[Item]()
     for group in _by_price(items):
         chosen.update(spread(group, min(len(group), count - len(chosen))))
-    ways = {item.path: item.way for item in items if item in chosen}
+    modes = {item.path: item.mode for item in items if item in chosen}
     selectively, again, offloaded = (
-        tuple(path for path in ways if ways[path] == way) for way in ("selectively", "again", "offloaded")
+        tuple(path for path in modes if modes[path] == mode) for mode in ("selectively", "again", "offloaded")
     )
     return Savings(selectively, again, offloaded)
 
@@ -153,7 +155,7 @@ def ordered(items: Sequence[Item]) -> list[Item]:
 
 def _by_price(items: Sequence[Item]) -> list[list[Item]]:
     """Return groups of equal items of different segments, the cheapest first."""
-    alike: dict[tuple[Way, int, float], list[Item]] = {}
+    alike: dict[tuple[SavingMode, int, float], list[Item]] = {}
     for item in items:
-        alike.setdefault((item.way, item.nbytes, item.seconds), []).append(item)
+        alike.setdefault((item.mode, item.nbytes, item.seconds), []).append(item)
     return sorted(alike.values(), key=lambda group: group[0].price)

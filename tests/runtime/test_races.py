@@ -162,7 +162,7 @@ def rebuild_with_slots(placed: Any, slots: int, x: torch.Tensor) -> None:
     schedule = build_schedule(planned.graph, planned.topology, assignment, planned.schedule.host)
     check_schedule(planned.graph, planned.topology, schedule)
     made = replace(planned, schedule=schedule)
-    captured = compiler.captures.known[0].capture
+    captured = compiler.captures.captured[0].capture
     call = compiler.model_copy.bind((x,), {})
     state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made, call))
 

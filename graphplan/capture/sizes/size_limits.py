@@ -42,7 +42,7 @@ class SizeLimits:
                 raise InputError(f"{name} must be a positive integer or None, not {value!r}")
 
     @property
-    def given(self) -> bool:
+    def has_limit(self) -> bool:
         """Whether there is a limit."""
         return self.max_batch is not None or self.max_length is not None
 

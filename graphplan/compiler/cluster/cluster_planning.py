@@ -88,7 +88,7 @@ class StageSearch:
     estimates: Estimates = field(init=False)
     placement: StagePlacement = field(init=False)
     placed: dict[Stretch, StepPlan | None] = field(init=False, default_factory=dict)
-    known: dict[Hashable, StepPlan | None] = field(init=False, default_factory=dict)
+    by_structure: dict[Hashable, StepPlan | None] = field(init=False, default_factory=dict)
     refused: CaptureError | None = field(init=False, default=None)
     fullest: str = field(init=False, default="")
 
@@ -100,12 +100,12 @@ class StageSearch:
             CaptureError: at each cut that was tried, something crosses that cannot be sent.
             InputError: 1F1B with gradients has fewer microbatches than stages.
         """
-        best = self.found()
+        best = self.best_stages()
         if best is None:
             raise self.refused or self.infeasible()
         return self._plan(best)
 
-    def found(self) -> list[Stretch] | None:
+    def best_stages(self) -> list[Stretch] | None:
         """Return the best stages found, in order; None if none fit."""
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
         limits = Limits.within(self.options.time_limit)
@@ -202,20 +202,20 @@ class StageSearch:
     def _is_refused(self, stretch: Stretch) -> bool:
         if stretch in self.placed:
             return self.placed[stretch] is None
-        return self.known.get(self.placement.structure(stretch), stretch) is None
+        return self.by_structure.get(self.placement.structure(stretch), stretch) is None
 
     def _place(self, stretch: Stretch) -> None:
         """Place a stretch, unless an equal one was placed before."""
         key, edge = self.placement.structure(stretch), (stretch.machine, stretch.start, stretch.end)
-        if key not in self.known:
+        if key not in self.by_structure:
             try:
-                self.known[key] = self.placement.search(stretch)
+                self.by_structure[key] = self.placement.search(stretch)
             except InfeasibleError:
-                self.known[key] = None
+                self.by_structure[key] = None
             except CaptureError as error:  # something crosses that cannot be sent: cut elsewhere
-                self.known[key], self.refused = None, error
+                self.by_structure[key], self.refused = None, error
                 self.estimates.exact[edge] = math.inf
-        placed = self.placed[stretch] = self.known[key]
+        placed = self.placed[stretch] = self.by_structure[key]
         if placed is not None:
             self.estimates.exact[edge] = placed.plan.makespan
         else:
@@ -323,9 +323,9 @@ class StageSearch:
             if self.stages(self.estimates_for(forward), forward, 1) is not None:
                 searches += 1
                 search = self._of(grown)
-                if (stages := search.found()) is not None:
+                if (stages := search.best_stages()) is not None:
                     trimmed = self._trimmed(search, stages)
-                    enough = grown if self._of(trimmed).found() is None else trimmed
+                    enough = grown if self._of(trimmed).best_stages() is None else trimmed
                     budgets = [one.budgets for one in enough.machines]
                     needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
                     advice = f"These budgets would do: machines={budgets}"

@@ -104,7 +104,7 @@ class StageSource:
 
     def compiler(self, topology: Topology, options: Options, given: Plan | None = None) -> Compiler:
         """Return a compiler for calls of the stage on one machine."""
-        compiler = Compiler(self.model_copy, topology, options, given=given)
+        compiler = Compiler(self.model_copy, topology, options, given_plan=given)
         self.adopt_in(compiler)
         return compiler
 

@@ -87,7 +87,7 @@ class StagePlacement:
     @property
     def _timed(self) -> Options:
         """The caller's options, with a part of the time that is left as time limit."""
-        left = self.limits.left
+        left = self.limits.seconds_left
         if left is None:
             return self.options
         return replace(self.options, time_limit=max(left * PARAMS.time_share, _LEAST))

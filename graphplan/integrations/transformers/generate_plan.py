@@ -38,12 +38,12 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
     Returns:
         the plan of the example, and a plan for each other structure of calls that fits.
     """
-    settled = compiler.homes is not None or compiler.given is not None
+    settled = compiler.homes is not None or compiler.given_plan is not None
     first = compiler.plan(call, entry)
     compiler.commit(first)
     options = compiler.options
     trains = options.grad or options.training is not None
-    if entry or settled or trains or not options.size_limits.given:
+    if entry or settled or trains or not options.size_limits.has_limit:
         return [first]
     rehearsed = [_on_device_of(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))

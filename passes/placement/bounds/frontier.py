@@ -132,10 +132,10 @@ class Frontier:
         self.devices, self.units = arrays.computing, len(arrays.units)
         self.accelerators, self.cpu = np.flatnonzero(arrays.accelerates).tolist(), arrays.cpu
         self.readers, self.shared = arrays.readers, arrays.shared
-        self.own: list[list[int]] = [[] for _ in arrays.units]
+        self.unit_weights: list[list[int]] = [[] for _ in arrays.units]
         for item, readers in sorted(self.readers.items()):
             if item >= arrays.values and arrays.fixed[item] < 0 and len(readers) == 1:
-                self.own[readers[0]].append(item)
+                self.unit_weights[readers[0]].append(item)
         self._first, self.values = first, self._read_values()
         self.needs_home = any(self._depends_on_source(value) for value in self.values)
         self.width = self.devices * (2 if self.needs_home else 1)
@@ -179,7 +179,7 @@ class Frontier:
             if item in returned:
                 if maker >= 0:
                     self.clock[:, maker] += seconds[:count, arrays.host]
-                elif item in arrays.loose:  # a bound takes its fastest copy
+                elif item in arrays.returned_weights:  # a bound takes its fastest copy
                     self.constant += float(seconds[:count, arrays.host].min())
                 elif item < arrays.values or arrays.fixed[item] >= 0:
                     self.constant += seconds[arrays.fixed[item], arrays.host]
@@ -263,7 +263,7 @@ class Frontier:
         return Step(
             variable,
             self.clock[:, variable].copy(),
-            arrays.stored_bytes(self.own[variable]),
+            arrays.stored_bytes(self.unit_weights[variable]),
             arrays.stored_bytes(movable),
             float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
             arrays.working_sets[:, variable],
@@ -272,7 +272,7 @@ class Frontier:
     def movable(self, unit: int) -> list[int]:
         """Return the own weights of a macro-operation that may be streamed; a guide leaves out small ones."""
         nbytes = self.arrays.nbytes
-        items = [item for item in self.own[unit] if self.is_streamable(item)]
+        items = [item for item in self.unit_weights[unit] if self.is_streamable(item)]
         if not self.guide:  # a bound must allow all of them
             return items
         by_size = sorted(items, key=lambda item: nbytes[item])

@@ -256,7 +256,7 @@ class _LabelSearch:
         if not self.streams:
             return np.asarray(labels.clock + priced)
         # copies are ahead of the clock by what the buffers hold at most: longer idle time is lost
-        least = labels.clock[None, :] - self.relaxation.ahead[:, None]
+        least = labels.clock[None, :] - self.relaxation.prefetch_slack[:, None]
         last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
         queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
         weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue

@@ -82,7 +82,7 @@ class _Program:
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
         shared: dict[int, list[int]] = defaultdict(list)
-        read = np.array([sum(map(arrays.slot_bytes, own)) for own in frontier.own], dtype=float)
+        read = np.array([sum(map(arrays.slot_bytes, own)) for own in frontier.unit_weights], dtype=float)
         for item in range(arrays.values, len(arrays.names)):
             for unit in frontier.readers.get(item, ()):
                 if item in arrays.large_shared:
@@ -90,7 +90,7 @@ class _Program:
                 if item in frontier.shared or arrays.fixed[item] >= 0:
                     read[unit] += arrays.slot_bytes(item)
         groups: dict[tuple[_Class, Hashable, Hashable], list[int]] = defaultdict(list)
-        for unit, own in enumerate(frontier.own):
+        for unit, own in enumerate(frontier.unit_weights):
             streamed = Counter(self._both_sizes(i) for i in own if frontier.is_streamable(i))
             sizes = tuple((*both, times) for both, times in sorted(streamed.items()))
             nbytes = arrays.stored_bytes(own)
@@ -109,7 +109,7 @@ class _Program:
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
         large = [unit for item in arrays.large_shared for unit in arrays.readers[item]]
-        streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
+        streamed = np.flatnonzero([bool(own) for own in self.frontier.unit_weights])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
         parts = [part[0] for part in np.array_split(marks, count) if len(part)]
         starts = np.unique(np.concatenate([parts, first[large], last[large] + 1]))

@@ -34,12 +34,12 @@ class Buffers:
     Attributes:
         slots: (devices,) number of prefetch slots; 0 where nothing is streamed.
         nbytes: (devices,) bytes of each slot.
-        beside: (devices,) bytes for activations, where more than the least needy operation takes.
+        activation_bytes: (devices,) bytes for activations, where more than the least needy operation takes.
     """
 
     slots: Ints
     nbytes: Floats
-    beside: Floats
+    activation_bytes: Floats
 
     @classmethod
     def none(cls, devices: int) -> Buffers:
@@ -71,7 +71,7 @@ class Relaxation:
     Attributes:
         least: (devices,) bytes that are reserved for activations.
         room: (devices,) most bytes of weights.
-        ahead: (devices,) prefetch slack, the seconds to fill all slots; infinite if their sizes are open.
+        prefetch_slack: (devices,) the seconds to fill all slots; infinite if their sizes are open.
         on_clock: whether copies overlap with nothing.
         copy: (devices, steps) seconds of streaming the movable weights; infinite where this is not possible.
         bound: the highest lower bound so far, seconds.
@@ -112,7 +112,7 @@ class Relaxation:
         if self.cpu is not None:  # the CPU may hold streamed weights and run nothing
             least[self.cpu] = 0.0
         if self.buffers is not None:
-            least = np.maximum(least, self.buffers.beside)
+            least = np.maximum(least, self.buffers.activation_bytes)
         room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
         # a device without room is not used, and then holds no bytes
@@ -122,7 +122,7 @@ class Relaxation:
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays
         self.copy = np.full(self.seconds.shape, np.inf)
-        self.ahead = np.full(self.frontier.devices, np.inf)
+        self.prefetch_slack = np.full(self.frontier.devices, np.inf)
         self.on_clock = not arrays.problem.streaming  # weights are copied one by one
         if self.cpu is None:
             return
@@ -138,7 +138,7 @@ class Relaxation:
                 seconds = seconds + latency[d]
                 if self.buffers.slots[d] == 1:  # the next copy waits for the reader of this one
                     seconds = seconds + np.where(np.isfinite(self.seconds[d]), self.seconds[d], 0.0)
-                self.ahead[d] = self.buffers.total[d] * per_byte[d]
+                self.prefetch_slack[d] = self.buffers.total[d] * per_byte[d]
             self.copy[d] = np.where(able, seconds, np.inf)
 
     @cached_property
@@ -244,7 +244,9 @@ class Relaxation:
         possible = np.isfinite(stage.seconds)
         seconds = np.where(possible, stage.seconds, 0.0)
         hidden = sum(
-            w * np.minimum(seconds, most) for w, most in zip(prices.queue, self.ahead, strict=True) if w
+            w * np.minimum(seconds, most)
+            for w, most in zip(prices.queue, self.prefetch_slack, strict=True)
+            if w
         )
         return np.where(possible, seconds - hidden, np.inf)
 
@@ -281,7 +283,7 @@ class Relaxation:
             if streamed and self.cpu is not None:
                 nbytes[self.cpu] += self.movable[i]
             queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed and not self.on_clock else 0.0)
-            clock_sum += np.minimum(seconds, self.ahead)
+            clock_sum += np.minimum(seconds, self.prefetch_slack)
             state = int(next_state[d])
         slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
         constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant

@@ -45,7 +45,8 @@ class StreamedSearch:
         best: the fastest placement within the budgets; None if there is none.
         bound: lower bound for every placement of the problem.
         nearest: the placement that exceeds the budgets by least, among those that exceed one.
-        beside: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside weights.
+        activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside
+            weights.
     """
 
     problem: Problem
@@ -55,7 +56,7 @@ class StreamedSearch:
     nearest: Evaluation | None = None
     arrays: Arrays = field(init=False)
     guide: Frontier = field(init=False)
-    beside: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    activation_needs: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._search_on(Arrays.of_search(self.problem))
@@ -148,9 +149,11 @@ class StreamedSearch:
             {"streaming": True, "use_cpu": True, "in_order": True},
             {"use_cpu": True},
             {"streaming": True},
-            {"streaming": True, "use_cpu": True, "loose": True},
+            {"streaming": True, "use_cpu": True, "minimise_excess": True},
         ):
-            if self.effort.over or (self.best is not None and ("loose" in options or self._spent_much)):
+            if self.effort.over or (
+                self.best is not None and ("minimise_excess" in options or self._spent_much)
+            ):
                 break
             if "in_order" in options and complete:
                 continue
@@ -340,8 +343,8 @@ class StreamedSearch:
         streams = self.arrays.accelerates & (left >= needs.min(axis=0)) & (slots * nbytes <= limits)
         if not streams.any():
             return None
-        beside = np.where(streams & (left >= needs.max(axis=0)), needs.max(axis=0), 0.0)
-        return Buffers(np.where(streams, slots, 0), np.where(streams, nbytes, 0.0), beside)
+        activation_bytes = np.where(streams & (left >= needs.max(axis=0)), needs.max(axis=0), 0.0)
+        return Buffers(np.where(streams, slots, 0), np.where(streams, nbytes, 0.0), activation_bytes)
 
     def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
         """Search a configuration; return its last relaxation if the best placement improved, else None.
@@ -351,8 +354,10 @@ class StreamedSearch:
         before, requested = self.seconds, relaxation.buffers
         assert requested is not None
         configuration = (relaxation.frontier, *requested.slots.tolist(), *requested.nbytes.tolist())
-        if (measured := self.beside.get(configuration)) is not None and (measured > requested.beside).any():
-            tighter = replace(requested, beside=np.maximum(measured, requested.beside))
+        if (measured := self.activation_needs.get(configuration)) is not None and (
+            measured > requested.activation_bytes
+        ).any():
+            tighter = replace(requested, activation_bytes=np.maximum(measured, requested.activation_bytes))
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         for _ in range(1 + PARAMS.retries):
             width = min(width, widest(relaxation, effort.visits))
@@ -368,12 +373,12 @@ class StreamedSearch:
                 break
             buffers = relaxation.buffers
             assert buffers is not None
-            beside = np.maximum(buffers.beside, relaxation.least)
+            nbytes = np.maximum(buffers.activation_bytes, relaxation.least)
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
-                beside[d] += over + max(0.0, float(result.completions[0].spare[d]))
-            self.beside[configuration] = beside
-            tighter = replace(buffers, beside=beside)
+                nbytes[d] += over + max(0.0, float(result.completions[0].spare[d]))
+            self.activation_needs[configuration] = nbytes
+            tighter = replace(buffers, activation_bytes=nbytes)
             relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
         return relaxation if self.seconds < before else None
 

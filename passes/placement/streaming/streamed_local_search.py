@@ -63,8 +63,8 @@ class _Climb:
         assert self.frontier.cpu is not None
         self.cpu = arrays.keys[self.frontier.cpu]
         names, streamable = arrays.names, self.frontier.is_streamable
-        self.own = [[names[i] for i in own] for own in self.frontier.own]
-        self.movable = [[names[i] for i in own if streamable(i)] for own in self.frontier.own]
+        self.own = [[names[i] for i in own] for own in self.frontier.unit_weights]
+        self.movable = [[names[i] for i in own if streamable(i)] for own in self.frontier.unit_weights]
         self.streamable: dict[str, Sequence[int]] = {
             name: (unit,) for unit, own in enumerate(self.movable) for name in own
         }
