@@ -14,7 +14,7 @@ from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import flatten_with_path, know_containers, map_leaves
 from graphplan.errors import NoGraphError
-from graphplan.runtime.fallback.hooked_run import undone
+from graphplan.runtime.fallback.hooked_run import rolled_back
 from graphplan.runtime.fallback.module_by_module import copied_arguments
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.warnings import warn
@@ -44,7 +44,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         warn("check: the model has no weights of its own to compare with")
         return
-    with undrawn(model), undone(placed):
+    with undrawn(model), rolled_back(placed):
         keep_grad = vars(placed)["_graphplan"].keep_grad
         eager = [_eager_result(model, entry, call, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:

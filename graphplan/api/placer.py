@@ -43,7 +43,7 @@ from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.module_by_module import Untraced, computes_instead
+from graphplan.runtime.fallback.module_by_module import Untraced, compute_device_of
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
@@ -237,7 +237,7 @@ class Placer:
             become=in_place if self.in_place else copy_to_run,
         )
         first = planned[0].plan if planned else self.known_plan
-        main = None if first is None else computes_instead(first)
+        main = None if first is None else compute_device_of(first)
         next_placer = Placer(
             self.topology,
             self.options,

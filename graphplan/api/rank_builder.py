@@ -185,10 +185,10 @@ class RankBuilder:
         caches_stay = form.caches_stay
         annotator = self._annotated(micro, form, ahead)
         capture, key = annotator.capture, self._key(annotator, form)
-        if capture.given and not caches_stay:
+        if capture.changed_names and not caches_stay:
             raise InputError(
-                f"{', '.join(capture.given)}: over several machines no argument is changed; generate() keeps "
-                "caches"
+                f"{', '.join(capture.changed_names)}: over several machines no argument is changed; "
+                "generate() keeps caches"
             )
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:

@@ -104,7 +104,7 @@ class Capture:
     step: TrainingStep | None = None
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def changed_names(self) -> tuple[str, ...]:
         """The names of the arguments that a call changes; if any, the result is a :class:`Returned`."""
         return self.out_spec.context if self.out_spec.type is Returned else ()
 

@@ -23,7 +23,7 @@ from graphplan.passes.lowering.specialize_calls import quicken
 from graphplan.passes.lowering.split_step import split_step
 from graphplan.passes.lowering.stage_modules import cut_stages
 from graphplan.passes.lowering.verify_devices import verify_lowered
-from graphplan.runtime.module.program import Backward, Program, State
+from graphplan.runtime.module.program import Backward, CacheTensor, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ def lower_planned(
         graph=code,
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
-        held=held,
+        constant_attributes=held,
         branches=captured.branches,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
-        given=captured.given,
+        changed_names=captured.changed_names,
         entry=captured.entry,
         dense=_made_dense(captured, inputs),
         on_host=_read_on_host(plan, inputs),
@@ -108,7 +108,7 @@ def _states_of(captured: Capture, graph: Graph) -> list[str]:
     return [name for name in graph.weights if name in captured.states]
 
 
-def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
+def _states(planned: Planned, topology: Topology) -> tuple[CacheTensor, ...]:
     """Return the tensors of the caller's caches, each with the device where it is and where it has to be."""
     captured, plan, call = planned.capture, planned.plan, planned.call
     states = []
@@ -116,7 +116,9 @@ def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
         home = topology[plan.schedule.assignment.weights[name]].torch_device
         leaf = captured.states[name]
         device = call.leaves[leaf].device
-        states.append(State(position, leaf, home, torch.device(CPU) if device.type == "meta" else device))
+        states.append(
+            CacheTensor(position, leaf, home, torch.device(CPU) if device.type == "meta" else device)
+        )
     return tuple(states)
 
 

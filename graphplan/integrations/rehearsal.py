@@ -30,7 +30,7 @@ from graphplan.runtime.fallback.short_names import made_class
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
-from graphplan.runtime.module.transformers_methods import answers
+from graphplan.runtime.module.transformers_methods import class_body
 
 _ON_ZEROS = (
     "graphplan ran this on zeros, to find the calls to plan for; nothing was placed. Where values of tensors "
@@ -125,8 +125,10 @@ class Rehearsal:
         flat = [_zeros(result, sizes) for result in capture.outputs]
         self._kept.append(flat)
         self._made |= {id(t): (number, i) for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        given = given_layouts(capture.signature.spec, capture.given)
-        return rebuilder(capture.out_spec, given)(flat, {name: call.kwargs[name] for name in capture.given})
+        given = given_layouts(capture.signature.spec, capture.changed_names)
+        return rebuilder(capture.out_spec, given)(
+            flat, {name: call.kwargs[name] for name in capture.changed_names}
+        )
 
 
 class RepeatedCallError(Exception):
@@ -170,7 +172,7 @@ def _shell_of(rehearsal: Rehearsal) -> Any:
     model_copy = rehearsal.compiler.model_copy
     module: nn.Module = model_copy.module
     original = type(module)
-    shell: Any = object.__new__(made_class(original, _StandIn, lambda: answers(_StandIn, original)))
+    shell: Any = object.__new__(made_class(original, _StandIn, lambda: class_body(_StandIn, original)))
     shell.__dict__.update(module.__dict__)
     shell.__dict__.update(
         _graphplan=ModuleState([], refused=lambda _error: None),  # its submodules are traced instead

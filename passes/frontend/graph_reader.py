@@ -233,7 +233,7 @@ class GraphReader:
         results replaces which tensor.
         """
         sizes = [described.copy_bytes for _, described in self.states]
-        changed = self.capture.out_spec.children()[1:] if self.capture.given else ()
+        changed = self.capture.out_spec.children()[1:] if self.capture.changed_names else ()
         count = sum(spec.num_leaves for spec in changed)
         last = self.capture.outputs[-count:] if count else ()
         nodes = [n for n in last if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]

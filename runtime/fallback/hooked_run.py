@@ -36,7 +36,7 @@ from graphplan.runtime.memory.arena import moved
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ExecutionMode:
     """An execution mode of modules.
 
     Attributes:
@@ -57,21 +57,21 @@ class Way:
 class HookedRun:
     """One run of a call whose inputs are on device ``host``.
 
-    Modules on the CPU compute on the device ``instead``, if it is given. ``running`` is the stack of running
+    Modules on the CPU compute on ``compute_device``, if it is given. ``running`` is the stack of running
     modules, the innermost last. ``devices`` maps the id of a module to its device.
     """
 
-    way: Way
+    execution_mode: ExecutionMode
     host: torch.device
-    instead: torch.device | None
+    compute_device: torch.device | None
     running: list[_Running] = field(default_factory=list)
     devices: Mapping[int, torch.device | None] = field(default_factory=dict)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Copy a module's inputs and own tensors, and its layer of each KV cache, to where it runs."""
-        device = self.host if self.way.gathered else self.devices[id(module)]
-        if device is not None and device.type == CPU and self.instead is not None:
-            device = self.instead
+        device = self.host if self.execution_mode.gathered else self.devices[id(module)]
+        if device is not None and device.type == CPU and self.compute_device is not None:
+            device = self.compute_device
         outer_copies = {id(own): copied.here for outer in self.running for *_, own, copied in outer.kept}
         running = _Running(module, device or self.device)
         self.running.append(running)
@@ -84,18 +84,18 @@ class HookedRun:
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
-        return running.given.within((args, kwargs))
+        return running.input_replacement.within((args, kwargs))
 
     def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Put the original tensors back; return the result, on the caller's device if the mode says so."""
         running = self.running.pop()
         running.put_back()
         device = self.device
-        if not running.given.known and _is_on(device, result):
+        if not running.input_replacement.replacements and _is_on(device, result):
             return result
-        back = running.given.undo(lambda tensor: tensor.to(device))
+        back = running.input_replacement.undo(lambda tensor: tensor.to(device))
         back.holder = running.module
-        if not self.way.returns:
+        if not self.execution_mode.returns:
             back.replace = lambda tensor: tensor
         return back.within(result)
 
@@ -122,7 +122,7 @@ class _Running:
         kept: (table, name, own tensor, copy) of each parameter and buffer that a copy replaces while it runs.
         noted: (attributes of the original, attributes of the copy, the latter before the run) of these
             parameters, and of objects in their attributes.
-        given: the replacement of the tensors in its inputs.
+        input_replacement: the replacement of the tensors in its inputs.
         copies: the copies of input tensors, and of tensors in the attributes of parameters.
     """
 
@@ -131,7 +131,7 @@ class _Running:
         self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
         self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.copies: list[_Copy] = []
-        self.given = Replacement(partial(_on_device, device, self.copies), in_place=True)
+        self.input_replacement = Replacement(partial(_on_device, device, self.copies), in_place=True)
 
     def bring(self, outer_copies: dict[int, torch.Tensor]) -> None:
         """Replace its own tensors that are elsewhere by copies on the device.
@@ -252,7 +252,7 @@ def run_hooked(
     """Return the result of an entry of a tree of modules, run with hooks that are removed afterwards."""
     hooks: list[Any] = []
     call.devices = devices_of(tree)
-    together = on_one_device(lambda: call.device) if call.way.together else nullcontext()
+    together = on_one_device(lambda: call.device) if call.execution_mode.together else nullcontext()
     for part in list(tree.modules())[1:]:  # hooks of the root would run in calls by other threads
         hooks.append(part.register_forward_pre_hook(_Hook(call.before), with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(_Hook(call.after), with_kwargs=True, always_call=True))
@@ -318,7 +318,7 @@ def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
 
 
 @contextmanager
-def undone(tree: nn.Module) -> Iterator[None]:
+def rolled_back(tree: nn.Module) -> Iterator[None]:
     """Context manager for a trial: it restores weights, attributes and the state of random generators."""
     attributes = attributes_of(tree)
     parts = list(tree.modules())

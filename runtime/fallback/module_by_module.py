@@ -37,18 +37,18 @@ from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
 from graphplan.runtime.fallback.added_hooks import Hook, Hooks, hooks_beside, hooks_of
-from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
+from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, rolled_back, run_hooked
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
 
-STAYS = Way("where their weights are", returns=False)
-RETURNS = Way("where their weights are, results copied back")
-TOGETHER = Way("where their weights are, with what they read", together=True)
-_WAYS = (STAYS, RETURNS, TOGETHER, Way("on the device of the call", gathered=True, together=True))
+STAYS = ExecutionMode("where their weights are", returns=False)
+RETURNS = ExecutionMode("where their weights are, results copied back")
+TOGETHER = ExecutionMode("where their weights are, with what they read", together=True)
+_MODES = (STAYS, RETURNS, TOGETHER, ExecutionMode("on the device of the call", gathered=True, together=True))
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
 
-_ANOTHER_WAY = (
+_ANOTHER_MODE = (
     "graphplan runs this call without a graph, its modules {}, because an earlier call with the same input "
     "structure ran so. If it runs in eager mode, partition the model with this call as the example"
 )
@@ -56,11 +56,11 @@ _ANOTHER_WAY = (
 
 @dataclass
 class CallForm:
-    """A call structure, for all sizes, that runs module by module; its first call sets ``way``.
+    """A call structure, for all sizes, that runs module by module.
 
-    It includes only calls in which the leaves at ``differentiated`` require gradients: others may be
-    captured. If ``hooked``, it runs so only while submodules have hooks that were not traced. Modules on the
-    CPU compute on ``main``, if it is given.
+    Its first call sets ``execution_mode``. It includes only calls in which the leaves at ``differentiated``
+    require gradients: others may be captured. If ``hooked``, it runs so only while submodules have hooks that
+    were not traced. Modules on the CPU compute on ``compute_device``, if it is given.
     """
 
     entry: str
@@ -68,8 +68,8 @@ class CallForm:
     signature: InputSignature
     differentiated: Sequence[int] = ()
     hooked: bool = False
-    main: torch.device | None = None
-    way: Way | None = None
+    compute_device: torch.device | None = None
+    execution_mode: ExecutionMode | None = None
 
 
 @dataclass(slots=True)
@@ -78,14 +78,14 @@ class Untraced:
 
     Attributes:
         reason: why it has no graph.
-        main: the device on which modules on the CPU compute, if any.
-        way: the execution mode; None before the first call.
+        compute_device: the device on which modules on the CPU compute, if any.
+        execution_mode: how its modules run; None before the first call.
         tries: how many further call structures may be traced; a trace that fails takes seconds.
     """
 
     reason: str
-    main: torch.device | None
-    way: Way | None = None
+    compute_device: torch.device | None
+    execution_mode: ExecutionMode | None = None
     tries: int = 0
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ class Modulewise:
         forms: these structures.
         traced: hooks of submodules that were traced, or that the model itself added in such a call.
         names: of each module, the root first, the names of attributes and parameters when it was traced.
-        left: whether such a call has changed attributes of the module.
+        changed_module: whether such a call has changed attributes of the module.
     """
 
     forms: list[CallForm] = field(default_factory=list)
     traced: frozenset[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
-    left: bool = False
+    changed_module: bool = False
 
     def watch(self, module: nn.Module) -> None:
         """Record the hooks and names of a module as its graphs were traced; a copy keeps the original's."""
@@ -121,7 +121,7 @@ class Modulewise:
 
     def copy(self) -> Modulewise:
         """Return the record for a copy of the module."""
-        return replace(self, forms=list(self.forms), left=False)
+        return replace(self, forms=list(self.forms), changed_module=False)
 
     def note(
         self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
@@ -146,7 +146,7 @@ class Modulewise:
         return None
 
 
-def computes_instead(plan: PlanData) -> torch.device | None:
+def compute_device_of(plan: PlanData) -> torch.device | None:
     """Return the accelerator on which modules on the CPU compute; None if the CPU computes them."""
     accelerators = [spec.torch_device for spec in plan.topology.accelerators]
     return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
@@ -156,14 +156,14 @@ def run_by_modules(
     module: nn.Module,
     entry: str,
     call: BoundCall,
-    known: CallForm | Untraced,
-    instead: torch.device | None,
+    call_record: CallForm | Untraced,
+    compute_device: torch.device | None,
     *,
     keeps_grad: bool,
 ) -> Any:
-    """Return the result of an entry of the model, run in the execution mode of ``known``.
+    """Return the result of an entry of the model, run in the execution mode of ``call_record``.
 
-    The first call like it sets that mode. Modules on the CPU compute on ``instead``, if it is given.
+    The first call like it sets that mode. Modules on the CPU compute on ``compute_device``, if it is given.
 
     Raises:
         CaptureError: no execution mode works.
@@ -171,12 +171,14 @@ def run_by_modules(
     """
     _refuse_autocast(module)
     device = device_of_inputs(call)
-    way = known.way = known.way or _first_way(module, entry, call, device, instead, keeps_grad)
+    mode = call_record.execution_mode = call_record.execution_mode or _first_mode(
+        module, entry, call, device, compute_device, keeps_grad
+    )
     try:
-        return run_hooked(module, entry, HookedRun(way, device, instead), call.args, call.kwargs)
+        return run_hooked(module, entry, HookedRun(mode, device, compute_device), call.args, call.kwargs)
     except RuntimeError as error:
         if type(error) is RuntimeError:  # by torch, as for mixed devices; not the model's, nor out of memory
-            error.add_note(_ANOTHER_WAY.format(way.name))
+            error.add_note(_ANOTHER_MODE.format(mode.name))
         raise
 
 
@@ -202,31 +204,31 @@ def with_same_buffers(module: nn.Module) -> Iterator[None]:
                     table[name] = assigned.to(original.device)
 
 
-def _first_way(
+def _first_mode(
     tree: nn.Module,
     entry: str,
     call: BoundCall,
     device: torch.device,
-    instead: torch.device | None,
+    compute_device: torch.device | None,
     keeps_grad: bool,
-) -> Way:
+) -> ExecutionMode:
     failures: list[Exception] = []
     # TOGETHER copies operands below autograd, so that no gradient reaches the originals
-    ways = [way for way in _WAYS if not (keeps_grad and way is TOGETHER)]
-    for way in ways:
+    modes = [mode for mode in _MODES if not (keeps_grad and mode is TOGETHER)]
+    for mode in modes:
         try:
             args, kwargs = copied_arguments(call)
         except _OUT_OF_MEMORY as error:
             failures.append(error)
             continue
         try:
-            with undone(tree), _without_hooks(tree):
-                run_hooked(tree, entry, HookedRun(way, device, instead), args, kwargs)
+            with rolled_back(tree), _without_hooks(tree):
+                run_hooked(tree, entry, HookedRun(mode, device, compute_device), args, kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             failures.append(error)
         else:
-            return way
-        if way is not ways[-1]:  # frames hold tensors whose memory the next trial needs
+            return mode
+        if mode is not modes[-1]:  # frames hold tensors whose memory the next trial needs
             failures[-1].__traceback__ = failures[-1].__context__ = failures[-1].__cause__ = None
             gc.collect()
     if _is_models_error(failures):
@@ -235,7 +237,7 @@ def _first_way(
     why = "have no memory for it" if out_of_memory else "do not run"
     raise CaptureError(
         f"this call cannot be captured as a graph, and its modules {why}\n  "
-        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(ways, failures, strict=True))
+        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(modes, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
     )

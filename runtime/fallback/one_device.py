@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, current_mode, without_current_mode
 from graphplan.capture.structure import leaves_of, written_arguments
-from graphplan.runtime.fallback.replaced_tensors import sent
+from graphplan.runtime.fallback.replaced_tensors import to_device
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class _OnOneDevice(TorchDispatchMode):
             written = _devices(written_arguments(func, args, kwargs))
             if len(read) < 2 or len(written) > 1 or isinstance(func, HigherOrderOperator):
                 raise
-        args, kwargs = sent((args, kwargs), next(iter(written), None) or self.device())
+        args, kwargs = to_device((args, kwargs), next(iter(written), None) or self.device())
         return func(*args, **kwargs)
 
 

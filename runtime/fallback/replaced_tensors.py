@@ -48,20 +48,20 @@ class Replacement:
             Objects that are no containers are always changed in place.
         holder: the module whose results the values are, if any: objects in its attributes stay as they are,
             for its next call.
-        known: id -> (tensor or container, its replacement), of all that were met.
+        replacements: id -> (tensor or container, its replacement), of all that were met.
     """
 
     replace: Callable[[Any], Any]
     in_place: bool = False
     holder: nn.Module | None = None
-    known: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    replacements: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def within(self, value: Any) -> Any:
         """Return the value with its tensors replaced; the same object if it has none. Caches stay as is."""
         if type(value) in PLAIN:
             return value
-        if id(value) in self.known:
-            return self.known[id(value)][1]
+        if id(value) in self.replacements:
+            return self.replacements[id(value)][1]
         if isinstance(value, _TENSORS):
             return self._note(value, self.replace(value))
         if isinstance(value, torch.Size | nn.Module) or is_cache(value):  # a size would become a tuple
@@ -90,10 +90,10 @@ class Replacement:
         The inverse uses ``replace`` for unknown tensors, which modules have put into containers meanwhile.
         """
         back = Replacement(replace)
-        for value, other in self.known.values():
+        for value, other in self.replacements.values():
             back._note(other, value)
             back._note(value, value)
-        for value, _ in self.known.values():
+        for value, _ in self.replacements.values():
             if _can_change(value):
                 _apply_changes(value, back._changes(value))
         return back
@@ -104,10 +104,10 @@ class Replacement:
         search = Replacement(lambda tensor: tensor)
         for part in () if self.holder is None else self.holder.modules():
             search.within([value for name, value in vars(part).items() if name not in _TORCH_ATTRIBUTES])
-        return search.known
+        return search.replacements
 
     def _note(self, value: Any, other: Any) -> Any:
-        self.known[id(value)] = value, other
+        self.replacements[id(value)] = value, other
         return other
 
     def _changes(self, container: Any) -> list[tuple[_Put, Any, Any]]:
@@ -165,7 +165,7 @@ def _apply_changes(container: Any, changes: list[tuple[_Put, Any, Any]]) -> Any:
     return container
 
 
-def sent(value: Any, device: torch.device, holder: nn.Module | None = None) -> Any:
+def to_device(value: Any, device: torch.device, holder: nn.Module | None = None) -> Any:
     """Return the value with its tensors on a device; caches as is, sizes of packed sequences on the CPU.
 
     ``holder`` is as in :class:`Replacement`.
@@ -177,4 +177,4 @@ def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among leaves, and in objects among these."""
     search = Replacement(lambda tensor: tensor)
     search.within(list(leaves))
-    return [value for value, _ in search.known.values() if isinstance(value, torch.Tensor)]
+    return [value for value, _ in search.replacements.values() if isinstance(value, torch.Tensor)]

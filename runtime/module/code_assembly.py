@@ -33,7 +33,9 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_streams(module, state, program, forward)  # before parts: it may move whole weights
             _bind_parts(module, state, program, forward)
             forward.__dict__[GRADIENTS] = state.gradients
-            rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.given))
+            rebuild = rebuilder(
+                program.out_spec, given_layouts(program.signature.spec, program.changed_names)
+            )
             step = program.backward
             backward = None if step is None else backward_code(module, program, forward, step.graph)
             code = state.codes[index] = Code(forward, BoundCode(forward), rebuild, backward)

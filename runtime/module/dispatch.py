@@ -54,20 +54,20 @@ _SIZES = 4096  # the most keys of ``by_sizes``
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A call for program ``index``: its input leaves, and by name (``given``) the arguments it changes."""
+    """A call for program ``index``: its input leaves, and by name the arguments that it changes."""
 
     index: int
     leaves: Sequence[Any]
-    given: Mapping[str, Any]
+    changed_arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedByModules:
-    """A call that runs module by module, and ``known``, the record of calls like it."""
+    """A call that runs module by module, and ``call_record``, how calls like it run."""
 
     entry: str
     call: BoundCall
-    known: CallForm | Untraced
+    call_record: CallForm | Untraced
 
 
 def serve(
@@ -127,13 +127,15 @@ def serve(
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, args, kwargs)
-    known = KnownForm(route, index, () if route is None else _positions(signature, program.given, kwargs))
+    known = KnownForm(
+        route, index, () if route is None else _positions(signature, program.changed_names, kwargs)
+    )
     if route is not None:
         order = list(_smallest_first(state))
         state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda form: order.index(form.index))
     if route is not None or all(form.index != index for form in likely):
         _remember(state, sizes, known)
-    given = {name: call.kwargs[name] for name in program.given}
+    given = {name: call.kwargs[name] for name in program.changed_names}
     traced = program.signature.traced(call)
     return Served(index, traced.leaves, given)
 
@@ -168,7 +170,7 @@ def _routed(
     leaves = known.route.leaves(args, kwargs, program.host)
     if leaves is None or not program.takes(leaves, module):
         return None
-    given = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in known.given}
+    given = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in known.changed_places}
     return Served(known.index, leaves, given)
 
 

@@ -111,7 +111,7 @@ class KnownForm:
 
     route: Route | None  # None: calls of it are bound and flattened
     index: int
-    given: tuple[tuple[str, int | str], ...]  # name -> position or keyword of each changed argument
+    changed_places: tuple[tuple[str, int | str], ...]  # name -> position or keyword of each changed argument
 
 
 @dataclass
@@ -189,7 +189,7 @@ class ModuleState:
     @property
     def takes_other_values(self) -> bool:
         """Whether all graphs remain valid if tensors in attributes change their values."""
-        return not self.copied and all(program.held is not None for program in self.programs)
+        return not self.copied and all(program.constant_attributes is not None for program in self.programs)
 
     def follow_values(self) -> None:
         """Copy the present values of tensors in attributes to the code, unless it has them."""
@@ -198,7 +198,7 @@ class ModuleState:
             return
         self.values = now  # set first: a thread that adds a program meanwhile resets it to None
         for program in self.programs:
-            for constant, attribute in (program.held or {}).items():
+            for constant, attribute in (program.constant_attributes or {}).items():
                 if attribute in now:
                     program.constants[constant].detach().copy_(now[attribute])
 

@@ -36,13 +36,13 @@ from graphplan.runtime.fallback.graph_modules import graph_methods
 from graphplan.runtime.fallback.hooked_run import entry_of
 from graphplan.runtime.fallback.module_by_module import (
     CallForm,
-    computes_instead,
+    compute_device_of,
     device_of_inputs,
     run_by_modules,
     with_same_buffers,
 )
 from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
-from graphplan.runtime.fallback.replaced_tensors import sent, tensors_in
+from graphplan.runtime.fallback.replaced_tensors import tensors_in, to_device
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -56,7 +56,7 @@ from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training.missing_gradients import refuse_transforms, tell_of_gradients
 from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
-from graphplan.runtime.module.transformers_methods import answers
+from graphplan.runtime.module.transformers_methods import class_body
 from graphplan.runtime.weights.storage import in_host_memory
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
@@ -179,7 +179,7 @@ class PlacedModule(ShortNames, KeptInPlace):
 
 def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
     inputs = tensors_in((args, kwargs))
-    return sent(result, inputs[0].device, module) if inputs else result
+    return to_device(result, inputs[0].device, module) if inputs else result
 
 
 def _still_valid(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
@@ -259,7 +259,9 @@ def _start(
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     new_state = module._graphplan
     new_state.as_written, new_state.asked_to_train = state.as_written, state.asked_to_train
-    if state.modulewise.left or state.untraced is not None:  # not the user's change: traces fail again
+    if (
+        state.modulewise.changed_module or state.untraced is not None
+    ):  # not the user's change: traces fail again
         new_state.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
     link(module)
     _follow_optimizers(module, new_state)
@@ -287,7 +289,7 @@ def note_untraced(module: nn.Module, call: BoundCall, entry: str) -> None:
     state: ModuleState = vars(module)["_graphplan"]
     assert state.untraced is not None
     form = state.modulewise.note(entry, call, state.new_reader(module).read(module))
-    form.main, form.way = state.untraced.main, state.untraced.way
+    form.compute_device, form.execution_mode = state.untraced.compute_device, state.untraced.execution_mode
 
 
 def _follow_optimizers(module: nn.Module, state: ModuleState) -> None:
@@ -348,15 +350,15 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
-    keeps_grad, known = state.keep_grad or state.step is not None, served.known
-    instead = known.main
+    keeps_grad, known = state.keep_grad or state.step is not None, served.call_record
+    compute_device = known.compute_device
     watch: AbstractContextManager[None] = nullcontext()
     if isinstance(known, CallForm):
-        instead = instead or computes_instead(PlacedView(module).plan)
+        compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
     with as_written(module), watch:
-        result = run_by_modules(module, served.entry, call, known, instead, keeps_grad=keeps_grad)
-    return sent(result, device_of_inputs(call), module) if state.return_outputs else result
+        result = run_by_modules(module, served.entry, call, known, compute_device, keeps_grad=keeps_grad)
+    return to_device(result, device_of_inputs(call), module) if state.return_outputs else result
 
 
 @contextmanager
@@ -374,7 +376,7 @@ def _watch_changes(module: PlacedModule, state: ModuleState, form: CallForm) -> 
         added = frozenset[Hook]() if form.hooked else hooks_of(module) - hooks
         state.modulewise.traced |= added
         if state.guard is not None:
-            state.modulewise.left |= not state.guard.same(module)
+            state.modulewise.changed_module |= not state.guard.same(module)
             change = _find_change(module)
             state.stale = change if change and not added else state.stale
             state.guard.accept(module)
@@ -388,7 +390,7 @@ def placed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class of placed copies of a model of class ``cls``; it keeps the model's name."""
     original = getattr(cls, "_graphplan_original", cls)
     return made_class(
-        original, PlacedModule, lambda: answers(PlacedModule, original) | graph_methods(original)
+        original, PlacedModule, lambda: class_body(PlacedModule, original) | graph_methods(original)
     )
 
 

@@ -19,20 +19,20 @@ from graphplan.ir.plan_data import PlanData
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CacheTensor:
     """A tensor of a KV cache that the caller passes in.
 
     Attributes:
         position: the index of its placeholder in the code.
         leaf: its index among the input leaves.
         home: the device on which it is used, and stays.
-        found: the device on which it was when the call was planned: from there it is copied to ``home``.
+        source_device: where it was when the call was planned: from there it is copied to ``home``.
     """
 
     position: int
     leaf: int
     home: torch.device
-    found: torch.device
+    source_device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class Backward:
         differentiated: positions of the results that it starts from.
         inputs: indices of the leaves whose gradients it returns.
         weights: names of the parameters and buffers that it reads, which must not change before.
-        held: names of the constants from attributes that it reads, which must not change before.
+        attribute_constants: names of the constants from attributes that it reads, which must not change
+            before.
         others: position -> name of each further result that is differentiable in the model's own code, but
             to which no gradient may come.
     """
@@ -54,7 +55,7 @@ class Backward:
     differentiated: tuple[int, ...]
     inputs: tuple[int, ...]
     weights: tuple[str, ...]
-    held: tuple[str, ...] = ()
+    attribute_constants: tuple[str, ...] = ()
     others: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -67,8 +68,8 @@ class Program:
         signature: matches the calls that it serves.
         graph: takes the input tensors and returns a flat tuple of results.
         constants: attribute name of the code -> tensor that the trace lifted out of the model's code.
-        held: constant -> attribute of the model that holds it, such as ``"model.offset"``, and whose present
-            values the constant must have; None if the trace branched on values.
+        constant_attributes: constant -> attribute of the model that holds it, such as ``"model.offset"``,
+            and whose present values the constant must have; None if the trace branched on values.
         branches: branches of the model's code that were decided by weights in the trace.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
@@ -78,7 +79,7 @@ class Program:
         out_spec: the structure of the result.
         modes: the modes of the modules in the trace.
         states: the tensors of the caller's KV caches, and the device of each.
-        given: names of the arguments that a call changes: caches, lists and dicts.
+        changed_names: names of the arguments that a call changes: caches, lists and dicts.
         entry: the entry that it serves, a path and possibly a method; empty for the module itself.
         dense: indices of the placeholders that are made contiguous.
         backward: of a training step; ``graph`` then returns a pair of the results and the saved tensors.
@@ -96,13 +97,13 @@ class Program:
     host: torch.device
     out_spec: pytree.TreeSpec
     modes: Modes
-    states: tuple[State, ...] = ()
-    given: tuple[str, ...] = ()
+    states: tuple[CacheTensor, ...] = ()
+    changed_names: tuple[str, ...] = ()
     entry: str = ""
     dense: tuple[int, ...] = ()
     backward: Backward | None = None
     accumulates: bool = True
-    held: Mapping[str, str] | None = None
+    constant_attributes: Mapping[str, str] | None = None
     branches: tuple[Branch, ...] = ()
 
     @property
@@ -112,7 +113,9 @@ class Program:
 
     def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
         """Whether the caches are on the devices of the plan, and all branches are taken as in the trace."""
-        placed = all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+        placed = all(
+            (device := leaves[s.leaf].device) == s.home or device == s.source_device for s in self.states
+        )
         return placed and self.goes_on(module)
 
     def goes_on(self, module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
         raise
     for original, changed in copies:
         original.copy_(changed)
-    return code.rebuild(results, served.given)
+    return code.rebuild(results, served.changed_arguments)
 
 
 def take_inputs(

@@ -19,7 +19,7 @@ from graphplan.runtime.module.placed_parts import checkpointing_of, device_of, m
 _MOVED_BY_LIBRARY = {"PreTrainedModel", "PeftModel"}  # base classes of models that their library moves
 
 
-def answers(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
+def class_body(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
     """Return the attributes of the class that derives from a model's class and ``placed``, which runs it."""
 
     @functools.wraps(original.forward)

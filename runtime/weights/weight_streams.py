@@ -45,7 +45,7 @@ class _Storage:
         self.device, self.queues = device, queues
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.user: object = None  # identifies the stream that used the slots last
-        self.left = 0  # segments not yet released: above 0 while a call runs, or after it failed
+        self.unreleased = 0  # segments not yet released: above 0 while a call runs, or after it failed
         self.entries = 0  # how often a call has begun, or resumed after another
         self.staging: Staging | None = None  # for weights that are streamed from files
         weakref.finalize(self, self.queues.settle).atexit = False
@@ -55,8 +55,8 @@ class _Storage:
 
         After a call of another structure, or one that failed, copies wait for all earlier computation.
         """
-        follows = self.user is user and self.left <= 0
-        self.left = segments
+        follows = self.user is user and self.unreleased <= 0
+        self.unreleased = segments
         self.entries += 1
         self.queues.enter()
         if not follows:
@@ -150,7 +150,7 @@ class _LoadedSegment:
         if self.entry != self.storage.entries:
             raise PlanError(_CALLED_WITHIN)
         self.queues.record_work(self.free)
-        self.storage.left -= 1
+        self.storage.unreleased -= 1
 
 
 class WeightStream:

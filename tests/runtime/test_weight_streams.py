@@ -287,9 +287,9 @@ def test_after_an_exception_the_next_call_is_right() -> None:
             with pytest.raises(IndexError):
                 placed(X, bad)
             storage = next(iter(placed._graphplan.streams.storages.values()))
-            assert storage.left
+            assert storage.unreleased
         assert largest_difference(run_placed(machine, placed, (X, good)), model(X, good)) < 1e-5
-        assert not storage.left
+        assert not storage.unreleased
 
 
 def test_after_an_interrupt_the_next_call_is_right() -> None:

@@ -77,5 +77,5 @@ def rebuild_result(
             flat.append(capture.inputs_in(call)[item.name])
         else:
             flat.append(wires.absent(item.name))
-    given = {name: call.kwargs[name] for name in capture.given}
+    given = {name: call.kwargs[name] for name in capture.changed_names}
     return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, given))(flat, given)

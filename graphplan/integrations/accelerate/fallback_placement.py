@@ -45,7 +45,7 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.hooked_run import Way, undone
+from graphplan.runtime.fallback.hooked_run import ExecutionMode, rolled_back
 from graphplan.runtime.fallback.module_by_module import (
     RETURNS,
     STAYS,
@@ -140,7 +140,7 @@ class _Split:
 
     entries: Mapping[str, DeviceKey]  # module or tensor -> device key
     main: DeviceKey  # the accelerator that runs modules on the CPU
-    way: Way = STAYS
+    execution_mode: ExecutionMode = STAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +207,13 @@ class _Fallback:
         options, plan = self.options, self._plan(split, profile)
         retry = None if self.retry is None else self.retry(plan)
         main, tries = self.topology[split.main].torch_device, 0 if retry is None else _TRACE_TRIES
-        untraced = Untraced(reason, main, split.way, tries)
+        untraced = Untraced(reason, main, split.execution_mode, tries)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
             placed = start.place(self.model, self.source)
             note_untraced(placed, self.asked.call, self.asked.entry)
             args, kwargs = copied_arguments(self.asked.call)
-            with undone(placed):
+            with rolled_back(placed):
                 self._run(placed)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             if is_same(error, raised):
@@ -286,12 +286,14 @@ class _Fallback:
         ]
         # stable: of splits with equal bytes on the CPU, large blocks stay first
         splits.sort(key=lambda split: self._taken(split).get(cpu, 0))
-        splits += [replace(split, way=RETURNS) for split in splits]
+        splits += [replace(split, execution_mode=RETURNS) for split in splits]
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, cpu)}
             splits.append(_Split(mapped(alone, set()), key))
         if not self.options.differentiates:  # copies below autograd are unknown to a backward pass
-            splits += [replace(split, way=TOGETHER) for split in splits if split.way is STAYS]
+            splits += [
+                replace(split, execution_mode=TOGETHER) for split in splits if split.execution_mode is STAYS
+            ]
         used = [split for split in splits if set(split.entries.values()) & set(accelerators)]
         return [split for split in used if self._fits(split, budgets)]
 

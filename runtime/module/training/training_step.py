@@ -78,7 +78,7 @@ class _StepCall:
     program: Program
     code: Code
     tensors: list[Any]
-    back: list[tuple[torch.Tensor, torch.Tensor]]
+    written_back: list[tuple[torch.Tensor, torch.Tensor]]
     homes: Sequence[torch.device]  # of the inputs that require gradients
     shapes: Sequence[Any] = ()  # of tensor inputs; the values of others
     results: Sequence[Any] = ()
@@ -99,7 +99,7 @@ class _StepCall:
                 explain_moved_weights(self.module, self.program.plan, error)
                 raise
         self.saved = list(saved)
-        for original, changed in self.back:
+        for original, changed in self.written_back:
             original.copy_(changed)
         assert self.program.backward is not None
         named = named_tensors(self.module)
@@ -151,9 +151,13 @@ class _StepCall:
 
     def _held_versions(self) -> dict[str, int]:
         """Return attribute -> version of the constants that the backward pass reads."""
-        held, backward = self.program.held, self.program.backward
+        held, backward = self.program.constant_attributes, self.program.backward
         assert backward is not None
-        return {held[name]: self.program.constants[name]._version for name in backward.held} if held else {}
+        return (
+            {held[name]: self.program.constants[name]._version for name in backward.attribute_constants}
+            if held
+            else {}
+        )
 
 
 class _Step(torch.autograd.Function):
@@ -228,4 +232,4 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
         outputs = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
     results = [next(outputs) if isinstance(r, torch.Tensor) else r for r in call.results]
     call.results = ()
-    return code.rebuild(results, served.given)
+    return code.rebuild(results, served.changed_arguments)

@@ -21,7 +21,7 @@ from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.eager_run import unwritten
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
-from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
+from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, run_hooked
 
 OPTIONS: list[dict[str, Any]] = [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}]
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -438,7 +438,7 @@ def test_gradients_flow_through_buffers_that_are_copied_for_a_call(kind: str) ->
     with graphplan.simulate({0: "1MiB"}):
         results = []
         for scale in (1.0, 0.5, 2.0):
-            call = HookedRun(Way("there"), torch.device("cpu"), torch.device("sim:0"))
+            call = HookedRun(ExecutionMode("there"), torch.device("cpu"), torch.device("sim:0"))
             results.append(run_hooked(model, "", call, (scale * X,), {}))
         for one, found in ((model, results), (eager, [eager(scale * X) for scale in (1.0, 0.5, 2.0)])):
             (sum(result.square().mean() for result in found) + one[1].kept.sum()).backward()

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import graphplan
-from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked
+from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, run_hooked
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 STOP = torch.tensor(1e6)
@@ -541,7 +541,9 @@ def test_weights_that_find_no_room_are_where_they_were_afterwards() -> None:
     layer = nn.Linear(16, 16)
     before = list(layer.parameters())
     with graphplan.simulate({0: 1024}):  # for the weight, not the bias
-        run = HookedRun(Way("on the device of the call", gathered=True), torch.device("sim:0"), None)
+        run = HookedRun(
+            ExecutionMode("on the device of the call", gathered=True), torch.device("sim:0"), None
+        )
         with pytest.raises(graphplan.SimulatedOutOfMemoryError):
             run_hooked(layer, "", run, (X,), {})
     assert all(one is other for one, other in zip(layer.parameters(), before, strict=True))
@@ -572,7 +574,7 @@ def test_recurrent_layers_have_their_weights_together() -> None:
 def test_a_recurrent_layer_lists_its_own_weights_again() -> None:
     layer = nn.LSTM(8, 8)
     with graphplan.simulate({0: "1MiB"}) as machine:
-        run = HookedRun(Way("where its weights are"), torch.device("cpu"), torch.device("sim:0"))
+        run = HookedRun(ExecutionMode("where its weights are"), torch.device("cpu"), torch.device("sim:0"))
         run_hooked(layer, "", run, (X[None, :, :8],), {})
         gc.collect()
         assert machine.live_bytes(0) == 0  # the list would hold the copies
