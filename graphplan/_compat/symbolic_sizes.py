@@ -24,7 +24,7 @@ _INFINITY = private(numbers, "int_oo", "torch")
 _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
 
 
-def made_as(size: Any) -> Any:
+def original_expression(size: Any) -> Any:
     """Return the size's original expression, before symbols were replaced by what they equal."""
     if not isinstance(size, torch.SymInt):
         return sympy.sympify(size)

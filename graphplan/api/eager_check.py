@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.eager_run import undrawn, unwritten
+from graphplan.capture.eager_run import random_state_restored, tensors_restored
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
@@ -31,7 +31,7 @@ def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: b
     def here(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    with torch.set_grad_enabled(keep_grad), unwritten(model):
+    with torch.set_grad_enabled(keep_grad), tensors_restored(model):
         args, kwargs = map_leaves(here, copied_arguments(call))
         return method_of(shell, entry)(*args, **kwargs)
 
@@ -44,7 +44,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
     if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
         warn("check: the model has no weights of its own to compare with")
         return
-    with undrawn(model), rolled_back(placed):
+    with random_state_restored(model), rolled_back(placed):
         keep_grad = vars(placed)["_graphplan"].keep_grad
         eager = [_eager_result(model, entry, call, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:

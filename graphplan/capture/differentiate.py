@@ -35,7 +35,7 @@ from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
-from graphplan.capture.sizes.decided_sizes import DecidedSizes, refuse_chance
+from graphplan.capture.sizes.decided_sizes import DecidedSizes, require_no_broadcast
 from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
@@ -113,7 +113,7 @@ class _Tracing:
         self.others: dict[int, str] = {}
         self.data_sizes: dict[Any, int] = {}
         self.known_sizes: dict[Any, int] = {}
-        self.given: list[torch.Tensor | None] = [None] * len(call.leaves)  # fake tensor of each leaf
+        self.fakes: list[torch.Tensor | None] = [None] * len(call.leaves)  # fake tensor of each leaf
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
         """Return a fake tensor for a placeholder, or the number that it stands for."""
@@ -126,7 +126,7 @@ class _Tracing:
                 return traced
             if leaf.requires_grad:
                 self.fed.append((position, index))
-            fake = self.given[index] = self._fake(traced, requires_grad=leaf.requires_grad)
+            fake = self.fakes[index] = self._fake(traced, requires_grad=leaf.requires_grad)
             return fake
         tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
         assert tensor is not None
@@ -191,7 +191,7 @@ class _Tracing:
         with on_any_device():
             forward = _Forward(self.capture.module, self.env)
             results = list(forward.run(*inputs))
-        sizes, self.known_sizes = self.capture.sizes, forward.known
+        sizes, self.known_sizes = self.capture.sizes, forward.constants
         self.data_sizes = {new: sizes[old] for new, old in forward.symbols.items() if old in sizes}
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
@@ -203,7 +203,7 @@ class _Tracing:
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """Return the trace as a capture, with the forward pass's weights and inputs."""
         graph = traced.graph
-        refuse_chance(graph, self.known_sizes)
+        require_no_broadcast(graph, self.known_sizes)
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         for placeholder, node in zip(placeholders, nodes, strict=False):
@@ -254,7 +254,7 @@ class _Tracing:
         signature = self.capture.signature
         leaves = tuple(
             self._leaf_signature(*each)
-            for each in zip(signature.leaves, self.call.leaves, self.given, strict=True)
+            for each in zip(signature.leaves, self.call.leaves, self.fakes, strict=True)
         )
         size_guards = self.sizes.guards() if self.sizes else ()
         return replace(signature, leaves=leaves, guards=(*signature.guards, *size_guards))
@@ -273,7 +273,7 @@ class _Tracing:
         )
 
     def _roles(self) -> tuple[Roles, ...]:
-        pairs = zip(self.capture.roles, self.given, strict=True) if self.capture.roles else ()
+        pairs = zip(self.capture.roles, self.fakes, strict=True) if self.capture.roles else ()
         return tuple(
             {
                 axis: role

@@ -50,7 +50,7 @@ def is_same(error: Exception, other: Exception | None) -> bool:
 
 
 @contextmanager
-def undrawn(*models: nn.Module) -> Iterator[None]:
+def random_state_restored(*models: nn.Module) -> Iterator[None]:
     """Context manager that restores torch's random number generators, and the models' own, at its exit."""
     accelerators = {t.device.index for m in models for t in m.parameters() if t.device.type == "cuda"}
     tables = [vars(part) for model in models for part in model.modules()]
@@ -67,12 +67,12 @@ def undrawn(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def untouched(*models: nn.Module) -> Iterator[None]:
     """Context manager for a trial, which restores tensors and random number generators at its exit."""
-    with undrawn(*models), unwritten(*models):
+    with random_state_restored(*models), tensors_restored(*models):
         yield
 
 
 @contextmanager
-def unwritten(*models: nn.Module) -> Iterator[None]:
+def tensors_restored(*models: nn.Module) -> Iterator[None]:
     """Context manager that restores parameters, their gradients, and tensors of other attributes at its exit.
 
     It copies only the tensors that are written to.
@@ -167,7 +167,7 @@ def _raised(
         args, kwargs = unflatten(list(map(_copied_leaf, leaves)), call.spec)
         outside = CodeCaches(module).untouched(), untouched_by_hooks(module)
         buffers = restored(part._buffers for part in module.modules())
-        with quiet(), undrawn(module), outside[0], outside[1], mode, buffers:
+        with quiet(), random_state_restored(module), outside[0], outside[1], mode, buffers:
             copy_context().run(run, *args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         return error

@@ -124,7 +124,7 @@ def _require_same_next(
     dynamic_shapes: Any,
 ) -> None:
     """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
-    with state.left(program) as may_differ:
+    with state.after_call(program) as may_differ:
         if not may_differ:
             return
         try:
@@ -134,7 +134,7 @@ def _require_same_next(
                 f"after its first call {name} has attributes with which it cannot be traced: "
                 f"{first_line(error)}"
             ) from error
-        state.refuse_other(program, *again)
+        state.require_same_next(program, *again)
 
 
 def _export(
@@ -166,7 +166,7 @@ def _export(
         with numbers.in_place():
             program = copy_context().run(export, module, args, kwargs)  # it may set context variables
     state.data.require_kept()
-    state.kept_by_hooks, state.branches, state.told = kept, branches.found, branches.told
+    state.kept_by_hooks, state.branches, state.answers_given = kept, branches.branches, branches.answers_given
     return state, program
 
 

@@ -178,8 +178,9 @@ class Branches:
         answered: lines of the code, and paths of arguments, whose questions are answered; traces add to it.
 
     Attributes:
-        found: the branches of the last trace.
-        told: the answers that its code was given: the line, the weights and inputs that decide, the answer.
+        branches: the branches of the last trace.
+        answers_given: those that its code was given: the line, the weights and inputs that decide, and the
+            answer.
         read_by: for each question that it answered, repeated ones included, the nodes that it reads.
     """
 
@@ -203,9 +204,9 @@ class Branches:
         self._failed: _Asked | None = None
         self._answers: dict[str, Any] = {}  # text of a question -> answer
         self._writers = _Writers()
-        self.told: set[tuple[Any, ...]] = set()
+        self.answers_given: set[tuple[Any, ...]] = set()
         self.read_by: list[Sequence[fx.Node]] = []
-        self.found: list[Branch] = []
+        self.branches: list[Branch] = []
 
     def enter(self, tracer: Any, call: Any) -> None:
         """Note the nodes of weights and inputs before the first call of the trace, which may write them."""
@@ -248,7 +249,7 @@ class Branches:
         unknown = [size for tensor in tensors for size in tensor.shape if has_free_unbacked_symbols(size)]
         answered = asked is not None and self._is_answered(asked)
         if asked is not None and answered and unknown and not any(one.requires_grad for one in tensors):
-            forms = self._answer(tracer, asked, func, args, kwargs, told=False)
+            forms = self._answer(tracer, asked, func, args, kwargs, is_noted=False)
             return with_sizes(result, [(form.size, form.stride) for form in tree_leaves(forms)], tracer)
         for size in unknown:
             self._remember(asked, size)
@@ -301,7 +302,7 @@ class Branches:
         return self._answered.issuperset(self._told_by(asked))
 
     def _answer(
-        self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any, *, told: bool = True
+        self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any, *, is_noted: bool = True
     ) -> Any:
         arguments = tree_map_only(
             torch.Tensor, lambda one: node_of(one, tracer, constants=True), (args, kwargs)
@@ -314,9 +315,9 @@ class Branches:
                 self._answers[text] = _answer_of(question, asked.values)
             if asked.values:
                 answer = repr(self._answers[text])
-                self.found.append(Branch(question, asked.weights, asked.inputs, answer))
-        if told and asked.values:
-            self.told.add((asked.line, asked.weights, asked.inputs, repr(self._answers[text])))
+                self.branches.append(Branch(question, asked.weights, asked.inputs, answer))
+        if is_noted and asked.values:
+            self.answers_given.add((asked.line, asked.weights, asked.inputs, repr(self._answers[text])))
         return copy.deepcopy(self._answers[text])
 
     def _remember(self, asked: _Asked | None, number: Any) -> None:

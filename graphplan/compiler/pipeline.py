@@ -267,9 +267,9 @@ class Compiler:
 
     def _warn_of_slow_call(self, plan: Plan, entry: str) -> None:
         """Warn once, before it runs, that a kind of call is slow for lack of room beside the weights."""
-        told, noticed = self.model_copy.told, plan.makespan > _NOTICED
-        if noticed and (key := f"a slow call of {entry!r}") not in told and lacks_room(plan):
-            told.add(key)
+        warned, noticed = self.model_copy.warned, plan.makespan > _NOTICED
+        if noticed and (key := f"a slow call of {entry!r}") not in warned and lacks_room(plan):
+            warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(
                 f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "

@@ -125,10 +125,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """``seconds()`` from the call's start, valid once all work is done; ``told``: when the host set it."""
+    """``seconds()`` from the call's start, valid once all work is done; ``set_at``: when the host set it."""
 
     seconds: Callable[[], float]
-    told: float
+    set_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class _Measured:
 
     def without(self, marking: float) -> float:
         """Return the seconds less the overhead ``marking`` of marks, if the device waited for the host."""
-        waited = self.start.seconds() < self.end.told
+        waited = self.start.seconds() < self.end.set_at
         # the overhead was measured on another operation, and may exceed the seconds
         return max(0.0, self.seconds - marking * waited)
 

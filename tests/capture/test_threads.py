@@ -21,7 +21,7 @@ from torch.fx.experimental import sym_node
 from torch.utils import _pytree as pytree
 
 import graphplan
-from graphplan.capture.eager_run import unwritten
+from graphplan.capture.eager_run import tensors_restored
 
 LIMIT = 60  # seconds until a thread that should have ended counts as stuck
 ROOMY = {0: "8MiB", "cpu": "64MiB"}
@@ -295,14 +295,14 @@ def test_torch_compiles_after_trials_of_two_threads_that_overlap() -> None:
         return graph
 
     def first() -> None:
-        with unwritten(Held()):
+        with tensors_restored(Held()):
             entered.set()
             assert second_entered.wait(LIMIT)
         first_left.set()
 
     def second() -> int:
         assert entered.wait(LIMIT)
-        with unwritten(Held()):
+        with tensors_restored(Held()):
             second_entered.set()
             assert first_left.wait(LIMIT)
             torch.compile(torch.sin, backend=counting)(torch.ones(2))

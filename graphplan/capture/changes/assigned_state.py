@@ -79,7 +79,7 @@ class AssignedState:
         goes_by_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
         branches: branches of the code on values of weights or inputs.
-        told: the answers that the code was given, as in ``Branches``.
+        answers_given: the answers that the code was given, as in ``Branches``.
         kept_by_hooks: warnings about hooks that store something outside of the model.
     """
 
@@ -96,7 +96,7 @@ class AssignedState:
         self.losses: list[str] = []
         self.data = AssignedData(model)
         self.branches: list[Branch] = []
-        self.told: set[tuple[Any, ...]] = set()
+        self.answers_given: set[tuple[Any, ...]] = set()
         self.makes_tensors = False
         self.goes_by_values = False
         self.kept_by_hooks: list[str] = []
@@ -189,7 +189,7 @@ class AssignedState:
         return [one for one in self._changes if _share_any(one.tensors, read)]
 
     @contextmanager
-    def left(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
+    def after_call(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
         """Context manager in which modules have the attributes after the traced call.
 
         It yields whether the next call may depend on them.
@@ -209,7 +209,7 @@ class AssignedState:
                     one.owner[one.name] = _without_trace(one.after)
             yield bool(changes)
 
-    def refuse_other(
+    def require_same_next(
         self,
         traced: torch.export.ExportedProgram,
         again: AssignedState,
@@ -242,7 +242,7 @@ class AssignedState:
         # the next call reads tensors that the first one makes, so that only their writes can be compared
         describe = _writes_to_state if self.makes_tensors else _operations
         # a call that finds an answer in an attribute does not ask again
-        if plain and (describe(traced) != describe(program) or self.told != again.told):
+        if plain and (describe(traced) != describe(program) or self.answers_given != again.answers_given):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
                 "graph does not. If only the first differs, call the model before you place it"

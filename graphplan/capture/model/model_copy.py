@@ -53,7 +53,7 @@ class ModelCopy:
             of one, empty for the model.
         attributes: memory of each tensor in a plain attribute -> its name and identity.
         shared: name -> attribute of the caller's model that cannot be copied.
-        told: texts of the warnings that were given.
+        warned: texts of the warnings that were given.
         fixed: entries whose sizes are all fixed in a trace.
         unsized: entries in which only batch sizes and lengths can vary.
         by_inputs: entries whose code branches on values of integer inputs.
@@ -71,7 +71,7 @@ class ModelCopy:
     def __init__(self, model: nn.Module) -> None:
         know_caches(model)
         self.entry = ""
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.fixed: set[str] = set()
         self.unsized: set[str] = set()
         self.by_inputs: set[str] = set()
@@ -186,8 +186,8 @@ class ModelCopy:
 
     def warn_once(self, text: str) -> None:
         """Warn, unless this text was given before."""
-        if text not in self.told:
-            self.told.add(text)
+        if text not in self.warned:
+            self.warned.add(text)
             warn(text)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:

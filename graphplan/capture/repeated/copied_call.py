@@ -112,7 +112,7 @@ class CallCopy:
         return new
 
     def _run(self, event: InnerCall) -> None:
-        args, kwargs = event.given.rebuilt(self._tracked(event.given), self._other.integers)
+        args, kwargs = event.arguments.rebuilt(self._tracked(event.arguments), self._other.integers)
         last = next(iter(reversed(self._graph.nodes)))
         returned = event.method(*args, **kwargs)
         while (last := last.next).op != "root":

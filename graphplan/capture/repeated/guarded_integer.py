@@ -17,14 +17,14 @@ class GuardedInteger:
 
     Attributes:
         value: the integer.
-        answers: (method, arguments, result) of each use.
+        uses: (method, arguments, result) of each use.
     """
 
-    __slots__ = ("answers", "value")
+    __slots__ = ("uses", "value")
 
     def __init__(self, value: int) -> None:
         self.value = value
-        self.answers: list[tuple[str, tuple[Any, ...], Any]] = []
+        self.uses: list[tuple[str, tuple[Any, ...], Any]] = []
 
     @property
     def __class__(self) -> type:
@@ -36,14 +36,14 @@ class GuardedInteger:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.value, name)
-        self.answers.append(("__getattribute__", (name,), attribute))
+        self.uses.append(("__getattribute__", (name,), attribute))
         return attribute
 
     def same_from(self, other: int) -> bool:
         """Whether another integer gives the same result in each recorded use."""
         return other == self.value or all(
             isinstance(answer, bool | int | str) and getattr(int, method)(other, *args) == answer
-            for method, args, answer in self.answers
+            for method, args, answer in self.uses
         )
 
 
@@ -56,7 +56,7 @@ def _recorded(method: str) -> Callable[..., Any]:
     def record(self: GuardedInteger, *args: Any) -> Any:
         args = tuple(map(plain, args))
         answer = getattr(int, method)(self.value, *args)
-        self.answers.append((method, args, answer))
+        self.uses.append((method, args, answer))
         return answer
 
     return record

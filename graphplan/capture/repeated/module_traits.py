@@ -157,7 +157,7 @@ def _weight(tensor: torch.Tensor, traits: ModuleTraits, met: dict[int, int]) -> 
 def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
     """Return a key that is equal for equal values; other objects are equal only if identical."""
     if isinstance(value, UNCHANGING):
-        return type(value), told(value)
+        return type(value), comparison_key(value)
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")
     if isinstance(value, list | dict):
@@ -177,7 +177,7 @@ def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
     return "object", id(value)
 
 
-def told(constant: Any) -> Hashable:
+def comparison_key(constant: Any) -> Hashable:
     """Return a key that is equal for constants that code cannot distinguish; ``0.0`` and ``-0.0`` differ."""
     return repr(constant) if isinstance(constant, float | complex) else constant
 

@@ -32,14 +32,14 @@ class InnerCall:
 
     Attributes:
         method: the bound method.
-        given: its (args, kwargs).
+        arguments: its (args, kwargs).
         result: what it returned.
         stack: the ``nn_module_stack`` at the call.
         line: the line of code that called it.
     """
 
     method: Callable[..., Any]
-    given: TracedValue
+    arguments: TracedValue
     result: TracedValue
     stack: dict[str, tuple[str, Any]]
     line: str | None
@@ -53,7 +53,7 @@ class RecordedCall:
         traits: the traits of the module before the call.
         places: its integer attributes that differ within the stack.
         guarded: their values.
-        given: the arguments.
+        arguments: of the call.
         before: all that code could read before the call of the arguments, the module, and torch.
         weights: the weights of the module.
         weight_nodes: their nodes.
@@ -62,14 +62,14 @@ class RecordedCall:
         constants: node -> constant tensor that the code makes from numbers or reads.
         result: what the call returned.
         rebound: node of a tensor -> node of its value after the call, if that is another.
-        asked: nodes whose values the code has branched on.
+        branched_on: nodes whose values the code has branched on.
         copies: how many copies were made.
     """
 
     traits: ModuleTraits
     places: list[Place]
     guarded: list[GuardedInteger]
-    given: TracedValue
+    arguments: TracedValue
     before: tuple[Any, ...]
     weights: list[torch.Tensor]
     weight_nodes: list[fx.Node]
@@ -78,7 +78,7 @@ class RecordedCall:
     constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     result: TracedValue | None = None
     rebound: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    asked: frozenset[fx.Node] = frozenset()
+    branched_on: frozenset[fx.Node] = frozenset()
     copies: int = 0
 
     @property
@@ -89,12 +89,12 @@ class RecordedCall:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the arguments, and the weights."""
-        return [*self.given.tensors, *self.weights]
+        return [*self.arguments.tensors, *self.weights]
 
     @property
     def nodes(self) -> list[fx.Node]:
         """The nodes of ``tensors`` before the call."""
-        return [*self.given.nodes, *self.weight_nodes]
+        return [*self.arguments.nodes, *self.weight_nodes]
 
     def serves(self, other: RecordedCall) -> bool:
         """Whether nothing that the code could read differs in ``other``, a call that is not traced yet."""
@@ -104,7 +104,9 @@ class RecordedCall:
                 guarded.same_from(value) for guarded, value in zip(self.guarded, other.integers, strict=True)
             )
             and all(
-                node is one for node, one in zip(self.nodes, other.nodes, strict=True) if node in self.asked
+                node is one
+                for node, one in zip(self.nodes, other.nodes, strict=True)
+                if node in self.branched_on
             )
         )
 
@@ -120,8 +122,8 @@ class RecordedCall:
 
         for event in self.events:
             if isinstance(event, InnerCall):
-                given = event.given.with_integers(integers)
-                yield given, *map(numbered, event.given.nodes), event.result.description()
+                arguments = event.arguments.with_integers(integers)
+                yield arguments, *map(numbered, event.arguments.nodes), event.result.description()
                 for node in event.result.nodes:
                     number.setdefault(node, len(number))
             elif event in self.constants:
@@ -187,12 +189,18 @@ class CallRecorder:
         nodes = [node for weight in weights if (node := node_of(weight, tracer)) is not None]
         if len(nodes) < len(weights):
             raise UnlikeError("a weight is a constant")
-        given = take_apart((args, kwargs), tracer, [], shared)
-        numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        before = (given.description(), *numbers, calling_line(), *self._modes_before, traits.state(places))
+        arguments = take_apart((args, kwargs), tracer, [], shared)
+        numbers = [nodes.index(node) if node in nodes else None for node in arguments.nodes]
+        before = (
+            arguments.description(),
+            *numbers,
+            calling_line(),
+            *self._modes_before,
+            traits.state(places),
+        )
         guarded = [GuardedInteger(value) for value in traits.integers(places)]
         outer = dict(tracer.module_stack)
-        self.call = RecordedCall(traits, places, guarded, given, before, weights, nodes, outer)
+        self.call = RecordedCall(traits, places, guarded, arguments, before, weights, nodes, outer)
         self._state = traits.state()
         self._last = _end(tracer.graph)
         self._inside = False
@@ -237,7 +245,7 @@ class CallRecorder:
 
     def _in_caches(self) -> list[tuple[Any, Identities]]:
         """Return the contents of the shared objects among the arguments."""
-        caches = [flatten(leaf.value) for leaf in self.call.given.leaves if leaf.kind == "shared"]
+        caches = [flatten(leaf.value) for leaf in self.call.arguments.leaves if leaf.kind == "shared"]
         return [(spec, Identities(leaves)) for leaves, spec in caches]
 
     def _require_unchanged_caches(self) -> None:
@@ -261,18 +269,18 @@ class CallRecorder:
         now = traits_of(call.traits.module)
         if now.state() != self._state or Identities(now.weights()) != Identities(call.weights):
             raise UnlikeError("the call changes attributes")
-        given = take_apart(self._arguments, self._tracer, [], self._shared)
-        if given.description() != call.before[0]:
+        arguments = take_apart(self._arguments, self._tracer, [], self._shared)
+        if arguments.description() != call.before[0]:
             raise UnlikeError("the call changes its arguments other than in values")
-        if Identities(given.tensors) != Identities(call.given.tensors):
+        if Identities(arguments.tensors) != Identities(call.arguments.tensors):
             raise UnlikeError("the call replaces tensors in what it is given")
         call.result = take_apart(result, self._tracer, call.guarded, self._shared)
-        call.asked = frozenset(chain.from_iterable(self._answered[self._answered_before :]))
-        shared = [*given.containers, *now.containers, *now.held()[1].objects]
+        call.branched_on = frozenset(chain.from_iterable(self._answered[self._answered_before :]))
+        shared = [*arguments.containers, *now.containers, *now.held()[1].objects]
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
             shared += event.result.containers if isinstance(event, InnerCall) else ()
-            for value in (event.given, event.result) if isinstance(event, InnerCall) else ():
+            for value in (event.arguments, event.result) if isinstance(event, InnerCall) else ():
                 pairs += zip(value.tensors, value.nodes, strict=True)
         if any(map(Seen(map(id, shared)), call.result.containers)):
             raise UnlikeError("the call returns a list or dict that others have too")

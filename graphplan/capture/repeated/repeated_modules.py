@@ -107,7 +107,7 @@ class RepeatedModules:
 
     def _serves(self, recording: RecordedCall, call: RecordedCall, tracer: Any) -> bool:
         """Whether a call would trace the same as ``recording``, and no node has changed its branch values."""
-        return recording.serves(call) and not self._branches.are_written(recording.asked, tracer.graph)
+        return recording.serves(call) and not self._branches.are_written(recording.branched_on, tracer.graph)
 
     def _record(
         self,

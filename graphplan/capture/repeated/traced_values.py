@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
-from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, told
+from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, comparison_key
 from graphplan.capture.structure import flatten, unflatten
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -30,12 +30,12 @@ class _Leaf:
 
     Attributes:
         kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"`` or ``"shared"``.
-        told: the key by which leaves compare; the index of a tensor or of a guarded integer.
+        key: by which leaves compare; the index of a tensor or of a guarded integer.
         value: the value of the other kinds.
     """
 
     kind: str
-    told: Any
+    key: Any
     value: Any = field(default=None, compare=False)
 
 
@@ -63,13 +63,13 @@ class TracedValue:
 
     def with_integers(self, integers: list[int]) -> tuple[Any, ...]:
         """Return what code can read except for tensors, with these values of the guarded integers."""
-        return self.spec, [_constant(integers[x.told]) if x.kind == "guarded" else x for x in self.leaves]
+        return self.spec, [_constant(integers[x.key]) if x.kind == "guarded" else x for x in self.leaves]
 
     def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
         """Return the value with other tensors, and with integers in place of guarded ones."""
         numbered: dict[str, Any] = {"tensor": tensors, "guarded": integers}
         return unflatten(
-            [numbered[x.kind][x.told] if x.kind in numbered else x.value for x in self.leaves], self.spec
+            [numbered[x.kind][x.key] if x.kind in numbered else x.value for x in self.leaves], self.spec
         )
 
 
@@ -130,7 +130,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _constant(value: Any) -> _Leaf:
-    return _Leaf("constant", (type(value), told(value)), value)
+    return _Leaf("constant", (type(value), comparison_key(value)), value)
 
 
 def _number(tensor: torch.Tensor, result: TracedValue, tracer: Any) -> int:

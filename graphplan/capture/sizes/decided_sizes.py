@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from graphplan._compat.symbolic_sizes import made_as
+from graphplan._compat.symbolic_sizes import original_expression
 from graphplan._compat.traced_tensors import untraced
 from graphplan.errors import NoGraphError
 
@@ -58,7 +58,7 @@ class DecidedSizes(fx.Interpreter):
 
     Attributes:
         symbols: new symbol -> symbol of the capture, for sizes that are symbols there.
-        known: new symbol -> size, for sizes that are constants in the capture.
+        constants: new symbol -> size, for sizes that are constants in the capture.
 
     Raises:
         TakenForAnotherError: the capture equates a data-dependent size with another symbolic size.
@@ -69,7 +69,7 @@ class DecidedSizes(fx.Interpreter):
         self.extra_traceback = False  # error messages say enough
         self._env = env
         self.symbols: dict[Any, Any] = {}
-        self.known: dict[Any, int] = {}
+        self.constants: dict[Any, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and match its data-dependent sizes with those of the capture."""
@@ -97,7 +97,7 @@ class DecidedSizes(fx.Interpreter):
             raise TakenForAnotherError(
                 f"values decide how much {node.target} returns, and the code takes it to be {captured}", node
             )
-        self.known[size.node.expr] = captured
+        self.constants[size.node.expr] = captured
         with untraced():
             torch._check(size == captured)  # also for intermediate results of the operation
 
@@ -111,7 +111,7 @@ def _sizes(results: Iterable[Any]) -> list[Any]:
     return [size for leaf in results for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
 
 
-def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:
+def require_no_broadcast(graph: fx.Graph, sizes: Mapping[Any, Any]) -> None:
     """Raise NoGraphError if an operation could broadcast in calls with other values.
 
     The trace assumes that the two sizes are equal, so the gradient formulas do not sum over that axis: in
@@ -119,11 +119,11 @@ def refuse_chance(graph: fx.Graph, known: Mapping[Any, Any]) -> None:
 
     Args:
         graph: the trace.
-        known: symbol of a data-dependent size -> its value in each call that the trace serves.
+        sizes: symbol of a data-dependent size -> its value in each call that the trace serves.
     """
     for node in graph.nodes:
         for pair in _paired_sizes(node):
-            one, other = (made_as(size).xreplace(known) for size in pair)
+            one, other = (original_expression(size).xreplace(sizes) for size in pair)
             if one != other and 1 not in (one, other) and free_unbacked_symbols([one, other]):
                 raise NoGraphError(
                     f"values decide sizes of what {node.target} is given, and where one is 1, it broadcasts"

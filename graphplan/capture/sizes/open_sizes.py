@@ -28,14 +28,14 @@ class OpenSizes:
 
     Attributes:
         env: the tracer's shape environment.
-        known: the number of conditions of the first trace.
+        condition_count: the number of conditions of the first trace.
         small: symbol -> value in the example, if that is 0 or 1.
         texts: symbol -> text for messages, such as ``"input_ids.shape[0]"``.
         codes: symbol -> code in a guard, such as ``"v[0].size()[0]"``.
     """
 
     env: ShapeEnv
-    known: int
+    condition_count: int
     small: dict[Any, int]
     texts: dict[Any, str]
     codes: dict[Any, str]
@@ -55,7 +55,9 @@ class OpenSizes:
         Raises:
             NoGraphError: a condition is on a size that no leaf has.
         """
-        return all_of(*(conditions_since(self.env, self.known, each) for each in (self.texts, self.codes)))
+        return all_of(
+            *(conditions_since(self.env, self.condition_count, each) for each in (self.texts, self.codes))
+        )
 
 
 def open_sizes(capture: Capture) -> OpenSizes | None:

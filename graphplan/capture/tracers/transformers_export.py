@@ -45,7 +45,7 @@ from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.exported_program import asked_of, from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
-from graphplan.capture.transformers.cache_sizes import cache_roles, take_for_one
+from graphplan.capture.transformers.cache_sizes import cache_roles, equate_sizes
 from graphplan.capture.transformers.caches import caches_in, is_cache, with_changes
 from graphplan.capture.transformers.export_patches import (
     bounds_of_segments,
@@ -96,7 +96,7 @@ def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying:
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
         for name, cache in caches_in(kwargs).items() if varying else ():
-            take_for_one(cache, inputs[name], roles[name])
+            equate_sizes(cache, inputs[name], roles[name])
         return original(**kwargs)
 
     bounds = bounds_of_segments(inputs)

@@ -101,17 +101,17 @@ def _both(a: Any, b: torch.Tensor | None) -> Any:
 class _Masks:
     """The masks of a trace by their storage, since a layer may get a view of one."""
 
-    made: dict[int, tuple[torch.Tensor, _MaskInputs]] = field(default_factory=dict)
-    asked: list[_MaskInputs] = field(default_factory=list)
+    by_storage: dict[int, tuple[torch.Tensor, _MaskInputs]] = field(default_factory=dict)
+    requests: list[_MaskInputs] = field(default_factory=list)
 
     def note(self, mask: Any, inputs: _MaskInputs | None) -> None:
         """Remember by which values eager mode may skip this mask."""
         if isinstance(mask, torch.Tensor) and inputs is not None:
-            self.made[storage_of(mask)] = mask, inputs
+            self.by_storage[storage_of(mask)] = mask, inputs
 
     def for_any_token(self, mask: Any) -> Any:
         """Return the mask that gives eager mode's result in attention that is not causal."""
-        entry = self.made.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
+        entry = self.by_storage.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
         if entry is None or mask.dtype != torch.bool:
             return mask
         skipped = entry[1].answer()
@@ -152,7 +152,7 @@ def _entry(table: Any, factory: Callable[[Callable[..., Any]], Callable[..., Any
 def _recording(original: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     def ignore(padding_mask: Any, *sizes: Any, **named: Any) -> bool:
         inputs = _MaskInputs(padding_mask, *sizes, **named)
-        masks.asked.append(inputs)
+        masks.requests.append(inputs)
         return inputs.is_needless or original(padding_mask, *sizes, **named)
 
     return ignore
@@ -209,7 +209,7 @@ def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _making(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        masks.asked.clear()
+        masks.requests.clear()
         result = original(*args, **kwargs)
         packed = getattr(kwargs.get("mask_function"), "packed", None)
         if packed is not None:
@@ -217,8 +217,8 @@ def _making(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
             offsets = kwargs["q_offset"], kwargs["kv_offset"]
             window = kwargs.get("local_size")
             masks.note(result, _MaskInputs(None, q_length, kv_length, *offsets, window, packed))
-        elif masks.asked:
-            masks.note(result, masks.asked[-1])
+        elif masks.requests:
+            masks.note(result, masks.requests[-1])
         return result
 
     return mask

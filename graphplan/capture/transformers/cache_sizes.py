@@ -40,7 +40,7 @@ def with_tokens(roles: Sequence[Roles], call: BoundCall, *, ones: bool) -> list[
     return extended
 
 
-def take_for_one(cache: Any, example: Any, roles: list[Roles]) -> None:
+def equate_sizes(cache: Any, example: Any, roles: list[Roles]) -> None:
     """Equate the sizes of axes of one role in all layers of a kind that are equal in the example.
 
     ``cache`` is the traced one. Each comparison adds a guard, which the trace would otherwise add itself.

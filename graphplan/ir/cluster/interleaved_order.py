@@ -97,12 +97,12 @@ class StageSeconds:
     Attributes:
         forward: computation of the forward pass.
         backward: computation of the backward pass; None if the batch only runs forward.
-        sent: transfer of the output to the stage after, and of its gradient back, each.
+        transfer: of the output to the stage after, and of its gradient back, each.
     """
 
     forward: float
     backward: float | None
-    sent: float
+    transfer: float
 
 
 def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> list[TimedAction]:
@@ -139,6 +139,6 @@ def _needed(one: StageAction, stages: int) -> StageAction | None:
 
 def _transfers(one: StageAction, stages: Sequence[StageSeconds]) -> tuple[float, float]:
     """Return the seconds of the transfers of an action's input and of its output."""
-    before = stages[one.stage - 1].sent if one.stage else 0.0
-    after = stages[one.stage].sent
+    before = stages[one.stage - 1].transfer if one.stage else 0.0
+    after = stages[one.stage].transfer
     return (after, before) if one.backward else (before, after)

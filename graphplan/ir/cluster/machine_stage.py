@@ -71,19 +71,19 @@ class MachineStage(Generic[AnyPlan]):
         return self.plan.peak_bytes[spec.key] + self.kept_bytes.get(spec.key, 0) + buffers
 
 
-def stage_seconds(plan: PlanData, sent: float, *, trains: bool) -> StageSeconds:
+def stage_seconds(plan: PlanData, transfer: float, *, trains: bool) -> StageSeconds:
     """Return the seconds of a microbatch in a stage, as its plan estimates them.
 
     Args:
         plan: of the stage.
-        sent: seconds of the transfer to the stage after.
+        transfer: seconds of the transfer to the stage after.
         trains: whether the batch runs backward too, even if this stage does not.
     """
     whole, operations = plan.makespan, plan.graph.operations
     if not trains:
-        return StageSeconds(whole, None, sent)
+        return StageSeconds(whole, None, transfer)
     if not plan.graph.trains:
-        return StageSeconds(whole, 0.0, sent)
+        return StageSeconds(whole, 0.0, transfer)
     runs = (event for event in plan.timeline.events if event.kind == "run")
     forward = next(event.start for event in runs if operations[event.name].backward)
-    return StageSeconds(forward, whole - forward, sent)
+    return StageSeconds(forward, whole - forward, transfer)

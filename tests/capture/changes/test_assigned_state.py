@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import graphplan
 from graphplan.capture.changes.assigned_state import restored
-from graphplan.capture.eager_run import unwritten
+from graphplan.capture.eager_run import tensors_restored
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, run_hooked
@@ -780,7 +780,7 @@ def test_weights_over_one_memory_are_all_as_before() -> None:
     model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     read = nn.Parameter(torch.ones(4))
     model.append(read)
-    with unwritten(model):
+    with tensors_restored(model):
         torch.add(read, 1, out=flat[:4])
         model[1].mul_(2).add_(read)
     assert torch.equal(flat, torch.arange(8.0))
@@ -884,7 +884,7 @@ def test_an_expanded_tensor_is_as_before_a_trial() -> None:
     base = torch.ones(8, 1)
     model = nn.Identity()
     model.kept = {"wide": base.expand(8, 4)}
-    with unwritten(model):
+    with tensors_restored(model):
         base.add_(1)
     assert torch.equal(base, torch.ones(8, 1))
 
