@@ -117,7 +117,7 @@ def open_pretrained(
     finish_weights(model, matched)
     _check_names(folder, cls, matched, strict=strict)
     _finish_model(folder, model)
-    return model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made)
+    return model, ConvertedCheckpoint(ModelWeights(model), matched.tensors, matched.conversions)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:

@@ -55,7 +55,7 @@ def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
             raise
     if not rehearsal.calls:
         raise InputError("the function that is given as calls= makes no call of the model")
-    return [replace(one.asked, weight=float(one.count)) for one in rehearsal.calls]
+    return [replace(one.first_call, weight=float(one.count)) for one in rehearsal.calls]
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class Rehearsed:
 
     Attributes:
         number: index of the structure, in the order of first calls.
-        asked: the first call.
+        first_call: the first call.
         capture: its trace.
         made_by: input leaf -> its origin: the number of an earlier call, and the index among its results.
         count: number of calls.
     """
 
     number: int
-    asked: EntryCall
+    first_call: EntryCall
     capture: Capture
     made_by: Mapping[int, tuple[int, int]]
     count: int = 1

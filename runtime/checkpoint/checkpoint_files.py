@@ -26,18 +26,18 @@ class Checkpoint:
     Non-persistent buffers, which no checkpoint holds, come from the model itself.
     """
 
-    def __init__(self, weights: ModelWeights, found: Mapping[str, FileTensor]) -> None:
+    def __init__(self, weights: ModelWeights, tensors: Mapping[str, FileTensor]) -> None:
         self.weights = weights
-        self.found = {
-            first: found[name]
+        self.tensors = {
+            first: tensors[name]
             for first, names in weights.names.items()
             for name in names  # the last name that a file has wins, as in load_state_dict
-            if name in found
+            if name in tensors
         }
         self._files: dict[Path, MappedFile] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self.found
+        return name in self.tensors
 
     @property
     def files(self) -> tuple[MappedFile, ...]:
@@ -48,7 +48,7 @@ class Checkpoint:
         """Return the parameters that can be used in place in their file: same dtype and strides, aligned."""
         return frozenset(
             name
-            for name, tensor in self.found.items()
+            for name, tensor in self.tensors.items()
             if name in self.weights.parameters
             and tensor.dtype == self.weights.tensors[name].dtype
             and self.weights.tensors[name].is_contiguous()
@@ -57,14 +57,14 @@ class Checkpoint:
 
     def map(self, name: str) -> torch.Tensor:
         """Return a weight as a tensor over its mapped file."""
-        tensor = self.found[name]
+        tensor = self.tensors[name]
         if tensor.file.path not in self._files:
             self._files[tensor.file.path] = MappedFile(tensor.file)
         return self._files[tensor.file.path].tensor(tensor)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """Fill targets, on any device and of any dtype, by first name; report the bytes of each read."""
-        read_into([Read(self.found[name], target) for name, target in targets.items()], progress)
+        read_into([Read(self.tensors[name], target) for name, target in targets.items()], progress)
 
 
 def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
@@ -96,13 +96,13 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
     wrong = [
         f"{tensor.file.path.name} has {tensor.name!r} of shape {list(tensor.shape)}, the model "
         f"{list(weights.tensors[name].shape)}"
-        for name, tensor in checkpoint.found.items()
+        for name, tensor in checkpoint.tensors.items()
         if tensor.shape != tuple(weights.tensors[name].shape)
     ]
     wrong += [
         f"{tensor.file.path.name} has {tensor.name!r} of {tensor.dtype}, the model "
         f"{weights.tensors[name].dtype}: only numbers of one kind are converted"
-        for name, tensor in checkpoint.found.items()
+        for name, tensor in checkpoint.tensors.items()
         if _kind(tensor.dtype) != _kind(weights.tensors[name].dtype)
     ]
     if wrong:
@@ -112,7 +112,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
 
 
 def _warn_of_differing_ties(checkpoint: Checkpoint, tensors: Mapping[str, FileTensor]) -> None:
-    for first, used in checkpoint.found.items():
+    for first, used in checkpoint.tensors.items():
         for name in checkpoint.weights.names[first]:
             if name in tensors and name != used.name and not equal_in_files(tensors[name], used):
                 warn(

@@ -52,30 +52,30 @@ class ConvertedCheckpoint(Checkpoint):
 
     Args:
         weights: those of the model.
-        found: name of a weight -> its place in a file.
-        made: name of a weight -> the conversion that computes it.
+        tensors: name of a weight -> its place in a file.
+        conversions: name of a weight -> the conversion that computes it.
     """
 
     def __init__(
-        self, weights: ModelWeights, found: Mapping[str, FileTensor], made: Mapping[str, Conversion]
+        self, weights: ModelWeights, tensors: Mapping[str, FileTensor], conversions: Mapping[str, Conversion]
     ) -> None:
-        super().__init__(weights, found)
-        self.made = {
+        super().__init__(weights, tensors)
+        self.conversions = {
             weights.first[name]: conversion
-            for name, conversion in made.items()
-            if weights.first[name] not in self.found
+            for name, conversion in conversions.items()
+            if weights.first[name] not in self.tensors
         }
 
     def __contains__(self, name: object) -> bool:
-        return name in self.made or super().__contains__(name)
+        return name in self.conversions or super().__contains__(name)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """See :meth:`Checkpoint.read`."""
-        requests = [Read(self.found[name], targets[name]) for name in targets if name in self.found]
+        requests = [Read(self.tensors[name], targets[name]) for name in targets if name in self.tensors]
         computed: dict[Conversion, list[str]] = {}
         outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
         for name, target in targets.items():
-            conversion = self.made.get(name)
+            conversion = self.conversions.get(name)
             if conversion is None:
                 continue
             if conversion not in outlines:

@@ -31,15 +31,15 @@ class Matched:
     """Where the weights of a model are in a checkpoint.
 
     Attributes:
-        found: weight -> the tensor that has its data.
-        made: weight -> the conversion of tensors that makes it.
+        tensors: weight -> the tensor that has its data.
+        conversions: weight -> the conversion of tensors that makes it.
         missing: weights that the checkpoint lacks.
         unexpected: tensors that are no weight of the model.
         used: the rules of transformers that applied; transformers reverts them when the model is saved.
     """
 
-    found: dict[str, FileTensor] = field(default_factory=dict)
-    made: dict[str, Conversion] = field(default_factory=dict)
+    tensors: dict[str, FileTensor] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     unexpected: set[str] = field(default_factory=set)
     used: list[Any] = field(default_factory=list)
@@ -80,14 +80,14 @@ def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
             targets = [name] if pattern is None else converter_of[pattern].target_patterns
             matched.unexpected.update(name.replace(targets[0], target) for target in targets)
         elif pattern is None:
-            matched.found.setdefault(name, tensors[key])
+            matched.tensors.setdefault(name, tensors[key])
         else:
             group = gathered.setdefault(name, _Gathered(copy.deepcopy(converter_of[pattern]), [], []))
             group.patterns.append(pattern)
             group.sources.append(tensors[key])
     for name, group in gathered.items():
         _add_conversion(model, matched, name, group, state[name].dtype)
-    matched.missing -= {*matched.found, *matched.made}
+    matched.missing -= {*matched.tensors, *matched.conversions}
     matched.used = [rule for rule in rules if rule.was_used()]
     _check_shapes(matched, state)
     return matched
@@ -114,16 +114,16 @@ def _add_conversion(
             f"{name!r} cannot be made of {len(group.sources)} tensors of the checkpoint by {kind}: {error}"
         ) from error
     for target in outline:
-        matched.made[target] = conversion
+        matched.conversions[target] = conversion
 
 
 def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
-    shapes = {name: tensor.shape for name, tensor in matched.found.items()}
-    for conversion in dict.fromkeys(matched.made.values()):
+    shapes = {name: tensor.shape for name, tensor in matched.tensors.items()}
+    for conversion in dict.fromkeys(matched.conversions.values()):
         for name, value in conversion.outline().items():
             shapes[name] = tuple((value[0] if isinstance(value, list) else value).shape)
     matched.unexpected.update(name for name in shapes if name not in state)
-    matched.made = {name: rule for name, rule in matched.made.items() if name in state}
+    matched.conversions = {name: rule for name, rule in matched.conversions.items() if name in state}
     wrong = [
         f"{name!r} is of shape {list(shape)}, in the model {list(state[name].shape)}"
         for name, shape in shapes.items()
@@ -143,7 +143,7 @@ def finish_weights(model: Any, matched: Matched) -> None:
     from transformers.utils.loading_report import LoadStateDictInfo
 
     _tie_if_equal(model, matched)
-    for name in (*matched.found, *matched.made):
+    for name in (*matched.tensors, *matched.conversions):
         mark_initialized(model.get_parameter_or_buffer(name))
     info = LoadStateDictInfo(set(matched.missing), set(matched.unexpected), set(), [], {}, set())
     model.mark_tied_weights_as_initialized(info)
@@ -175,10 +175,10 @@ def _tie_if_equal(model: Any, matched: Matched) -> None:
     transformers compares them in memory; here they are compared in their files.
     """
     for target, source in list(model.all_tied_weights_keys.items()):
-        if target not in matched.found or source not in matched.found:
+        if target not in matched.tensors or source not in matched.tensors:
             continue
-        if equal_in_files(matched.found[target], matched.found[source]):
-            del matched.found[target]
+        if equal_in_files(matched.tensors[target], matched.tensors[source]):
+            del matched.tensors[target]
             matched.missing.add(target)
         else:
             logger.warning(

@@ -97,7 +97,7 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
     """Yield the calls that can be planned; an image prompt, say, may leave no length for a token."""
     for other in others:
         try:
-            compiler.pose(other.asked)
+            compiler.pose(other.first_call)
         except (LimitError, CaptureError) as error:
             logger.info("no memory is reserved for a forward pass of generate(): %s", error)
         else:
@@ -114,11 +114,11 @@ def _plan_in_turn(
     planned = {0: first}
     for other in others:
         try:
-            plan = compiler.plan(_with_placed_caches(other, planned), other.asked.entry)
+            plan = compiler.plan(_with_placed_caches(other, planned), other.first_call.entry)
         except InfeasibleError as error:
-            return [], _Lacking(other.asked, str(error).splitlines()[0])
+            return [], _Lacking(other.first_call, str(error).splitlines()[0])
         if fast and lacks_room(plan.plan):
-            return [], _Lacking(other.asked, None)
+            return [], _Lacking(other.first_call, None)
         compiler.commit(plan)
         planned[other.number] = plan
     return [first, *(planned[other.number] for other in others)], None
@@ -152,7 +152,7 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
         return None
     logger.info("planning all forward passes of generate() together")
     compiler.restart()
-    calls = [example, *(other.asked for other in others)]
+    calls = [example, *(other.first_call for other in others)]
     try:
         return list(compiler.plan_and_commit(calls, advise=False))
     except InfeasibleError as error:
@@ -166,8 +166,10 @@ def _on_device_of(other: Rehearsed, example: BoundCall) -> Rehearsed:
     if device is None or device.type in (CPU, "meta"):
         return other
     with FakeTensorMode():
-        call = other.asked.call.mapped(lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf)
-    return replace(other, asked=replace(other.asked, call=call))
+        call = other.first_call.call.mapped(
+            lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf
+        )
+    return replace(other, first_call=replace(other.first_call, call=call))
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -179,7 +181,7 @@ def _with_placed_caches(other: Rehearsed, planned: Mapping[int, Planned]) -> Bou
 
     The caches are new objects: those of the rehearsal have been filled since.
     """
-    call = other.asked.call
+    call = other.first_call.call
     leaves = list(call.leaves)
     with FakeTensorMode():
         for leaf, (number, position) in other.made_by.items():
