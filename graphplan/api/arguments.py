@@ -45,44 +45,46 @@ class Request:
 
 
 def read_request(
-    model: Any, topology: Topology | None, asked: PlanOptions, own: Options, *, check: bool = False
+    model: Any, topology: Topology | None, plan_options: PlanOptions, preset: Options, *, check: bool = False
 ) -> Request:
     """Return the model and the compiler's options.
 
     Args:
         model: the model to place.
         topology: the devices; None for several machines, whose training steps are built stage by stage.
-        asked: the caller's options.
-        own: options that the calling function has set already.
+        plan_options: the caller's options.
+        preset: options that the calling function has set already.
         check: whether results are compared with eager's, which training does not allow.
 
     Raises:
         DeviceError: ``pin`` names an invalid device.
         InputError: another argument is not as :func:`graphplan.plan` says.
     """
-    asked.require_flags()
-    asked.require_companions(machines=topology is None)
-    constraints = read_constraints(asked, topology)
+    plan_options.require_flags()
+    plan_options.require_companions(machines=topology is None)
+    constraints = read_constraints(plan_options, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
     if topology is None:  # stages do not evaluate branches on weights anew, so none is traced
         model_copy.current = lambda _: None
-    unsupported: dict[str, Any] = {"grad": own.grad, "compile": own.compile is not None, "check": check}
+    unsupported: dict[str, Any] = {"grad": preset.grad, "compile": preset.compile is not None, "check": check}
     if topology is not None:
-        unsupported |= {"dynamic_shapes": asked.dynamic_shapes, "calls": asked.calls}
+        unsupported |= {"dynamic_shapes": plan_options.dynamic_shapes, "calls": plan_options.calls}
     else:
-        unsupported |= {"max_batch": asked.max_batch, "max_length": asked.max_length}
-    training = read_training(asked, model_copy, unsupported)
+        unsupported |= {"max_batch": plan_options.max_batch, "max_length": plan_options.max_length}
+    training = read_training(plan_options, model_copy, unsupported)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation
     options = replace(
-        own,
-        dynamic_shapes=asked.dynamic_shapes,
+        preset,
+        dynamic_shapes=plan_options.dynamic_shapes,
         constraints=constraints,
-        size_limits=asked.size_limits,
-        time_limit=asked.time_limit,
+        size_limits=plan_options.size_limits,
+        time_limit=plan_options.time_limit,
         training=training,
-        saved_captures=None if asked.capture_cache is None else SavedCaptures(asked.capture_cache),
+        saved_captures=None
+        if plan_options.capture_cache is None
+        else SavedCaptures(plan_options.capture_cache),
     )
     return Request(model, model_copy, options)
 
@@ -112,14 +114,14 @@ def read_model(model: Any) -> nn.Module:
     return model
 
 
-def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constraints:
+def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Constraints:
     """Return the caller's constraints. Their names are checked later, against the graph.
 
     Raises:
         DeviceError: ``pin`` names an invalid device.
         InputError: ``pin`` is no mapping of names, or ``together`` no list of them.
     """
-    pin, together = asked.pin, asked.together
+    pin, together = plan_options.pin, plan_options.together
     if pin is not None and not isinstance(pin, Mapping):
         raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
     if isinstance(together, str) or not isinstance(together, Sequence):
@@ -130,7 +132,7 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
     devices = topology.devices if topology is not None else ()
     pins = {name: own_key(devices, device, "pin") for name, device in (pin or {}).items()}
-    return Constraints(pins, groups, asked.offload, asked.cpu_compute, asked.balance)
+    return Constraints(pins, groups, plan_options.offload, plan_options.cpu_compute, plan_options.balance)
 
 
 def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
@@ -173,7 +175,7 @@ def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mappi
 Saved = TypeVar("Saved", Plan, ClusterPlan)
 
 
-def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Saved | None:
+def read_given_plan(plan: object, kind: type[Saved], plan_options: PlanOptions) -> Saved | None:
     """Return the plan to carry out, loaded if ``plan`` is the path of a file; None for a search.
 
     Raises:
@@ -182,7 +184,7 @@ def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Save
     """
     if plan is None:
         return None
-    if kind is Plan and asked.searches():
+    if kind is Plan and plan_options.searches():
         raise InputError(
             "plan= is carried out as it is: give pin, together, offload, cpu_compute, balance, links, "
             "devices and time_limit to graphplan.plan, which made it"
@@ -213,14 +215,14 @@ def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad
 
 
 def read_examples(
-    asked: PlanOptions, args: Sequence[Any], kwargs: Mapping[str, Any] | None, compiler: Compiler
+    plan_options: PlanOptions, args: Sequence[Any], kwargs: Mapping[str, Any] | None, compiler: Compiler
 ) -> list[EntryCall]:
     """Return the example calls of ``calls=`` with their weights; a function is rehearsed to find its calls.
 
     Raises:
         InputError: the arguments are not as :func:`graphplan.plan` says.
     """
-    calls, weights = asked.calls, asked.weights
+    calls, weights = plan_options.calls, plan_options.weights
     if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping | None)) or args or kwargs:
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
     if callable(calls):

@@ -55,7 +55,7 @@ _GRAPH = (
 )
 
 
-def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: bool = False) -> Cluster:
+def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, grad: bool = False) -> Cluster:
     """Return the machines, each given as a ``max_memory``, with the options of the pipeline.
 
     Raises:
@@ -63,22 +63,24 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
         BudgetError, DeviceError: a ``max_memory`` cannot be read.
     """
     _require_list(machines)
-    count = asked.microbatches
+    count = plan_options.microbatches
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"microbatches must be a positive integer, not {count!r}")
     for what, value, choices in (
-        ("schedule", asked.schedule, get_args(PipelineSchedule)),
-        ("objective", asked.objective, get_args(Objective)),
+        ("schedule", plan_options.schedule, get_args(PipelineSchedule)),
+        ("objective", plan_options.objective, get_args(Objective)),
     ):
         if value not in choices:
             raise InputError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-    if asked.network is not None and not isinstance(asked.network, Link):
-        raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
-    topologies = (_read_machine(index, budgets, asked, grad=grad) for index, budgets in enumerate(machines))
-    stages = _stages_per_machine(asked, len(machines))
-    trains = grad or asked.train, asked.train
-    flight = Flight(count, asked.schedule, *trains, len(machines), stages)
-    return Cluster(tuple(topologies), asked.network or NETWORK, flight, asked.objective)
+    if plan_options.network is not None and not isinstance(plan_options.network, Link):
+        raise InputError(f"network must be a graphplan.Link, not {plan_options.network!r}")
+    topologies = (
+        _read_machine(index, budgets, plan_options, grad=grad) for index, budgets in enumerate(machines)
+    )
+    stages = _stages_per_machine(plan_options, len(machines))
+    trains = grad or plan_options.train, plan_options.train
+    flight = Flight(count, plan_options.schedule, *trains, len(machines), stages)
+    return Cluster(tuple(topologies), plan_options.network or NETWORK, flight, plan_options.objective)
 
 
 def _require_list(machines: Any) -> None:
@@ -87,16 +89,20 @@ def _require_list(machines: Any) -> None:
         raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
 
 
-def _read_machine(index: int, max_memory: MaxMemory, asked: PlanOptions, *, grad: bool) -> Topology:
+def _read_machine(index: int, max_memory: MaxMemory, plan_options: PlanOptions, *, grad: bool) -> Topology:
     try:
-        return asked.topology(max_memory, grad=grad)
+        return plan_options.topology(max_memory, grad=grad)
     except (BudgetError, DeviceError) as error:
         raise type(error)(f"machines[{index}]: {error}") from error
 
 
-def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
+def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
     """Return the most stages that a machine may have; raise InputError if options contradict each other."""
-    stages, schedule, count = asked.stages_per_machine, asked.schedule, asked.microbatches
+    stages, schedule, count = (
+        plan_options.stages_per_machine,
+        plan_options.schedule,
+        plan_options.microbatches,
+    )
     if schedule != "interleaved":
         if stages is not None and stages != 1:
             raise InputError(
@@ -110,7 +116,7 @@ def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
         )
     if machines < 2:
         raise InputError("schedule='interleaved' is for two machines or more: use schedule='1f1b'")
-    if asked.objective != "throughput":
+    if plan_options.objective != "throughput":
         raise InputError("schedule='interleaved' makes a batch faster: give objective='throughput'")
     if not rounds_divide(machines, count):
         lower = count // machines * machines
@@ -124,14 +130,16 @@ def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
 def plan_machines(
     model: Any,
     machines: Sequence[MaxMemory],
-    asked: PlanOptions,
+    plan_options: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     *,
     grad: bool = False,
 ) -> ClusterPlan:
     """Return the plan of :func:`graphplan.plan` with ``machines=``."""
-    example = _bind_call(model, read_cluster(machines, asked, grad=grad), asked, args, kwargs, grad=grad)
+    example = _bind_call(
+        model, read_cluster(machines, plan_options, grad=grad), plan_options, args, kwargs, grad=grad
+    )
     return example.plan(example.traced())
 
 
@@ -201,13 +209,13 @@ class _Example:
 def _bind_call(
     model: Any,
     cluster: Cluster,
-    asked: PlanOptions,
+    plan_options: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     *,
     grad: bool,
 ) -> _Example:
-    request = read_request(model, None, asked, Options(grad=grad))
+    request = read_request(model, None, plan_options, Options(grad=grad))
     call = require_example(request, args, kwargs)
     microbatches_of(call, cluster.flight.microbatches)  # raises InputError if the call cannot be divided
     return _Example(request, cluster, whole_compiler(request.model_copy, cluster, request.options), call)
@@ -236,7 +244,7 @@ def read_on_all(machines: Sequence[MaxMemory], what: str, action: Callable[[], M
 def partition_machines(
     model: Any,
     machines: Sequence[MaxMemory],
-    asked: PlanOptions,
+    plan_options: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     *,
@@ -252,19 +260,25 @@ def partition_machines(
     """
 
     def read_for_ranks() -> Cluster:
-        if asked.train:
+        if plan_options.train:
             require_backward_stages()
-        return read_cluster(machines, asked, grad=grad)
+        return read_cluster(machines, plan_options, grad=grad)
 
     cluster = read_on_all(machines, "reading machines=", read_for_ranks)
-    example = on_all("reading the model", lambda: _bind_call(model, cluster, asked, args, kwargs, grad=grad))
+    example = on_all(
+        "reading the model", lambda: _bind_call(model, cluster, plan_options, args, kwargs, grad=grad)
+    )
     request = example.request
     weights = request.model_copy.weights.tensors
     require_same(
         {
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=": repr(machines),
-            **{f"{item.name}=": repr(getattr(asked, item.name)) for item in fields(asked) if item.repr},
+            **{
+                f"{item.name}=": repr(getattr(plan_options, item.name))
+                for item in fields(plan_options)
+                if item.repr
+            },
             "return_outputs=": "all" if everywhere else "of the last stage",
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
@@ -278,7 +292,7 @@ def partition_machines(
     def plan_on_first() -> str:
         if dist.get_rank():
             return ""
-        saved = read_given_plan(plan, ClusterPlan, asked)
+        saved = read_given_plan(plan, ClusterPlan, plan_options)
         if saved is not None:
             _require_planned_for(saved, cluster)
         return (saved or example.plan(annotator)).to_json()

@@ -125,16 +125,16 @@ def partition(
             and InputError for a model on the meta device without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    asked = read_options(partition, options)
+    plan_options = read_options(partition, options)
     require_flags(grad=grad, check=check, warm=warm, strict=strict is not None and strict)
     require_flags(return_outputs=return_outputs == "all" or return_outputs)
     if machines is not None:
         unsupported = {"compile": compile, "check": check, "warm": warm, "return_outputs": not return_outputs}
-        refuse_with_machines(asked, max_memory=max_memory, **unsupported)
+        refuse_with_machines(plan_options, max_memory=max_memory, **unsupported)
         return partition_machines(
             model,
             machines,
-            asked,
+            plan_options,
             args,
             kwargs,
             grad=grad,
@@ -143,14 +143,14 @@ def partition(
             everywhere=return_outputs == "all",
             plan=plan,
         )
-    saved = read_given_plan(plan, Plan, asked)
+    saved = read_given_plan(plan, Plan, plan_options)
     if saved is None:
-        topology = asked.topology(max_memory, grad=grad)
+        topology = plan_options.topology(max_memory, grad=grad)
     else:
-        topology = budgeted(saved, max_memory, asked.reserve, grad=grad)
+        topology = budgeted(saved, max_memory, plan_options.reserve, grad=grad)
     require_present(topology)
     preset = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
-    request = read_request(model, topology, asked, preset, check=check)
+    request = read_request(model, topology, plan_options, preset, check=check)
     model, model_copy = request.model, request.model_copy
     rules = pin_sparse(request.options.constraints, model_copy.weights, topology)
     _warn_of_shared(model_copy.shared)
@@ -159,8 +159,8 @@ def partition(
     source = read_source(request, checkpoint, strict=strict is not False)
     with_rules = replace(request.options, constraints=rules)
     placer = Placer(topology, with_rules, strict is True, source, check, warm, saved)
-    if asked.calls is not None:
-        return placer.place_together(model, model_copy, partial(read_examples, asked, args, kwargs))
+    if plan_options.calls is not None:
+        return placer.place_together(model, model_copy, partial(read_examples, plan_options, args, kwargs))
     call = read_example(request, args, kwargs)
     if call is None:
         warn(_WAITS.format(type(model).__name__))

@@ -79,9 +79,9 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
-        beside: the plan of a model that hooks run, whose memory is left free; None for other models.
+        hooked_plan: that of a model that hooks run, whose memory is left free; None for other models.
         retries: whether NoGraphError is raised, so that these hooks run the call.
-        found: compiler and plan of :meth:`find_room`; the next call moves the weights as the plan says.
+        pending_move: compiler and plan of :meth:`find_room`; the next call moves the weights as it says.
     """
 
     topology: Topology
@@ -95,21 +95,21 @@ class Placer:
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
-    beside: Plan | None = None
+    hooked_plan: Plan | None = None
     retries: bool = False
-    found: tuple[Compiler, Planned] | None = None
+    pending_move: tuple[Compiler, Planned] | None = None
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
-        """Return the placed module, planned for its present state, or with weights moved by ``found``."""
+        """Return the placed module, planned for its present state, or moved as ``pending_move`` says."""
         require_present(self.topology)
         model = unplaced(module)
-        if self.found is not None:
-            mover, planned = self.found  # not kept by the module: it refers to inputs
+        if self.pending_move is not None:
+            mover, planned = self.pending_move  # not kept by the module: it refers to inputs
             with suppress(TypeError, GraphplanError):  # another thread's call, which does not fit
                 _offload_caches(planned, mover.model_copy.part(entry).bind(args, kwargs))
-            placed = replace(self, found=None).attached(model, mover, [planned], refilled)
+            placed = replace(self, pending_move=None).attached(model, mover, [planned], refilled)
             mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
             return placed
         model_copy = ModelCopy(model)
@@ -182,15 +182,17 @@ class Placer:
     def _beside_hooks(self, plan: Plan) -> Placer:
         """Return the placer for later calls, with the weights where the plan of the hooks has them."""
         homes = plan.schedule.assignment.weights
-        return Placer(self.topology, self.options, homes=homes, known_plan=plan, beside=plan, retries=True)
+        return Placer(
+            self.topology, self.options, homes=homes, known_plan=plan, hooked_plan=plan, retries=True
+        )
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         assignment = None if self.known_plan is None else self.known_plan.schedule.assignment
         homes = None if self.homes is None else dict(self.homes)
         compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, assignment, self.plan)
-        if self.beside is not None:
-            compiler.keep_room_for(self.beside)
+        if self.hooked_plan is not None:
+            compiler.keep_room_for(self.hooked_plan)
         return compiler
 
     @property
@@ -201,7 +203,7 @@ class Placer:
     @property
     def _may_move(self) -> bool:
         """Whether weights may move later: no plan of the caller, hooks, disk or autograd fixes them."""
-        settled = self.plan is not None or self.beside is not None or DISK in self.topology
+        settled = self.plan is not None or self.hooked_plan is not None or DISK in self.topology
         return not (settled or self.options.grad or self.options.training is not None)
 
     def attached(
@@ -237,14 +239,14 @@ class Placer:
             become=in_place if self.in_place else copy_to_run,
         )
         first = planned[0].plan if planned else self.known_plan
-        main = None if first is None else compute_device_of(first)
+        compute_device = None if first is None else compute_device_of(first)
         next_placer = Placer(
             self.topology,
             self.options,
             self.strict,
             homes=compiler.homes,
             known_plan=first,
-            beside=self.beside,
+            hooked_plan=self.hooked_plan,
         )
         state = ModuleState(
             programs,
@@ -254,7 +256,7 @@ class Placer:
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
-            untraced=Untraced(str(without), main) if isinstance(without, KeptStateError) else None,
+            untraced=Untraced(str(without), compute_device) if isinstance(without, KeptStateError) else None,
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,
@@ -297,7 +299,7 @@ class Placer:
             moved_for=sum(map(tensor_bytes, call.tensors)),
             homes=mover.homes,
             known_plan=planned.plan,
-            found=(mover, planned),
+            pending_move=(mover, planned),
         )
 
 

@@ -188,11 +188,13 @@ def require_known(function: Callable[..., Any], given: Iterable[str], called: st
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
+def refuse_with_machines(plan_options: PlanOptions, **given: object) -> None:
     """Raise InputError for an argument that ``machines=`` does not allow."""
-    refused = {name: getattr(asked, name) for name in _NOT_WITH_MACHINES}
-    refused |= {"pin": asked.pin or None, "together": asked.together or None}
-    refused["accumulate_gradients"] = not asked.accumulate_gradients  # gradients of microbatches accumulate
+    refused = {name: getattr(plan_options, name) for name in _NOT_WITH_MACHINES}
+    refused |= {"pin": plan_options.pin or None, "together": plan_options.together or None}
+    refused[
+        "accumulate_gradients"
+    ] = not plan_options.accumulate_gradients  # gradients of microbatches accumulate
     for name, value in {**refused, **given}.items():
         if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

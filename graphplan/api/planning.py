@@ -157,14 +157,14 @@ def plan(
         InfeasibleError: no placement fits; the error names budgets that suffice.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    asked = read_options(plan, options)
+    plan_options = read_options(plan, options)
     require_flags(return_outputs=return_outputs)
     if machines is not None:
-        refuse_with_machines(asked, max_memory=max_memory, return_outputs=not return_outputs)
-        return plan_machines(model, machines, asked, args, kwargs)
-    topology = asked.topology(max_memory)
-    request = read_request(model, topology, asked, Options(return_outputs=return_outputs))
+        refuse_with_machines(plan_options, max_memory=max_memory, return_outputs=not return_outputs)
+        return plan_machines(model, machines, plan_options, args, kwargs)
+    topology = plan_options.topology(max_memory)
+    request = read_request(model, topology, plan_options, Options(return_outputs=return_outputs))
     compiler = Compiler(request.model_copy, topology, request.options)
-    if asked.calls is not None:
-        return compiler.plan_together(read_examples(asked, args, kwargs, compiler))[0].plan
+    if plan_options.calls is not None:
+        return compiler.plan_together(read_examples(plan_options, args, kwargs, compiler))[0].plan
     return plan_first(compiler, require_example(request, args, kwargs))[0].plan

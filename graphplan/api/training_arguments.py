@@ -14,19 +14,19 @@ from graphplan.passes.training.optimizer_memory import optimizer_memory
 
 
 def read_training(
-    asked: PlanOptions, model_copy: ModelCopy, unsupported: Mapping[str, Any]
+    plan_options: PlanOptions, model_copy: ModelCopy, unsupported: Mapping[str, Any]
 ) -> Training | None:
     """Return the parameters to train and how; None for a forward pass alone.
 
     ``unsupported``: name -> value of arguments that cannot be given with ``train=True``.
     """
-    if not asked.train:
+    if not plan_options.train:
         return None
     for name, value in unsupported.items():
         if value:
             raise InputError(f"train=True does not take {name}")
-    outputs = _read_outputs(asked.train_outputs)
-    _require_one_optimizer(asked)
+    outputs = _read_outputs(plan_options.train_outputs)
+    _require_one_optimizer(plan_options)
     weights = model_copy.weights
     required = trainable(weights)
     trained = tuple(name for name in weights.tensors if name in required)
@@ -34,13 +34,13 @@ def read_training(
         raise InputError("train=True: no parameter of the model requires a gradient")
     dtypes = {weights.tensors[name].dtype for name in trained}
     later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in dtypes}
-    memory = optimizer_memory(later, asked.optimizer, asked.optimizer_bytes_per_element)
-    allowed = asked.recompute, asked.offload_activations, asked.accumulate_gradients
+    memory = optimizer_memory(later, plan_options.optimizer, plan_options.optimizer_bytes_per_element)
+    allowed = plan_options.recompute, plan_options.offload_activations, plan_options.accumulate_gradients
     return Training(memory, trained, outputs, *allowed)
 
 
-def _require_one_optimizer(asked: PlanOptions) -> None:
-    optimizer, nbytes = asked.optimizer, asked.optimizer_bytes_per_element
+def _require_one_optimizer(plan_options: PlanOptions) -> None:
+    optimizer, nbytes = plan_options.optimizer, plan_options.optimizer_bytes_per_element
     if nbytes is not None and optimizer is not None:
         raise InputError("give optimizer or optimizer_bytes_per_element, not both")
     if nbytes is not None and not is_figure(nbytes, may_be_zero=True):

@@ -203,14 +203,14 @@ class Compiler:
             self.commit(one)
         return planned
 
-    def pose(self, asked: EntryCall) -> Problem:
+    def pose(self, example: EntryCall) -> Problem:
         """Return the problem that a plan of a call has to solve, with weights where earlier plans put them.
 
         Raises:
             LimitError: the call is larger than the caller's limits.
             CaptureError: the call cannot be traced or measured.
         """
-        return self._formulation.plain(self.captures.annotated(asked.call, asked.entry), asked.call)
+        return self._formulation.plain(self.captures.annotated(example.call, example.entry), example.call)
 
     def commit(self, planned: Planned) -> None:
         """Settle for later plans where this one has put weights, and what memory it takes."""

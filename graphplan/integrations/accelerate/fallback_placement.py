@@ -69,7 +69,7 @@ _SIZES = ModuleSizes(step=ALIGNMENT)
 def fall_back(
     model: nn.Module,
     model_copy: ModelCopy,
-    asked: EntryCall,
+    example: EntryCall,
     topology: Topology,
     options: Options,
     source: Checkpoint | None,
@@ -87,7 +87,7 @@ def fall_back(
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    fallback = _Fallback(model, model_copy, asked, topology, options, source, retry)
+    fallback = _Fallback(model, model_copy, example, topology, options, source, retry)
     placed = fallback.place(str(error))
     warn(
         f"{error}\nhooks run the model instead, module by module: its operations are not "
@@ -139,7 +139,7 @@ class _Split:
     """Modules and tensors split over devices, and how hooks run them."""
 
     entries: Mapping[str, DeviceKey]  # module or tensor -> device key
-    main: DeviceKey  # the accelerator that runs modules on the CPU
+    compute_key: DeviceKey  # the accelerator that runs modules on the CPU
     execution_mode: ExecutionMode = STAYS
 
 
@@ -179,7 +179,7 @@ class _ByModules:
 class _Fallback:
     model: nn.Module
     model_copy: ModelCopy
-    asked: EntryCall
+    example: EntryCall
     topology: Topology
     options: Options
     source: Checkpoint | None
@@ -206,13 +206,16 @@ class _Fallback:
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
         options, plan = self.options, self._plan(split, profile)
         retry = None if self.retry is None else self.retry(plan)
-        main, tries = self.topology[split.main].torch_device, 0 if retry is None else _TRACE_TRIES
-        untraced = Untraced(reason, main, split.execution_mode, tries)
+        compute_device, tries = (
+            self.topology[split.compute_key].torch_device,
+            0 if retry is None else _TRACE_TRIES,
+        )
+        untraced = Untraced(reason, compute_device, split.execution_mode, tries)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
             placed = start.place(self.model, self.source)
-            note_untraced(placed, self.asked.call, self.asked.entry)
-            args, kwargs = copied_arguments(self.asked.call)
+            note_untraced(placed, self.example.call, self.example.entry)
+            args, kwargs = copied_arguments(self.example.call)
             with rolled_back(placed):
                 self._run(placed)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
@@ -224,7 +227,7 @@ class _Fallback:
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
         """Return what the entry calls of a module, without a ``__call__`` that its class defines."""
-        entry = self.asked.entry
+        entry = self.example.entry
         return method_of(module, entry) if entry else partial(nn.Module.__call__, module)
 
     def _profile(self) -> tuple[CallProfile, Exception | None]:
@@ -240,7 +243,7 @@ class _Fallback:
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         before = attributes_of(module)  # attributes of parameters are shared with the model
         try:
-            args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.asked.call))
+            args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.example.call))
             simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
             # simulated accelerators decompose attention: measure the memory of the same kernels
             with untouched(module), on_any_device() if simulated else nullcontext():
@@ -338,7 +341,7 @@ class _Fallback:
         graph, devices = self._graph(profile), dict[str, DeviceKey]()
         for name, operation in graph.operations.items():
             key = _device_of(split.entries, operation.module_path or name)
-            devices[name] = split.main if self.topology[key].type == CPU else key
+            devices[name] = split.compute_key if self.topology[key].type == CPU else key
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
         cpu, returns = self.topology.cpu, self.options.return_outputs
         problem = Problem(graph, self.topology, CPU if cpu is None else cpu, returns, streaming=False)
