@@ -159,9 +159,9 @@ def test_sections_of_results_that_are_not_there_yet(tmp_path: Path) -> None:
     for name, data in {"loading": loading, "planning_time": planning}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
     made = tables(tmp_path)
-    assert "in seconds of the processor: ours 1.50 s, load_file 2.00 s." in made["loading"]
-    assert "planning included: 3.0 s." in made["loading"]
-    assert "over 8 devices, trace included: 2 layers (9 operations) 3.0 s." in made["planning_time"]
+    assert "in CPU seconds: ours 1.50 s, load_file 2.00 s." in made["loading"]
+    assert "planning included, takes 3.0 s: first" in made["loading"]
+    assert "on 8 devices, trace included: 2 layers (9 operations) 3.0 s." in made["planning_time"]
 
 
 def real_models() -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def test_the_summary_of_real_models_counts_who_is_faster(tmp_path: Path) -> None
     (tmp_path / "real_models.json").write_text(json.dumps(data), encoding="utf-8")
     text = tables(tmp_path)["real_models"]
     assert "| two identical GPUs | 1.50× | 1 | 1 | 0 | 25.0 % |" in text
-    assert "3 to 3 seconds" in text
+    assert "3 to 3 CPU seconds" in text
     assert markdown(["x"], [["y | z"]]) == "| x |\n| :-- |\n| y \\| z |"
 
 

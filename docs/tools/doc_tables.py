@@ -74,8 +74,8 @@ def _real_models(data: Data) -> str:
     header = ["devices", "median ratio", *counts, "median gap"]
     planning = [row["planning"] for row in data["rows"] if not row["error"]]
     return (
-        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} seconds of "
-        "the processor after the trace. accelerate's maps take milliseconds."
+        f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} CPU seconds "
+        "after the trace. accelerate's maps take milliseconds."
     )
 
 
@@ -114,9 +114,9 @@ def _offload(data: Data) -> str:
         f"## Measured on a GPU\n\nA language model of the shape of Llama 3 8B with {load['layers']} layers "
         f"and random weights in bfloat16, a prompt of {load['prompt']} tokens. The GPU's budgets are "
         f"{shares} of the weights, and 2 GiB. "
-        "accelerate's map is of weights alone, so it is given the budget without the 2 GiB; graphplan fills "
-        "them with more weights, as far as activations leave room. No forward pass can be faster than the "
-        "copies of the weights that graphplan streams.\n\n"
+        "accelerate's map counts weights alone, so it gets the budget without the 2 GiB; graphplan also uses "
+        "them for weights, as far as activations leave room. No forward pass can be faster than the copies "
+        "of the weights that graphplan streams.\n\n"
         f"{markdown(header, rows)}"
     )
 
@@ -135,11 +135,11 @@ def _training_gpu(data: Data) -> str:
         for row in data["rows"]
     ]
     load = data["workload"]
-    header = ["", "budget", "peak", "step", "estimated", "computed again", "weights copied"]
+    header = ["", "budget", "peak", "step", "estimated", "recomputed", "weights copied"]
     return (
         f"### A training step\n\n{load['layers']} layers of the shape of Llama 3 8B in bfloat16, "
         f"fused AdamW, {load['rows']} x {load['length']} tokens, with `accumulate_gradients=False`. Weights "
-        "that are copied to the GPU in a step are in CPU memory, and the optimizer steps there.\n\n"
+        "that are copied to the GPU in a step reside in CPU memory, and the optimizer updates them there.\n\n"
         f"{markdown(header, rows)}"
     )
 
@@ -152,8 +152,8 @@ def _overhead(data: Data, title: str = "## Overhead of a forward pass", where: s
         ]
         lines.append(f"- {workload}: {', '.join(times)}.")
     return (
-        f"{title}\n\nModels so small that Python, not the kernels, takes the time. Best of many runs on the "
-        f"{where}:\n\n" + "\n".join(lines)
+        f"{title}\n\nThese models are so small that Python dominates the time, not the kernels. Best of many "
+        f"runs on the {where}:\n\n" + "\n".join(lines)
     )
 
 
@@ -161,10 +161,10 @@ def _loading(data: Data) -> str:
     times = [f"{row['way']} {row['seconds']:.2f} s" for row in data["rows"]]
     loads = [f"{load['seconds']:.1f} s" for load in data["loads"]]
     return (
-        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB, loaded once by a process, "
-        f"in seconds of the processor: {', '.join(times)}. With a CPU budget for all weights, and one of 0.6 "
-        "of them and the rest left on disk, `graphplan.load` takes, planning included: "
-        f"{', '.join(loads)}."
+        f"## Loading a checkpoint\n\nA checkpoint of {data['bytes'] / 1e9:.1f} GB, loaded once per process, "
+        f"in CPU seconds: {', '.join(times)}. `graphplan.load`, planning included, takes "
+        f"{' and '.join(loads)}: first with a CPU budget for all weights, then with one for 60 % of them and "
+        "the others left on disk."
     )
 
 
@@ -173,7 +173,7 @@ def _planning_time(data: Data) -> str:
         f"{row['layers']} layers ({row['operations']} operations) {sum(row['seconds'].values()):.1f} s"
         for row in data["rows"]
     ]
-    what = f"Llama-like models over {data['devices']} devices, trace included"
+    what = f"Llama-like models on {data['devices']} devices, trace included"
     return f"## Time to plan\n\n{what}: {', '.join(times)}."
 
 
@@ -181,10 +181,10 @@ def _sweep(data: Data) -> str:
     methods = [f"{_METHODS.get(name, name)} {count}" for name, count in data["captured_by"].items()]
     return (
         f"## Architectures of transformers\n\nOf {data['architectures']} model types, {data['ran']} can be "
-        f"built small and run eagerly here, {data['of']} of them with repeatable results. {data['passed']} "
-        "of these, placed on simulated devices, give eager's results within 1e-5 of the largest value, stay "
-        "within every budget, and, unless hooks run them, copy the planned bytes. Run by: "
-        f"{', '.join(methods)}."
+        f"built small and run in eager mode here, {data['of']} of them with repeatable results. "
+        f"{data['passed']} of these, placed on simulated devices, give eager's results within 1e-5 of the "
+        "largest value, stay within every budget, and copy the planned bytes, unless hooks run them. Models "
+        f"by capture method: {', '.join(methods)}."
     )
 
 
@@ -193,9 +193,9 @@ def _image_sweep(data: Data) -> str:
     return (
         f"## Models of timm and torchvision\n\nThe smallest models of {data['architectures']} families, "
         f"placed on simulated devices: {data['passed']} give eager's results within 1e-5 of the largest "
-        f"value, stay within every budget, and copy the planned bytes. Not {', '.join(other)}: "
-        "rounding errors grow in it, in eager too. torchvision's detection models are left out: they have no "
-        "graph, and run module by module."
+        f"value, stay within every budget, and copy the planned bytes. The exception is {', '.join(other)}: "
+        "its rounding errors grow, in eager mode too. torchvision's detection models are left out: they "
+        "cannot be traced, and run module by module."
     )
 
 
