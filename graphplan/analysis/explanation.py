@@ -112,7 +112,7 @@ class Explanation:
         header = ["moved to", "time", "change", "its compute", "all copies", "obstacle"]
         head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
         saved = (
-            f"saves {size_text(self.saved_bytes)} for the backward pass, computing it again takes "
+            f"saves {size_text(self.saved_bytes)} for the backward pass, recomputing it takes "
             f"{time_text(self.recompute_seconds)}"
         )
         lines = [head, sizes, *([saved] if self.saved_bytes else []), ""]

@@ -39,7 +39,7 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
 
 def _reason(plan: PlanData, other: Alternative) -> str:
     if other.along:
-        return "would take other operations along, which share memory with these"
+        return "would also move other operations, which share memory with these"
     parts = [] if other.slower is None else [_slower(other.slower)]
     if other.missing_bytes:
         return "; ".join([*parts, _lacks(plan, other.missing_bytes, other.operation)])

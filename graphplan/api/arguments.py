@@ -103,8 +103,8 @@ def read_model(model: Any) -> nn.Module:
             )
         if hasattr(submodule, "_graphplan"):
             raise InputError(
-                f"{repr(name) if name else 'the model'} is placed already: give what it was made from, or "
-                "graphplan.unplace of it"
+                f"{repr(name) if name else 'the model'} is placed already: give the original model, or the "
+                "result of graphplan.unplace"
             )
         if hasattr(submodule, "_hf_hook"):
             raise InputError(
@@ -227,7 +227,7 @@ def read_examples(
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
     if callable(calls):
         if weights is not None:
-            raise InputError("calls is a function, whose calls are counted: leave weights out")
+            raise InputError("calls is a function, and graphplan counts its calls: leave weights out")
         return rehearse(calls, compiler)
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
         raise InputError(

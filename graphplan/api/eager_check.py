@@ -48,7 +48,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         keep_grad = vars(placed)["_graphplan"].keep_grad
         eager = [_eager_result(model, entry, call, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:
-            warn("check: eager differs from call to call, so nothing can be compared")
+            warn("check: results of eager mode differ from call to call, so nothing can be compared")
             return
         args, kwargs = copied_arguments(call)
         diff = compare(method_of(placed, entry)(*args, **kwargs), eager[0])

@@ -107,8 +107,8 @@ def open_pretrained(
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         named = getattr(cls, "__name__", repr(cls))
         raise InputError(
-            f"model_class: {named} is no class of a model of transformers, as LlamaModel is: for others "
-            "there is graphplan.partition(model, ..., checkpoint=path)"
+            f"model_class: {named} is not a model class of transformers, such as LlamaModel: for other "
+            "models use graphplan.partition(model, ..., checkpoint=path)"
         )
     weight_dtype = _settle_dtype(config, dtype, tensors)
     model = _build_on_meta(cls, config, weight_dtype)
@@ -134,8 +134,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     if quantised is not None:
         named = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise CheckpointError(
-            f"{folder} is quantised ({getattr(named, 'value', named)}), which load does not read: "
-            "use from_pretrained, and give the model to graphplan.partition"
+            f"{folder} is quantised ({getattr(named, 'value', named)}), which graphplan.load cannot read: "
+            "load it with from_pretrained, and give the model to graphplan.partition"
         )
     config.name_or_path = str(folder)
     return config

@@ -50,8 +50,8 @@ NETWORK = Link(1.25e9, 50e-6)
 
 
 _GRAPH = (
-    "the traced graph: their code or configuration is not the same, or the code goes through a set, whose "
-    "order is another in each process unless all have the same PYTHONHASHSEED"
+    "the traced graph: their code or configuration differs, or the code iterates over a set, whose order "
+    "differs between processes unless all have the same PYTHONHASHSEED"
 )
 
 
@@ -106,7 +106,8 @@ def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
     if schedule != "interleaved":
         if stages is not None and stages != 1:
             raise InputError(
-                f"stages_per_machine={stages!r} is for schedule='interleaved': {schedule!r} has one each"
+                f"stages_per_machine={stages!r} is for schedule='interleaved': with {schedule!r} each "
+                "machine has one stage"
             )
         return 1
     stages = 2 if stages is None else stages
@@ -121,8 +122,8 @@ def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
     if not rounds_divide(machines, count):
         lower = count // machines * machines
         raise InputError(
-            f"schedule='interleaved' needs whole rounds of {machines} microbatches, one for each machine, "
-            f"and {count} make none: give microbatches={lower} or {lower + machines}"
+            f"schedule='interleaved' needs a multiple of {machines} microbatches, one for each machine, not "
+            f"{count}: give microbatches={lower} or {lower + machines}"
         )
     return stages
 
@@ -201,8 +202,8 @@ class _Example:
         fixed = [name for name, varies in divided if not varies]
         if fixed and len(fixed) < len(divided):
             raise InputError(
-                f"{fixed[0]} has {rows} rows, as the batch has, but they are not those of the batch, and "
-                "would be divided with them: give an example of another number of rows, or microbatches=1"
+                f"{fixed[0]} has {rows} rows, as the batch has, but is not part of the batch, and would be "
+                "divided with it: give an example with another number of rows, or microbatches=1"
             )
 
 
@@ -226,8 +227,7 @@ def _require_joinable(whole: Wire, part: Wire, count: int) -> None:
     if not part.shape or whole.shape != joined_shape:
         raise InputError(
             f"a result has the sizes {list(whole.shape)} for the batch and {list(part.shape)} for each of "
-            f"{count} microbatches, which cannot be joined along the first dimension to be the same: use "
-            "microbatches=1"
+            f"{count} microbatches, which cannot be joined along the first dimension: use microbatches=1"
         )
 
 

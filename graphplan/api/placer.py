@@ -58,8 +58,9 @@ _IN_MEMORY = (
 
 
 _UNTRACED = (
-    "the training step has no graph, so autograd runs the backward pass, as with grad=True: what it saves "
-    "({}), gradients and the optimizer's state are not in the plan, and may pass the budgets. {}"
+    "the training step cannot be traced, so autograd runs the backward pass, as with grad=True: the plan "
+    "does not count the activations that autograd saves ({}), gradients and optimizer state, so that "
+    "memory may exceed the budgets. {}"
 )
 
 
@@ -141,7 +142,7 @@ class Placer:
     ) -> nn.Module:
         """Return the placed model, trained by autograd alone, since its training step cannot be traced."""
         nbytes = saved_bytes(model_copy, call.on_cpu())
-        size_text = "of a size that is not known" if nbytes is None else f"about {readable_bytes(nbytes)}"
+        size_text = "of unknown size" if nbytes is None else f"about {readable_bytes(nbytes)}"
         warn(_UNTRACED.format(size_text, first_line(failed)))
         plain = replace(self, options=replace(self.options, training=None, grad=True))
         return plain.place(model, ModelCopy(model), call, entry)

@@ -176,9 +176,9 @@ class RankBuilder:
         for name, leaf in zip(leaf_names(micro), micro.leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.dim() != self.dims.get(name, leaf.dim()):
                 raise InputError(
-                    f"{name} has {leaf.dim()} dimensions, the example's has {self.dims[name]}: batches are "
-                    "divided into microbatches along the first, which may be another here. Give an example "
-                    "of such a call, or microbatches=1"
+                    f"{name} has {leaf.dim()} dimensions, in the example {self.dims[name]}: batches are "
+                    "divided into microbatches along the first dimension, which may not be the batch here. "
+                    "Give an example of such a call, or microbatches=1"
                 )
 
     def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
@@ -187,8 +187,8 @@ class RankBuilder:
         capture, key = annotator.capture, self._key(annotator, form)
         if capture.changed_names and not caches_stay:
             raise InputError(
-                f"{', '.join(capture.changed_names)}: over several machines no argument is changed; "
-                "generate() keeps caches"
+                f"{', '.join(capture.changed_names)}: a model over several machines cannot change its arguments; "
+                "for caches use generate()"
             )
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:

@@ -234,7 +234,7 @@ def _run_for(node: fx.Node, wanted: Sequence[Any]) -> Any:
         value = _run(node)
         if _dtypes(value) == wanted:
             return value
-    raise NoGraphError(f"autocast has {node.target} make {wanted}, which no cast of its arguments does")
+    raise NoGraphError(f"autocast makes {node.target} return {wanted}, which no cast of its arguments can do")
 
 
 def _apply(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

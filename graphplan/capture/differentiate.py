@@ -131,10 +131,11 @@ class _Tracing:
         tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
         assert tensor is not None
         if is_wrapper(tensor):
-            raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, of which no training step is traced")
+            raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, which a training step cannot contain")
         if name in self.weights.noted and tensor.requires_grad:
             raise NoGraphError(
-                f"{name!r} requires a gradient, and a step has those of parameters: register it as one"
+                f"{name!r} requires a gradient but is no parameter, and a planned step computes gradients "
+                "of parameters only: register it as one"
             )
         if name in self.how.trained:
             self.trained.append((position, name))
@@ -220,7 +221,7 @@ class _Tracing:
         results, gradients = flat[:count], flat[count:]
         for node, (_, name) in zip(gradients, self.trained, strict=False):
             if node is not None and node.meta["val"].layout is not torch.strided:
-                raise NoGraphError(f"the gradient of {name!r} is sparse, which no plan counts")
+                raise NoGraphError(f"the gradient of {name!r} is sparse, and plans count dense ones only")
         of_weights = _distinct(graph, gradients[: len(self.trained)])
         of_inputs = _distinct(graph, gradients[len(self.trained) :])
         outputs = [node for node in (*of_weights, *of_inputs) if node is not None]

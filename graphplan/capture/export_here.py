@@ -194,7 +194,7 @@ def _keeping_notes(module: nn.Module) -> Iterator[None]:
             for key, kept in snapshots.items():
                 if not kept.is_of(vars(table[name]).get(key)):
                     raise NoGraphError(
-                        f"forward changes the attribute {key!r} of a parameter: a graph does not"
+                        f"forward changes the attribute {key!r} of a parameter, which a graph cannot do"
                     )
         return result
 
@@ -287,7 +287,8 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
         if caller.f_globals["__name__"].partition(".")[0] == "torch":
             return own(*args, **kwargs)
         raise NoGraphError(
-            f"forward {verb} the state of torch's random numbers, by torch.{own.__name__}: a graph does not"
+            f"forward {verb} the state of torch's random numbers, by torch.{own.__name__}, which a graph "
+            "cannot do"
         )
 
     return seed_function
@@ -364,12 +365,12 @@ def _checked_backward(keep_grad: bool, below: bool, own: Callable[..., Any]) -> 
         # an output may be an edge of autograd's graph, which always has a gradient
         if kwargs["accumulate_grad"] and any(getattr(one, "requires_grad", True) for one in outputs):
             raise NoGraphError(
-                "forward calls backward(), which adds to the grad of tensors: a graph does not"
+                "forward calls backward(), which adds to the grad of tensors: a graph cannot do that"
             )
         if keep_grad and not create_graph:
             raise NoGraphError(
-                "forward computes gradients through which none are to flow, by torch.autograd.grad without "
-                "create_graph: in a graph they would"
+                "forward calls torch.autograd.grad without create_graph, so that no gradients flow through "
+                "its results: in a graph they would"
             )
         if not keep_grad and not below:
             raise _OwnGradientsError("forward computes gradients")

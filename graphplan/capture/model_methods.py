@@ -106,7 +106,9 @@ def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callabl
         def run(*args: Any, **kwargs: Any) -> Any:
             place = _place_of_call()
             if calls[place] == most:
-                raise RunAsItIs(f"{name!r} calls the same model in a loop: give its calls of the model")
+                raise RunAsItIs(
+                    f"{name!r} calls the same model in a loop: give the calls of the model in its place"
+                )
             calls[place] += 1
             return forward(*args, **kwargs)
 
@@ -115,7 +117,7 @@ def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callabl
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         if running:
-            raise RunAsItIs(f"{name!r} calls the model itself: give its calls of the model")
+            raise RunAsItIs(f"{name!r} calls the model itself: give the calls of the model in its place")
         running.append(name)
         before = attributes_of(module)
         try:

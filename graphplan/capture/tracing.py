@@ -47,12 +47,13 @@ _DATA_DECIDES = (
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
 )
 _WITHOUT_VALUES = (
-    "\nThe values of tensors decide what this line does, and those of the meta device have none: give "
-    "integers among the inputs, such as the grids of images, with their values; others may stay there"
+    "\nThe values of tensors decide what this line does, and tensors on the meta device have none: give "
+    "integer inputs, such as the grids of images, with their values; other inputs may stay on the meta "
+    "device"
 )
 _UNKNOWN_CLASS = (
-    "\nA graph takes an object as a cache, if its class derives from transformers' Cache or has a name that "
-    f"ends with {' or '.join(OWN_ENDINGS)}, or as a container, if torch.export.register_dataclass or "
+    "\nA graph accepts an object as a cache if its class derives from transformers' Cache or has a name "
+    f"that ends with {' or '.join(OWN_ENDINGS)}, or as a container if torch.export.register_dataclass or "
     "torch.utils._pytree knows its class"
 )
 _HOOKED = (
@@ -146,7 +147,7 @@ def _refuse_layouts(call: BoundCall) -> None:
                 "an input is a nested tensor with layout=torch.strided: make it torch.jagged, or pad it"
             )
         if tensor.is_nested:
-            raise NoGraphError("an input is a nested tensor, of whose sizes no plan can be made")
+            raise NoGraphError("an input is a nested tensor, whose sizes cannot be planned")
 
 
 def _completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
@@ -162,8 +163,8 @@ def _completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Cap
     if keep_grad:
         for name in state.losses:
             model_copy.warn_once(
-                f"forward leaves {name} with a gradient: a placed model does not, so that a loss made of it "
-                "gives none. Return it instead"
+                f"forward leaves {name} with a gradient; a placed model does not, so a loss computed from "
+                "it would give no gradients. Return it instead"
             )
         keep_what_is_read(captured)
         _warn_of_history(captured, model_copy)
@@ -190,8 +191,8 @@ def _refuse_untied(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) 
         for other in model_copy.weights.names[model_copy.weights.first[name]]:
             if other.startswith(model_copy.full_name("")) and values.get(other) is not value:
                 raise NoGraphError(
-                    f"{name!r} is one tensor with {other!r} until forward assigns it, and a graph keeps them "
-                    "one: make it a clone"
+                    f"{name!r} is one tensor with {other!r} until forward assigns it, and in a graph they "
+                    "stay one: make it a clone"
                 )
 
 
@@ -201,8 +202,8 @@ def _warn_of_history(captured: Capture, model_copy: ModelCopy) -> None:
     for name in map(model_copy.full_name, captured.constants):
         if name in plain and not plain[name].is_leaf:
             model_copy.warn_once(
-                f"{name!r} was computed with gradients, and forward reads it: the placed model has its "
-                "value, through which none flow. Make it a buffer or a parametrization"
+                f"{name!r} was computed with gradients, and forward reads it: in the placed model it is a "
+                "constant, through which no gradients flow. Make it a buffer or a parametrization"
             )
 
 
@@ -257,7 +258,7 @@ def _exported(
     else:
         captured = _warn_if_fixed(model_copy, sizes, *traced)
         for reason in map(first_line, failures.values()):
-            _warn_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
+            _warn_of_fixed_sizes(model_copy, f"transformers.exporters does not support it ({reason})")
         failures.clear()  # their frames hold the caller's tensors, and this dict
         return captured
     by_data = isinstance(failures["torch.export"], _BY_VALUES)
@@ -272,8 +273,9 @@ def _exported(
             raised.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
         if model_copy.prepared:
             raised.add_note(
-                "Hooks that run before the model's calls are not traced: where one makes the model ready at "
-                "its first call, as compressed-tensors does unless dequantize=True, have that done before"
+                "Hooks that run before the model's calls are not traced: if one prepares the model at its "
+                "first call, as compressed-tensors does unless dequantize=True, let it do so before you "
+                "place the model"
             )
         raise raised
     module = model_copy.module

@@ -376,7 +376,8 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
         return ()
     holds = InputBranches(on_inputs, {index: _readable_part(leaves[index]).clone() for index in indices})
     text = (
-        f"the code branches by values of {', '.join(names[one] for one in holds.integers)}, which are others"
+        f"the code branches by values of {', '.join(names[one] for one in holds.integers)}, which differ "
+        "from those of the trace"
     )
     return (Guard(text, holds),)
 
@@ -402,8 +403,8 @@ def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> N
         deciding = sorted({index for one in _guards_on_inputs(signature) for index in one.integers})
         text = ", ".join(names[index] for index in deciding)
         raise InputError(
-            f"the code branches by values of {text}, which are others in one microbatch than in another: pad "
-            "them alike, or use microbatches=1"
+            f"the code branches by values of {text}, which differ between microbatches: pad them alike, or "
+            "use microbatches=1"
         )
 
 

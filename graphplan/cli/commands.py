@@ -201,7 +201,7 @@ def run_saved(
         print(f"{result.named.name}, inputs: {result.named.inputs}\n")
         say(run_text(result))
     if result.over:
-        raise GraphplanError(f"measured peaks pass the planned ones, by bytes: {result.over}")
+        raise GraphplanError(f"measured peaks exceed the planned ones, by bytes: {result.over}")
 
 
 @app.command()

@@ -108,9 +108,9 @@ def require_writable(*paths: Path | None, read: Iterable[Path | None] = ()) -> N
         if not path.parent.is_dir():
             raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
         if path.resolve() in inputs:
-            raise InputError(f"{str(path)!r} is read by this command, and would be written over")
+            raise InputError(f"{str(path)!r} is read by this command, and would be overwritten")
         if path.resolve() in seen:
-            raise InputError(f"{str(path)!r} is named twice, and would hold only what is written last")
+            raise InputError(f"{str(path)!r} is named twice, and would hold only the last output")
         seen.add(path.resolve())
 
 

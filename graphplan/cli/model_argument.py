@@ -128,11 +128,13 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
     except GraphplanError:
         raise
     except Exception as error:  # transformers may raise anything for a bad configuration
-        raise InputError(f"no model comes of {str(file)!r}: {_reason(error, config_file=file)}") from error
+        raise InputError(
+            f"no model can be built from {str(file)!r}: {_reason(error, config_file=file)}"
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
         warn(
-            f"{file} asks for quantised weights, which are known only when the weights are loaded. Sizes are "
-            f"counted in {dtype or config.dtype or torch.float32}; give a --dtype of similar size"
+            f"{file} asks for quantised weights, whose sizes are known only after loading. The plan counts "
+            f"sizes in {dtype or config.dtype or torch.float32}; give a --dtype of similar size"
         )
     model = model.to(dtype or config.dtype or torch.float32).eval()
     inputs = example_inputs(model, ask.batch or 1, ask.length)
@@ -179,7 +181,7 @@ def of_model(error: Exception) -> Exception:
     others = [frame for frame in frames if not frame.filename.startswith((own_dir, torch_dir))]
     place = f" ({others[-1].filename}:{others[-1].lineno}, in {others[-1].name})" if others else ""
     text = " ".join(str(error).split())
-    return InputError(f"the model does not take its example inputs: {type(error).__name__}: {text}{place}")
+    return InputError(f"the model does not accept its example inputs: {type(error).__name__}: {text}{place}")
 
 
 def _of_factory(word: str, ask: Ask) -> NamedModel:
@@ -194,7 +196,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
             result = target() if callable(target) and not isinstance(target, nn.Module) else target
     except Exception as error:  # the caller's own code may raise anything
         text = " ".join(str(error).split())
-        raise InputError(f"no model comes of {word!r}: {type(error).__name__}: {text}") from error
+        raise InputError(f"no model can be built by {word!r}: {type(error).__name__}: {text}") from error
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(f"{word!r} gives {model!r:.60}, not a torch.nn.Module, or one and its inputs")

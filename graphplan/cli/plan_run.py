@@ -64,7 +64,9 @@ def run_plan(
         InputError: the model does not exist or does not run, or the plan is for a training step.
     """
     if plan.graph.trains:
-        raise InputError("the plan is of a training step, and this runs forward passes: use partition(plan=)")
+        raise InputError(
+            "the plan is of a training step, and `run` makes forward passes: use partition(plan=)"
+        )
     if simulated:
         plan = on_simulated_devices(plan)
     sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
@@ -91,7 +93,7 @@ def on_simulated_devices(plan: Plan) -> Plan:
     """Return the plan with simulated accelerators in place of its own."""
     accelerators = plan.topology.accelerators
     if not accelerators:
-        raise InputError("the plan is for no accelerator: there is nothing to simulate")
+        raise InputError("the plan uses no accelerator: there is nothing to simulate")
     devices = tuple(
         replace(spec, device=f"{SIMULATED}:{_index(spec)}") if spec.is_accelerator else spec
         for spec in plan.topology.devices
@@ -114,7 +116,7 @@ def _place_model(
     args, kwargs = example
     if not _has_weights(Path(word)):
         if any(tensor.device.type == "meta" for tensor in named.model.parameters()):
-            raise InputError(f"{word!r} gives a model on the meta device, which has no data to run with")
+            raise InputError(f"{word!r} returns a model on the meta device, which has no data to run with")
         return partition(named.model, None, args, kwargs, plan=plan, strict=True, capture_cache=capture_cache)
     dtypes = (tensor.dtype for tensor in named.model.parameters() if tensor.is_floating_point())
     return load(

@@ -133,8 +133,8 @@ class Captures:
         self._fixed_entries.add(entry)
         fixed_capture = self._capture(part, call, entry, vary=False, sizes=False)
         part.warn_once(
-            "sizes cannot vary in the trace of this training step, so that each new one is traced and planned"
-            f" anew: {why}"
+            "sizes cannot vary in the trace of this training step, so each new size is traced and planned "
+            f"again: {why}"
         )
         return fixed_capture
 

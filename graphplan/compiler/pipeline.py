@@ -272,9 +272,10 @@ class Compiler:
             warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(
-                f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside the "
-                f"weights it would be {seconds_with_room(plan):.2g} s. They are where an earlier call had "
-                f"room: partition the model with an example of this call, on the same device{both}"
+                f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside "
+                f"the weights it would be {seconds_with_room(plan):.2g} s. The weights reside where an "
+                "earlier call had room: partition the model with an example of this call, on the same "
+                f"device{both}"
             )
 
     @property

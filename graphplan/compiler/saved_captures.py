@@ -122,7 +122,7 @@ class SavedCaptures:
             text = json.dumps(plain)
             reread, _ = plain_capture(made_capture(json.loads(text), constants, call))
             if json.dumps(reread) != text:
-                raise NotSavedError("what would be read of it is not what was traced")
+                raise NotSavedError("reading it back does not give the traced graph")
             notes = {"key": origin.key, "files": loaded_files(), "warnings": list(warnings), "fixed": fixed}
             self._write(
                 self._path(origin), json.dumps({**_FORMAT.head(), **notes, "capture": plain}), constants
@@ -156,7 +156,7 @@ def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin 
         description.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
         for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
             _note_leaf(description, name, leaf)
-        description.add((call.spec, settings), "what is asked of the trace")
+        description.add((call.spec, settings), "the options of the trace")
         description.add_torch()
         description.add(module, type(module).__name__)
     except NotSavedError as error:

@@ -33,8 +33,9 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import class_body
 
 _ON_ZEROS = (
-    "graphplan ran this on zeros, to find the calls to plan for; nothing was placed. Where values of tensors "
-    "decide what is called, give partition one call as its example instead: others are planned when they come"
+    "graphplan ran this on zeros, to find the calls to plan for; nothing was placed. If values of tensors "
+    "decide what is called, give partition one call as its example instead: others are planned when they "
+    "occur"
 )
 
 
@@ -54,7 +55,7 @@ def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
             error.add_note(_ON_ZEROS)
             raise
     if not rehearsal.calls:
-        raise InputError("the function that is given as calls= makes no call of the model")
+        raise InputError("the function given as calls= does not call the model")
     return [replace(one.first_call, weight=float(one.count)) for one in rehearsal.calls]
 
 

@@ -195,9 +195,9 @@ class PlanData:
         for spec in self.topology.devices:
             if gathered and nbytes[spec.key] > spec.room:
                 warn(
-                    "device_map() keeps modules whole, whose parameters the plan has on several devices: "
-                    f"weights on {spec.key!r} take {size_text(nbytes[spec.key])}, and it has "
-                    f"{size_text(spec.room)}. Plan with together={gathered}"
+                    "device_map() has one device for each module, and the plan has the parameters of some "
+                    f"modules on several: weights on {spec.key!r} take {size_text(nbytes[spec.key])}, more "
+                    f"than its budget of {size_text(spec.room)}. Plan with together={gathered}"
                 )
         return entries
 

@@ -68,8 +68,8 @@ def _size(size: Any, sizes: Mapping[Any, int], *, of_tensor: bool = True) -> int
         return bound
     if of_tensor:
         warn(
-            "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks "
-            "may be higher than planned"
+            "a data-dependent size has no upper bound: the plan counts it as 1, so real peaks may be higher "
+            "than planned"
         )
     expression = size.node.expr.xreplace(sizes)
     return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))

@@ -144,7 +144,7 @@ class _Cut:
         producer = self._producer(node)
         here = producer.name in self.names or producer.name in self.boundaries.recomputed
         if not here and producer.op == "call_function":
-            raise VerificationError(f"a stage reads {node.name!r}, which no cut before it lets cross")
+            raise VerificationError(f"a stage reads {node.name!r}, which cannot cross a cut before it")
 
     def _graph(self, wanted: set[fx.Node], outputs: Sequence[str]) -> fx.Graph:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -182,14 +182,14 @@ class _Cut:
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             raise CaptureError(
-                f"{name!r} is no tensor but {type(val).__name__}: between machines, and as results of a "
-                "model over several machines, there are tensors only"
+                f"{name!r} is a {type(val).__name__}, not a tensor: only tensors can be sent between "
+                "machines, or returned by a model over several machines"
             )
         open_sizes = [size for size in val.shape if free_unbacked_symbols(size)]
         if open_sizes:
             raise CaptureError(
-                f"{name!r} has a size that data decides, {open_sizes[0]}, and would cross from machine to "
-                "machine, or be a result: such sizes are not known ahead"
+                f"{name!r} has a data-dependent size, {open_sizes[0]}: it cannot be sent between machines "
+                "or returned, because such sizes are not known in advance"
             )
         described = describe(val, self.whole.sizes)
         assert isinstance(described, TensorMeta)

@@ -88,10 +88,10 @@ def _beside_fixed_weights(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[
         if len(places) > 1:
             listed = ", ".join(f"{name!r} on {key!r}" for key, name in places.items())
             raise PlanError(
-                f"{operation!r} writes to tensors that lie on different devices: {listed}. Weights lie where "
-                "an earlier plan, of a call that only reads them, put them: pin them to one device, or "
-                "partition the model in the mode of this call. Keys and values of one layer of a cache must "
-                "lie together"
+                f"{operation!r} writes to tensors on different devices: {listed}. An earlier plan, of a "
+                "call that only reads these weights, has placed them: pin them to one device, or partition "
+                "the model in the mode of this call. Keys and values of one layer of a cache must be on "
+                "one device"
             )
     return {operation: frozenset(places) for operation, places in homes.items()}
 
@@ -100,7 +100,7 @@ def _check_no_offload(
     constraints: Constraints, topology: Topology, accelerators: frozenset[DeviceKey]
 ) -> None:
     if not accelerators:
-        raise PlanError("offload=False asks for accelerators only, and max_memory names none: add one")
+        raise PlanError("offload=False needs accelerators, and max_memory names none: add one")
     for name, key in constraints.pin.items():
         if key in topology and key not in accelerators:
             raise PlanError(f"pin={{{name!r}: {key!r}}} contradicts offload=False: leave one of them out")

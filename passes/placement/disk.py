@@ -182,15 +182,16 @@ class _DiskPlacement:
             needed = self._grow_until_placed(needed)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
-        hint = f". Budgets that would do: max_memory={needed}" if needed else ""
+        hint = f". These budgets suffice: max_memory={needed}" if needed else ""
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
         mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)
         if mapped < total and extra < topology[DISK].room and not graph.trains:
             hint += (
                 ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
-                f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model so with "
-                "save_pretrained or safetensors.torch.save_file, and give partition(..., checkpoint=path)"
+                f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model in this dtype "
+                "with save_pretrained or safetensors.torch.save_file, and give partition(..., "
+                "checkpoint=path)"
             )
         operation = None if failure is None else failure.operation
         device = None if failure is None else failure.device

@@ -95,16 +95,16 @@ def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleErr
         total = readable_bytes(problem.graph.held_bytes)
         return InfeasibleError(
             f"no placement fits: the model's weights are {total}, and no proportional increase of the "
-            f"budgets was found that suffices; the budgets are {_listed(available)}",
+            f"budgets was found to suffice; the budgets are {_listed(available)}",
             available=available,
         )
     peaks = peaks_or_given(topology, advice.evaluation)
     device = max(peaks, key=lambda key: (peaks[key] - available[key]) / max(peaks[key], 1))
     operation = advice.evaluation.peak(device).operation
     return InfeasibleError(
-        f"no placement fits: the nearest that was found needs {readable_bytes(peaks[device])} on device "
-        f"{device!r} for {_described(problem, operation)}, max_memory allows "
-        f"{readable_bytes(available[device])}. Budgets that would do: max_memory={_listed(advice.budgets)}",
+        f"no placement fits: the closest one found needs {readable_bytes(peaks[device])} on device "
+        f"{device!r} for {_described(problem, operation)}, but max_memory allows "
+        f"{readable_bytes(available[device])}. These budgets suffice: max_memory={_listed(advice.budgets)}",
         needed=advice.budgets,
         available=available,
         operation=operation,

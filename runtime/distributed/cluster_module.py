@@ -115,7 +115,7 @@ class ClusterModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: it is bound to its process group, and has only some weights."""
         raise ClusterError(
-            "a model over several machines is neither copied nor pickled: save what placed.stage has, with "
+            "a model over several machines cannot be copied or pickled: save placed.stage with "
             "torch.distributed.checkpoint, and place the original model again"
         )
 
@@ -128,7 +128,8 @@ class ClusterModule(nn.Module):
         if mode != self.training:
             traced, needed = (f".{'train' if one else 'eval'}()" for one in (self.training, mode))
             raise InputError(
-                f"this model was traced after {traced}: call {needed} before partition for the other"
+                f"this model was traced after {traced}: to run it in the other mode, call {needed} before "
+                "partition"
             )
         return self
 

@@ -15,7 +15,7 @@ from graphplan.runtime.distributed.agreement import waiting_for
 
 _HOOKED = (
     "{!r} is read by several stages, and its hook of register_post_accumulate_grad_hook would see only a "
-    "part of its gradient: do that work after train_step(), which sums the parts"
+    "part of its gradient: use the gradient after train_step(), which sums the parts"
 )
 
 

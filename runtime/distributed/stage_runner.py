@@ -284,7 +284,7 @@ class StageRunner:
         sending = number == self.microbatches or not program.index
         peer = program.index + 1 if sending else program.index - 1
         names = ", ".join(repr(wire.name) for wire in (program.sent if sending else program.received))
-        verb = f"for rank {ranks[peer % len(ranks)]} to {'take' if sending else 'send'}"
+        verb = f"for rank {ranks[peer % len(ranks)]} to {'receive' if sending else 'send'}"
         number = min(number, self.microbatches - 1)
         return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
 

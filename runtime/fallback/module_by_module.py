@@ -40,17 +40,17 @@ from graphplan.runtime.fallback.added_hooks import Hook, Hooks, hooks_beside, ho
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, rolled_back, run_hooked
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
 
-STAYS = ExecutionMode("where their weights are", returns=False)
-RETURNS = ExecutionMode("where their weights are, results copied back")
-TOGETHER = ExecutionMode("where their weights are, with what they read", together=True)
+STAYS = ExecutionMode("where their weights reside", returns=False)
+RETURNS = ExecutionMode("where their weights reside, results copied back")
+TOGETHER = ExecutionMode("where their weights reside, with their inputs", together=True)
 _MODES = (STAYS, RETURNS, TOGETHER, ExecutionMode("on the device of the call", gathered=True, together=True))
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
 _HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
 
 _ANOTHER_MODE = (
-    "graphplan runs this call without a graph, its modules {}, because an earlier call with the same input "
-    "structure ran so. If it runs in eager mode, partition the model with this call as the example"
+    "graphplan runs this call module by module, {}, because an earlier call with the same input structure "
+    "ran in this way. If the call runs in eager mode, partition the model with this call as the example"
 )
 
 
@@ -261,8 +261,8 @@ def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
         kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
         raise InputError(
-            "no graph runs this call. To try it module by module, its arguments must be copied "
-            f"({kinds}), which fails: {first_line(error)}. Pass what copy.deepcopy takes"
+            "this call cannot be captured as a graph. To run it module by module, its arguments must be "
+            f"copied ({kinds}), which fails: {first_line(error)}. Pass arguments that copy.deepcopy can copy"
         ) from error
 
 
@@ -281,8 +281,8 @@ def device_of_inputs(call: BoundCall) -> torch.device:
 def _refuse_autocast(tree: nn.Module) -> None:
     if torch.is_autocast_enabled(CPU) and any(t.device.type == SIMULATED for t in tree.parameters()):
         raise PlanError(
-            "autocast is on, and simulated devices have none where hooks run the model: leave the autocast, "
-            "or convert the model with .to(dtype) before you place it"
+            "autocast is on, which simulated devices do not support if hooks run the model: leave the "
+            "autocast context, or convert the model with .to(dtype) before you place it"
         )
 
 

@@ -33,9 +33,9 @@ from graphplan.warnings import warn
 
 _LONG = 60.0  # seconds, more than most calls take
 _WAITS = (
-    f"a call of a placed model or of its part has waited {_LONG:g} s for one of another thread, and waits: "
-    "its plan has room for one. If that call waits for this thread, as where forward runs submodules in "
-    "threads of its own, neither ends: run them one after the other"
+    f"a call of a placed model or its submodule has waited {_LONG:g} s for a call in another thread: the "
+    "plan has memory for one call at a time. If that call waits for this thread, for example because "
+    "forward runs submodules in its own threads, this is a deadlock: run them one after the other"
 )
 
 

@@ -62,10 +62,10 @@ from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
 _WEIGHTS_MOVE = (
-    "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
-    "give partition max_batch and max_length, or such a call in calls="
+    "a call does not fit beside the weights where they reside, so weights are moved: to leave room from "
+    "the start, give partition max_batch and max_length, or such a call in calls="
 )
-_EXPORTED = "torch.export does not take a placed model: export what graphplan.unplace returns of it"
+_EXPORTED = "torch.export cannot trace a placed model: export the result of graphplan.unplace(model)"
 logger = logging.getLogger("graphplan")
 
 Record = Callable[[Program, Code], Code]
@@ -145,7 +145,10 @@ class PlacedModule(ShortNames, KeptInPlace):
         """Load a state. Without a graph, ``assign`` is ignored, since no guard would notice new tensors."""
         if self._graphplan.untraced is not None:
             if kwargs.pop("assign", len(args) > 2 and args[2]):
-                warn("assign=True: hooks run this model where its weights are, so values are written to them")
+                warn(
+                    "assign=True is ignored: hooks run this model, so values are written to its existing "
+                    "weights"
+                )
             args = args[:2]
         return super().load_state_dict(*args, **kwargs)
 

@@ -248,8 +248,8 @@ _CHECKPOINTING = (
     "enable_input_require_grads",
 )
 _PLANNED = (
-    "gradient checkpointing of a placed model is left to its plan: with train=True it computes again what is "
-    "worth it"
+    "gradient checkpointing of a placed model is left to its plan: with train=True, the plan recomputes "
+    "activations where that pays"
 )
 
 

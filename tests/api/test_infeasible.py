@@ -1,4 +1,4 @@
-"""What does not fit says which ``max_memory=`` would do, ready to paste."""
+"""What does not fit says which ``max_memory=`` suffices, ready to paste."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_time_limit_is_no_reason_to_find_nothing(make: Any, budgets: dict[Any,
 def test_budgets_beside_a_disk_that_would_do() -> None:
     budgets = {0: 10240, "cpu": 6144, "disk": 1 << 20}
     with graphplan.simulate({0: "1MiB"}):
-        with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+        with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
             graphplan.plan(Buffered(), budgets, (IDS,))
         assert graphplan.plan(Buffered(), caught.value.needed, (IDS,)).placement
 
@@ -127,7 +127,7 @@ def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
 def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
     with pytest.raises(graphplan.InfeasibleError) as caught:
         graphplan.plan(stack(), machines=machines, args=(WIDE,))
-    named = re.search(r"These budgets would do: machines=(\[.*\])", str(caught.value))
+    named = re.search(r"These budgets suffice: machines=(\[.*\])", str(caught.value))
     assert named is not None
     budgets = ast.literal_eval(named[1])
     graphplan.plan(stack(), machines=budgets, args=(WIDE,)).verify()

@@ -21,7 +21,7 @@ from graphplan.capture.model.model_weights import is_wrapper
 from graphplan.compiler.pipeline import Compiler
 from graphplan.passes.placement import driver, infeasible
 
-MOVED = "so weights move"
+MOVED = "so weights are moved"
 
 
 def layers(width: int = 64, depth: int = 4) -> nn.Sequential:

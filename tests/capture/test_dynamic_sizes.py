@@ -141,7 +141,9 @@ def test_what_inputs_decide_is_as_large_as_in_the_example() -> None:
     model = Drawn().eval()
     x, rows = torch.randn(4, 16), torch.tensor([9, 7])
     with graphplan.simulate(LARGE) as machine:
-        with pytest.warns(UserWarning, match="only the data decides count in the plan as in the example"):
+        with pytest.warns(
+            UserWarning, match="the plan counts data-dependent sizes as they are in the example"
+        ):
             placed = graphplan.partition(model, machine.max_memory, (x, rows))
         with torch.no_grad():
             assert largest_difference(run_placed(machine, placed, (x, rows)), model(x, rows)) < 1e-6
@@ -194,7 +196,9 @@ class Counted(nn.Module):
 def test_the_int_of_what_a_tensor_holds_is_in_the_graph(count: Any) -> None:
     model = Counted(count).eval()
     with graphplan.simulate(LARGE) as machine, torch.no_grad():
-        with pytest.warns(UserWarning, match="only the data decides count in the plan as in the example"):
+        with pytest.warns(
+            UserWarning, match="the plan counts data-dependent sizes as they are in the example"
+        ):
             placed = graphplan.partition(
                 model, machine.max_memory, (torch.randn(6, 16), torch.tensor([0, 1, 2, 2, 1, 0]))
             )

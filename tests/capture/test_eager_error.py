@@ -148,8 +148,8 @@ def test_control_flow_by_data_names_the_line_and_what_to_do(strict: bool | None)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("export_transformers", "exporters does not take it"),
-        pytest.param("_roles", "exporters does not take it", marks=pytest.mark.slow),
+        ("export_transformers", "exporters does not support it"),
+        pytest.param("_roles", "exporters does not support it", marks=pytest.mark.slow),
     ],
 )
 def test_without_the_exporter_a_placed_model_says_why_once(
@@ -244,7 +244,7 @@ class Forces(nn.Module):
 
 
 @pytest.mark.parametrize("budgets", [{0: "1MiB"}, {"cpu": "1MiB"}])
-@pytest.mark.filterwarnings("ignore:the training step has no graph")
+@pytest.mark.filterwarnings("ignore:the training step cannot be traced")
 @pytest.mark.parametrize("options", [{"grad": True, "check": True}, {"train": True}])
 def test_what_needs_gradients_is_tried_with_them(budgets: Any, options: Any) -> None:
     model, x = Forces(), torch.randn(5, 3)

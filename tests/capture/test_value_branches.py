@@ -373,7 +373,7 @@ def test_many_answers_of_inputs_end_in_a_run_without_graphs(machine: Any) -> Non
 
 def test_inputs_without_values_decide_nothing() -> None:
     x, sizes = gridded((2, 3), (1, 4))
-    with pytest.raises(graphplan.NoGraphError, match="those of the meta device have none: give integers"):
+    with pytest.raises(graphplan.NoGraphError, match="tensors on the meta device have none: give integer"):
         graphplan.plan(Gridded(), {"cpu": "1MiB"}, (x.to("meta"), sizes.to("meta")))
     plan = graphplan.plan(Gridded(), {"cpu": "1MiB"}, (x.to("meta"), sizes))
     assert plan.method != "hooks"

@@ -312,7 +312,7 @@ def test_compare_judges_the_others_where_we_find_nothing(made: Made, run: Run) -
     assert json.loads(err)["error"]["type"] == "InfeasibleError"
     assert rows[0]["seconds"] is None
     assert rows[0]["error"].startswith("no placement fits")
-    assert "would do: --max-memory 0=" in rows[0]["error"]
+    assert "suffice: --max-memory 0=" in rows[0]["error"]
     assert rows[1]["over"] > 0
 
 
@@ -372,7 +372,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "MODEL", "--time-limit", "-1"], 2, "--time-limit"),
     (["plan", "nowhere/at/all"], 2, "no folder or file 'nowhere/at/all'"),
     (["plan", "."], 2, "no config.json"),
-    (["plan", "broken.json"], 2, "no model comes of 'broken.json'"),
+    (["plan", "broken.json"], 2, "no model can be built from 'broken.json'"),
     (["plan", "MODEL", "--max-memory", "24GiB"], 2, "write KEY=BYTES"),
     (["plan", "MODEL", "--max-memory", "0=lots"], 2, "'lots' is no size"),
     (["plan", "MODEL", "--max-memory", "0=1GiB,0=2GiB"], 2, "names '0' twice"),
@@ -413,12 +413,12 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:number"], 2, "gives 3, not a torch.nn.Module"),
     (["plan", "factories:failing", "--max-memory", "cpu=1MiB"], 2, "ValueError: no such thing"),
     (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "returns the model and its inputs"),
-    (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not take its example inputs"),
+    (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not accept its example inputs"),
     (["plan", "factories:pair", "--max-memory", "0=24"], 2, "--max-memory 0=24 is 24 bytes"),
     (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is no size"),
     (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "--max-memory allows 1.0 KiB"),
-    (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "would do: --max-memory 0="),
+    (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "suffice: --max-memory 0="),
     (["plan", "factories:pair", "--max-memory", "0=1MiB", "--pin", "x=0"], 2, "--pin x=0: no module"),
     (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),
     (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),

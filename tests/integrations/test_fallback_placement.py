@@ -227,7 +227,7 @@ def test_what_hooks_cannot_do_is_an_error() -> None:
 def test_what_fits_in_no_way_is_told_at_once() -> None:
     with (
         graphplan.simulate({0: 3000}) as machine,
-        pytest.raises(graphplan.InfeasibleError, match="Budgets that would do: max_memory="),
+        pytest.raises(graphplan.InfeasibleError, match="These budgets suffice: max_memory="),
     ):
         graphplan.partition(Undecided(), machine.max_memory, (X,))
 
@@ -407,7 +407,7 @@ def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any)
         placed = graphplan.partition(model, machine.max_memory, (X,), check=True)
         assert torch.equal(model[1].running_mean, mean)
         assert placed.plan.method == "export"
-        with pytest.warns(UserWarning, match="eager differs from call to call"):
+        with pytest.warns(UserWarning, match="eager mode differ from call to call"):
             graphplan.partition(nn.Dropout(), machine.max_memory, (X,), check=True)
         save_file(Sly().state_dict(), tmp_path / "model.safetensors")
         with torch.device("meta"):
@@ -839,7 +839,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:the trace has torch.vmap:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:the trace contains torch.vmap:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("share", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_attention_that_no_graph_has(share: float | None) -> None:
     torch.manual_seed(0)

@@ -58,9 +58,9 @@ def test_generate_needs_no_further_plan(family: str, monkeypatch: pytest.MonkeyP
             most = max(plan.peak_bytes[key] for plan in plans)
             assert machine.peak_bytes(key) <= most <= machine.max_memory[key]
         if "llama" in family:
-            with pytest.raises(graphplan.LimitError, match="65 tokens is past max_length=64"):
+            with pytest.raises(graphplan.LimitError, match="65 tokens exceeds max_length=64"):
                 placed.generate(**inputs_of(family), max_new_tokens=60)
-            with pytest.raises(graphplan.LimitError, match="6 sequences is past max_batch=4"):
+            with pytest.raises(graphplan.LimitError, match="6 sequences exceeds max_batch=4"):
                 placed.generate(**inputs_of(family), max_new_tokens=2, num_beams=3)
             assert len(placed.plans) == len(plans)
 

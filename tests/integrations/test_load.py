@@ -301,7 +301,7 @@ def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     no_classes: dict[str, Any] = {"AutoModel": AutoModel, "'LlamaModel'": "LlamaModel", "Linear": nn.Linear}
     for named, given in no_classes.items():
-        with pytest.raises(graphplan.InputError, match=f"{named} is no class of a model of transformers"):
+        with pytest.raises(graphplan.InputError, match=f"{named} is not a model class of transformers"):
             open_pretrained(tmp_path, model_class=given)
     for name, value in {"torch_dtype": torch.float16, "checkpoint": tmp_path}.items():
         with pytest.raises(TypeError, match=rf"load\(\) got an unexpected keyword argument '{name}'"):

@@ -154,7 +154,7 @@ def test_generation_of_more_families(ranks: int, stems: Sequence[str]) -> None:
 def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
     with Ranks(3, "fault", kind, "1") as group:
         first, last = (said(output)[-1] for output in group.outputs([0, 2]))
-    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to receive 'linear_\d'", first)
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
 def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
     with Ranks(3, "fault", "unreachable", "1") as group:
         first, middle, last = (said(output)[-1] for output in group.outputs())
-    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to receive 'linear_\d'", first)
     assert re.match(r"ClusterError: rank 1 \(stage 1 of 3\) waited for rank \d to \w+ 'linear_\d'", middle)
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
@@ -219,7 +219,7 @@ def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
         assert "InputError: input has 1 dimensions, the example's has 2" in vector
         assert "InputError: a batch of 0 rows does not divide into 2 microbatches" in empty
         assert then == "then True"
-        assert "neither copied nor pickled" in copied
+        assert "cannot be copied or pickled" in copied
         assert rows == ["rows True"] * 3
         assert "InputError: last has 4 rows, and the batch has 2" in other
 

@@ -164,7 +164,7 @@ def _row(made: Built, configuration: Configuration, activations: int, devices: D
             gc.collect()
             machine.reset_peaks()
             result = placed(**copy.deepcopy(made.inputs))
-            guessed = any("only the data decides" in str(one.message) for one in heard)
+            guessed = any("data-dependent size" in str(one.message) for one in heard)
             if guessed:
                 row["note"] = (
                     "has sizes that only the data decides: peaks and moves are not planned to the byte"

@@ -24,13 +24,15 @@ from graphplan.capture.structure import memories
 from graphplan.errors import NoGraphError
 
 _ELSE = (
-    "forward assigns the .data of a tensor: a graph does so for a parameter or buffer that is given what was "
-    "made in the call, of its shape and type. Use copy_"
+    "forward assigns the .data of a tensor: in a graph, only a parameter or buffer can be assigned, with a "
+    "tensor of its shape and type that the call has made. Use copy_"
 )
-_WRITTEN = "forward assigns the .data of a weight, and writes to it afterwards: a graph has copies. Use copy_"
+_WRITTEN = (
+    "forward assigns the .data of a weight, and writes to it afterwards: a graph has only copies. Use copy_"
+)
 _READ = (
-    "forward assigns the .data of a weight, and reads its memory of before afterwards: a graph has written "
-    "to it. Keep a clone"
+    "forward assigns the .data of a weight, and then reads its previous memory, which a graph has "
+    "overwritten. Keep a clone"
 )
 
 

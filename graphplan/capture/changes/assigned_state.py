@@ -145,8 +145,8 @@ class AssignedState:
         """Raise NoGraphError if a call leaves a buffer with a gradient history, which eager keeps."""
         if self._with_history:
             raise NoGraphError(
-                f"a call leaves {self._with_history[0]} with a gradient, which eager keeps and a graph does "
-                "not: assign .detach() of it, if no backward pass is to go through it after the call"
+                f"a call leaves {self._with_history[0]} with a gradient, which eager mode keeps and a graph "
+                "does not: assign .detach() of it, if no later backward pass goes through it"
             )
 
     def assigned(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -244,16 +244,17 @@ class AssignedState:
         # a call that finds an answer in an attribute does not ask again
         if plain and (describe(traced) != describe(program) or self.answers_given != again.answers_given):
             raise KeptStateError(
-                f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else: a "
-                "graph does not. If only the first differs, call the model before you place it"
+                f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else; a "
+                "graph always computes the same. If only the first call differs, call the model before you "
+                "place it"
             )
 
 
 def nothing_from_before(label: str, name: str, what: str) -> str:
     """Return the error text for an attribute that a call changes; ``what`` says how, ``label`` names it."""
     return (
-        f"{label} is {what}: a graph has nothing from the call before, but for buffers. Make it a buffer, by "
-        f"register_buffer({name!r}, ...)"
+        f"{label} is {what}: a graph keeps nothing from the call before except buffers. Make it a buffer, "
+        f"by register_buffer({name!r}, ...)"
     )
 
 

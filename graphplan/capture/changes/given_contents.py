@@ -93,7 +93,7 @@ class GivenContents:
             if not (held.is_found and _can_be_changed(held.value)):
                 raise NoGraphError(
                     f"it changes {held.place}, a {type(held.value).__name__}, which it is given: a graph "
-                    "changes only lists and dicts, in arguments that forward has names for"
+                    "can change only lists and dicts, in named arguments of forward"
                 )
             contents_of[held.place.name] = []
         # also the unchanged ones: in a later call, a changed one must not be the same object as one of these

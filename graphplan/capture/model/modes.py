@@ -71,7 +71,7 @@ class Modes:
     def difference(self, other: Modes) -> str | None:
         """Return a text that says how the modes differ from ``other``; None if they do not."""
         if self.adapters != other.adapters:
-            return "other adapters are active, merged or disabled"
+            return "adapters were activated, merged or disabled"
         for mine, theirs in zip(self.configs, other.configs, strict=False):
             for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
@@ -82,7 +82,7 @@ class Modes:
             return f"torch's default dtype is {self.default}, and was {other.default}"
         if self.step != other.step:
             return "other parameters require gradients, or gradients are on or off"
-        return None if self.training == other.training else "its modules train, or do not any more"
+        return None if self.training == other.training else "its modules were switched by train() or eval()"
 
 
 class ModeReader:

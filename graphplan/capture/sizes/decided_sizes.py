@@ -95,7 +95,7 @@ class DecidedSizes(fx.Interpreter):
             return
         if isinstance(captured, torch.SymInt):
             raise TakenForAnotherError(
-                f"values decide how much {node.target} returns, and the code takes it to be {captured}", node
+                f"values decide the output size of {node.target}, and the code assumes {captured}", node
             )
         self.constants[size.node.expr] = captured
         with untraced():
@@ -126,7 +126,7 @@ def require_no_broadcast(graph: fx.Graph, sizes: Mapping[Any, Any]) -> None:
             one, other = (original_expression(size).xreplace(sizes) for size in pair)
             if one != other and 1 not in (one, other) and free_unbacked_symbols([one, other]):
                 raise NoGraphError(
-                    f"values decide sizes of what {node.target} is given, and where one is 1, it broadcasts"
+                    f"values decide input sizes of {node.target}, which broadcasts those that are 1"
                 )
 
 

@@ -204,8 +204,8 @@ def sizes_of_example(
     unbounded = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
     if any(node in known or node in repeated for node in unbounded if node in varying):
         warn(
-            "sizes that only the data decides count in the plan as in the example call: calls in which they "
-            "are larger may pass its peaks"
+            "the plan counts data-dependent sizes as they are in the example call: calls in which they are "
+            "larger may exceed its peaks"
         )
     return example
 

@@ -67,7 +67,8 @@ def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxy
     for name, leaf in named:
         if divided.get(name) and _rows(leaf) not in (None, 1, rows):
             raise InputError(
-                f"{name} has {_rows(leaf)} rows, and the batch has {rows}: it was divided in the example"
+                f"{name} has {_rows(leaf)} rows, and the batch has {rows}: it was divided into microbatches "
+                "in the example, so it must have as many rows"
             )
     parts = [divided.get(name, True) and _rows(leaf) == rows for name, leaf in named]
 
@@ -91,8 +92,8 @@ def targets_of(target: Any, count: int, rows: int) -> list[Any]:
     for leaf in leaves_of(target) if count > 1 else ():
         if isinstance(leaf, torch.Tensor) and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows):
             raise InputError(
-                f"a target of the sizes {list(leaf.shape)} does not divide along its first dimension as the "
-                f"batch does: give it {rows} rows, as many as the batch has"
+                f"a target of shape {list(leaf.shape)} cannot be divided along its first dimension like the "
+                f"batch: give it {rows} rows, as many as the batch has"
             )
 
     def part(leaf: Any, index: int) -> Any:

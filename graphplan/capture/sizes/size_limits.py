@@ -63,7 +63,7 @@ class SizeLimits:
             if here > limit:
                 name, what = ("max_batch", "sequences") if role == BATCH else ("max_length", "tokens")
                 raise LimitError(
-                    f"a call of {here} {what} is past {name}={limit}, up to which memory was planned: "
+                    f"a call of {here} {what} exceeds {name}={limit}, for which memory was planned: "
                     f"partition the model with a larger {name}"
                 )
             return limit

@@ -94,7 +94,7 @@ def from_program(
     guards = (*guards, *input_guard(state.branches, call.leaves, names))
     signature = InputSignature(call.spec, leaves, names, guards)
     if roles and (problem := signature.mismatch(call)) is not None:
-        raise CaptureError(f"the trace does not serve its own example: {problem}")
+        raise CaptureError(f"the trace does not accept its own example inputs: {problem}")
     sizes = sizes_of_call(program.graph, inputs, call.leaves) | largest_sizes(program.graph, inputs, leaves)
     return Capture(
         program.graph_module,
@@ -116,7 +116,8 @@ def _refuse_transforms(graph: fx.Graph) -> None:
     """Raise NoGraphError for ``vmap`` and ``jvp``: nothing reads the calls that enter and leave them."""
     if any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes):
         raise NoGraphError(
-            "the trace has torch.vmap or jvp in it, which run in no other order than they were traced in"
+            "the trace contains torch.vmap or jvp, whose operations can run only in the order in which "
+            "they were traced"
         )
 
 
@@ -163,19 +164,19 @@ def _read_inputs(
             weights[node] = spec.target if weight is None else weight
             if is_transformed(tensor):
                 raise NoGraphError(
-                    "the trace has a transform of torch.func in it, whose values it takes for constants"
+                    "the trace contains a transform of torch.func, and takes its values for constants"
                 )
             if weight is None and is_fake(tensor) and values[node].users:
                 raise NoGraphError(
-                    f"forward makes a {type(tensor).__name__} of what it computes, a tensor of a class of "
-                    "its own, which the trace takes for a constant"
+                    f"forward makes a {type(tensor).__name__} from computed values: a tensor subclass, "
+                    "which the trace takes for a constant"
                 )
             if weight is None:
                 constants[spec.target] = tensor
         else:
             raise NoGraphError(
-                f"forward computes with {spec.target!r}, an object that is no tensor (such as a "
-                "torch.Generator), which a graph cannot have"
+                f"forward computes with {spec.target!r}, an object that is not a tensor (such as a "
+                "torch.Generator), which a graph cannot contain"
             )
     return inputs, weights, constants
 

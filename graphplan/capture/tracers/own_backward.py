@@ -47,7 +47,7 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
     left_out = OwnBackward()
     hooked = next((name for name, part in module.named_modules() if backward_hooks(part)), None)
     if hooked is not None:
-        raise NoGraphError(f"{hooked!r} has backward hooks, which no graph calls")
+        raise NoGraphError(f"{hooked!r} has backward hooks, which a graph does not call")
     functions: list[Any] = []
     tensors: list[torch.Tensor] = []
 
@@ -78,12 +78,12 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
             continue
         if any(function.needs_input_grad):
             raise NoGraphError(
-                f"{cls.__qualname__} has a backward of its own, which is in no graph: write it in plain "
+                f"{cls.__qualname__} has a backward of its own, which cannot be traced: write it in plain "
                 "operations, or as a torch.library.custom_op"
             )
         left_out.beyond_inputs = True
     if tensors:
-        raise NoGraphError("forward calls register_hook of a tensor, and no graph calls hooks of gradients")
+        raise NoGraphError("forward calls register_hook of a tensor: a graph calls no gradient hooks")
 
 
 def _without_checkpoint(left_out: OwnBackward, _own: Callable[..., Any]) -> Callable[..., Any]:

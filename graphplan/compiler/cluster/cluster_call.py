@@ -35,8 +35,8 @@ class Wires:
         described = self._described(name)
         if not isinstance(described, TensorMeta):
             raise CaptureError(
-                f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
-                "model returns (for a transformers model, use_cache=False)"
+                f"a result is {described!r}, not a tensor, and machines send only tensors: leave it out of "
+                "what the model returns (for a transformers model, use_cache=False)"
             )
         return Wire(name, described.shape, described.dtype, name in self.trained)
 

@@ -328,7 +328,7 @@ class StageSearch:
                     enough = grown if self._of(trimmed).best_stages() is None else trimmed
                     budgets = [one.budgets for one in enough.machines]
                     needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
-                    advice = f"These budgets would do: machines={budgets}"
+                    advice = f"These budgets suffice: machines={budgets}"
                     return InfeasibleError(f"{text}. {advice}", needed=needed)
         return InfeasibleError(text)
 

@@ -170,6 +170,6 @@ def _fullest_text(cuts: Sequence[int] | None, needs: Sequence[Floats], rooms: Se
     worst = max(range(machines), key=lambda machine: held[machine] / max(rooms[machine], 1.0))
     stages = ", ".join(str(stage) for stage in range(worst, len(needs), machines))
     return (
-        f". By estimate machine {worst} holds {readable_bytes(int(held[worst]))} in its stages {stages}, and "
-        f"may hold {readable_bytes(int(rooms[worst]))}"
+        f". By estimate, machine {worst} needs {readable_bytes(int(held[worst]))} for its stages {stages}, "
+        f"and may hold {readable_bytes(int(rooms[worst]))}"
     )

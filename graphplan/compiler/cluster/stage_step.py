@@ -38,8 +38,8 @@ def with_step(source: StageSource, values: Sequence[Any] = ()) -> StageSource:
     how = Differentiation(()).of(source.module, ())
     if how is None:
         raise CaptureError(
-            "gradients pass a stage without a parameter that requires one: only stages before the first such "
-            "parameter may be without"
+            "gradients would pass through a stage without trained parameters: only stages before the first "
+            "trained parameter may have none"
         )
     call = source.example(values=values)
     step = with_backward(source.cut.capture, source.model_copy.weights, call, how, fixed=True)

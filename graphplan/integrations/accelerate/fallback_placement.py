@@ -90,8 +90,8 @@ def fall_back(
     fallback = _Fallback(model, model_copy, example, topology, options, source, retry)
     placed = fallback.place(str(error))
     warn(
-        f"{error}\nhooks run the model instead, module by module: its operations are not "
-        "planned, and weights on the CPU are copied when they are used. strict=True makes this an error"
+        f"{error}\nhooks run the model instead, module by module: its operations are not planned, and "
+        "weights on the CPU are copied when they are used. strict=True makes this an error"
     )
     return placed
 
@@ -331,7 +331,7 @@ class _Fallback:
         needed = {**available, first.key: total + peak + first.withheld}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
-            f"accelerator) do not fit one by one: max_memory allows {available}. Budgets that would do: "
+            f"accelerator) do not fit one by one; max_memory allows {available}. These budgets suffice: "
             f"max_memory={needed}",
             needed=needed,
             available=available,

@@ -92,13 +92,14 @@ def _require_simple(config: Any) -> None:
     mode = str(getattr(config.get_generation_mode(), "value", config.get_generation_mode()))
     if mode not in _MODES:
         raise InputError(
-            f"generate() over several machines is greedy or samples, and {mode!r} needs all scores on all "
-            "machines: give num_beams=1, and do_sample=True with num_return_sequences= for several texts"
+            f"generate() over several machines only decodes greedily or samples, and {mode!r} needs all "
+            "scores on all machines: give num_beams=1, and do_sample=True with num_return_sequences= for "
+            "several texts"
         )
     asked = [name for name in ("output_scores", "output_logits") if getattr(config, name, False)]
     asked += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
     if asked:
-        raise InputError(f"{asked[0]}: only the chosen tokens are on all machines")
+        raise InputError(f"{asked[0]}: generate() over several machines returns only tokens")
 
 
 def _choose(

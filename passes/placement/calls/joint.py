@@ -235,7 +235,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
         return InfeasibleError(said)
     available = problem.topology.budgets
     return InfeasibleError(
-        f"{said}. Budgets that would do: max_memory={dict(nearest.budgets)}; the given ones are {available}",
+        f"{said}. These budgets suffice: max_memory={dict(nearest.budgets)}; the given ones are {available}",
         needed=nearest.budgets,
         available=available,
     )

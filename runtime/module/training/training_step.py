@@ -30,8 +30,8 @@ from graphplan.runtime.module.training.undefined_gradients import reduced_backwa
 
 _version_of = attrgetter("_version")  # counts the writes to a tensor
 _TWICE = (
-    "Trying to backward through a placed model a second time: what its forward pass has saved is freed. "
-    "Call the model again (retain_graph=True does not keep what a plan frees)"
+    "Trying to backward through a placed model a second time: the activations that its forward pass saved "
+    "have been freed. Call the model again (retain_graph=True does not keep them)"
 )
 _CHANGED = (
     "{} has been changed by an in-place operation between the forward and the backward pass, which reads "
@@ -46,11 +46,11 @@ _OTHER = (
     "backward() before the next forward pass"
 )
 _SECOND = (
-    "create_graph=True: a planned training step has no second derivatives, as a gradient penalty wants. "
-    "Place the model with grad=True instead of train=True"
+    "create_graph=True: a planned training step has no second derivatives, which for example a gradient "
+    "penalty needs. Place the model with grad=True instead of train=True"
 )
 _TRANSFORMED = (
-    "a planned training step has a backward pass alone: for transforms of torch.func, and forward-mode "
+    "a planned training step supports only backward(): for transforms of torch.func, and forward-mode "
     "gradients, place the model with grad=True instead of train=True"
 )
 _REPLICATED = (
@@ -64,8 +64,8 @@ _HAS_GRADIENT = (
     "before the next forward pass, or place the model without accumulate_gradients=False"
 )
 _NOT_PLANNED = (
-    "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
-    "partition train_outputs= with all results that the loss is made of, or detach this one"
+    "a gradient has reached the result {!r}, and the step that is planned starts from {} alone: give "
+    "partition train_outputs= with all results from which the loss is computed, or detach this one"
 )
 
 

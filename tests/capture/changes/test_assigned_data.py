@@ -140,5 +140,5 @@ def test_what_is_assigned_is_not_written_afterwards(body: Forward) -> None:
 
 @pytest.mark.parametrize("body", [read_where_it_was, assigned_again])
 def test_what_was_there_before_is_not_read_afterwards(body: Forward) -> None:
-    with pytest.raises(graphplan.CaptureError, match="reads its memory of before"):
+    with pytest.raises(graphplan.CaptureError, match="reads its previous memory"):
         graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))

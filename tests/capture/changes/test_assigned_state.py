@@ -413,7 +413,7 @@ class Ends(nn.Module):
         return h
 
 
-@pytest.mark.filterwarnings("ignore:the training step has no graph")
+@pytest.mark.filterwarnings("ignore:the training step cannot be traced")
 @pytest.mark.parametrize("kind", ["assigned", "in place", "only read outside"])
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
 def test_gradients_flow_from_call_to_call(kind: str, options: dict[str, Any]) -> None:
@@ -506,7 +506,7 @@ def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.M
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:sizes that only the data decides")
+@pytest.mark.filterwarnings("ignore:the plan counts data-dependent sizes")
 @pytest.mark.parametrize("model", [Shows, Lazy, Table, Counts, Finds])
 @torch.no_grad()
 def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Module]) -> None:

@@ -220,7 +220,7 @@ def test_budgets_that_would_do_hold_whole_weights(disk: int) -> None:
         DeviceSpec("disk", "disk", disk, 0.0, 0.0, 0.0),
     )
     problem = Problem(chain(2), Topology(devices), "cpu")
-    with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+    with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
         place_or_map(problem)
     grown = replace(problem, topology=problem.topology.with_memory(caught.value.needed))
     assert place_or_map(grown).evaluation.feasible
@@ -283,7 +283,7 @@ def test_without_a_checkpoint_the_error_says_what_to_do() -> None:
 def test_where_nothing_can_stay_on_disk_the_error_has_budgets_that_do() -> None:
     budgets = {0: 2 * BLOCK, "cpu": 2 * BLOCK, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):
-        with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+        with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
             graphplan.partition(Blocks(), budgets, (X,))
         graphplan.partition(Blocks(), caught.value.needed, (X,))
 
