@@ -216,7 +216,7 @@ def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, 
 def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
     for cases in three:
         vector, empty, then, copied, *rows, other = said(cases["no_batches"])
-        assert "InputError: input has 1 dimensions, the example's has 2" in vector
+        assert "InputError: input has 1 dimensions, in the example 2" in vector
         assert "InputError: a batch of 0 rows does not divide into 2 microbatches" in empty
         assert then == "then True"
         assert "cannot be copied or pickled" in copied
@@ -246,7 +246,7 @@ def test_calls_that_differ_in_values_that_decide(three: list[dict[str, str]]) ->
     for cases in three:
         *one, apart = said(cases["values"])[:6]
         assert one == ["True"] * 5
-        assert apart.startswith("InputError: the code branches by values of mask, which are others in one")
+        assert apart.startswith("InputError: the code branches by values of mask, which differ between")
         assert said(cases["values"])[6:] == ["True"] * (3 if TRAINS else 0)
 
 
@@ -278,7 +278,7 @@ def test_gradients_end_where_autograd_ends_them(three: list[dict[str, str]]) -> 
         assert len(models) == 4
         for line in models:
             assert re.search(r": 3 stages, gradients differ by (0\.0e\+00|\d\.\de-0[6-9])$", line), line
-        assert "a target of the sizes [3, 16]" in rows
+        assert "a target of shape [3, 16]" in rows
         assert "give it 6 rows" in rows
 
 

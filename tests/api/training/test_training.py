@@ -986,7 +986,7 @@ def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
             warnings.simplefilter("always")
             placed = graphplan.partition(model, machine.max_memory, kwargs=batch(), train=True)
         texts = [str(one.message) for one in said if one.category is graphplan.GraphplanWarning]
-        assert any(re.search(r"what it saves \(about [\d.]+ KiB", text) for text in texts)
+        assert any(re.search(r"that autograd saves \(about [\d.]+ KiB", text) for text in texts)
         for one in (placed, eager):
             step_of(one, batch())
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
