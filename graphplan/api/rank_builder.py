@@ -187,8 +187,8 @@ class RankBuilder:
         capture, key = annotator.capture, self._key(annotator, form)
         if capture.changed_names and not caches_stay:
             raise InputError(
-                f"{', '.join(capture.changed_names)}: a model over several machines cannot change its arguments; "
-                "for caches use generate()"
+                f"{', '.join(capture.changed_names)}: a model over several machines cannot change its "
+                "arguments; for caches use generate()"
             )
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:
