@@ -22,7 +22,7 @@ def never(*_: Any, **__: Any) -> Any:
     ("options", "said"),
     [
         ({"num_beams": 2}, "give num_beams=1"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores: generate() over"),
+        ({"output_scores": True, "return_dict_in_generate": True}, r"output_scores: generate\(\) over"),
     ],
 )
 def test_what_needs_all_scores_is_refused(stem: str, options: dict[str, Any], said: str) -> None:
