@@ -216,7 +216,7 @@ def test_memory_is_given_back_with_the_pipeline() -> None:
     ("pipe", "options", "said"),
     [
         ({"a": nn.Linear(2, 2)}, {}, "run="),
-        ({"a": nn.Linear(2, 2)}, {"run": lambda _parts: None}, "no call"),
+        ({"a": nn.Linear(2, 2)}, {"run": lambda _parts: None}, "does not call the model"),
         (nn.Linear(2, 2), {"x": X}, "one model"),
         ({"a": 1}, {"run": len}, "no torch.nn.Module"),
         (Pipe(), {"run": lambda pipe: pipe(X), "x": X}, "not both: x"),
