@@ -104,8 +104,10 @@ def test_training_counts_what_microbatches_in_flight_save() -> None:
 
 @pytest.mark.slow
 def test_training_in_little_memory_keeps_the_budgets() -> None:
-    machines = [{"cpu": int(4 * WEIGHTS * 0.55) + (16 << 20)}] * 2
-    plan = planned(machines, train=True, optimizer=torch.optim.AdamW)
+    model, x = stack(8), torch.empty(4096, WIDTH, device="meta")
+    weights = sum(p.nbytes for p in model.parameters())
+    machines = [{"cpu": int(4 * weights * 0.55) + (44 << 20)}] * 2
+    plan = planned(machines, model=model, x=x, train=True, optimizer=torch.optim.AdamW)
     check(plan, machines)
     assert any(stage.plan.recomputed for stage in plan.stages)
 
