@@ -134,7 +134,7 @@ class _Choice:
         return Bound(sum(self.least.values()), _EACH_ALONE, Scope.ANY)
 
     def _items(self, *, offloads: bool = True) -> list[Item]:
-        """Return the ways to save less, priced for the fastest accelerator."""
+        """Return the options to save less, priced for the fastest accelerator."""
         accelerators = self.problem.topology.accelerators
         clock = self.problem.clock(max(accelerators or self.problem.topology.devices, key=lambda s: s.flops))
         return items_of(
@@ -249,7 +249,7 @@ class _Choice:
         self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda each: each.seconds)
 
     def _missing_bytes(self, problem: Problem) -> int:
-        """Return the bytes by which the step's peak on one device passes the room of ``devices`` together."""
+        """Return the bytes by which the step's peak on one device exceeds the room of all ``devices``."""
         roomiest = max(self.devices, key=lambda spec: spec.room)
         peak = evaluate(problem, on_one_device(problem, roomiest.key)).peak(roomiest.key)
         return peak.nbytes - sum(spec.room for spec in self.devices)

@@ -6,7 +6,7 @@
     plan            Compiler._run_passes    on one CompileState, of one call or several
         reuse_slices                        slice weights as earlier plans have
         place_step                          constrain, save less or slice, assign devices
-        check_budgets                       prove that no call passes a budget
+        check_budgets                       prove that no call exceeds a budget
     lower           lower_planned           plan -> fx graph with every transfer, specialised, verified
 """
 

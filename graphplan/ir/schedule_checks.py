@@ -19,7 +19,7 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
     Every operation runs once, in the graph's order, on its device, with all its tensors there; no value
     reaches a device twice; operations that share written memory share a device; written weights reside where
     they are written; no slot is loaded before its last reader has run, nor read before it is loaded; no
-    budget is passed.
+    budget is exceeded.
 
     Raises:
         VerificationError: a check fails; the message shows the steps around the failure.

@@ -346,7 +346,8 @@ def is_searched(problem: Problem, evaluation: Evaluation) -> bool:
 
 def _certified(evaluation: Evaluation, bound: Bound, candidate: Problem, problem: Problem) -> Solution:
     """Return a placement with its bound and scope; with the least bound if the scope excludes it."""
-    if not is_searched(problem, evaluation):  # repair may leave shared weights where nothing runs
+    # local search may leave shared weights where nothing runs
+    if not is_searched(problem, evaluation):
         bound = least_seconds(Arrays(problem))
     elif candidate is not problem and problem.offload and problem.topology.cpu is not None:
         scope = Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD

@@ -23,7 +23,8 @@ class SearchParams:
         relaxed_states: most states between two steps, times devices; beyond it the cheapest values are
             relaxed, which keeps the bound valid.
         price_rounds: cutting planes of the Lagrangian dual, after which prices hardly change.
-        first_width: labels kept after each step of the first label search.
+        first_width: labels kept after each step of the first beam; without streaming, the first label search
+            keeps ``width_growth`` times as many.
         width_growth: factor from one label search to the next wider one.
         completions: completed labels of a search whose exact seconds and peaks are computed.
         retries: repetitions of a search with larger margins, where exact peaks exceed a budget.

@@ -33,6 +33,7 @@ class ResidentSearch:
         chosen: (items,) homes of shared weights in the incumbent.
         seconds: seconds of the incumbent.
         bound: lower bound for every placement of the problem.
+        arrays: arrays of the problem, folded if it is a training step.
     """
 
     problem: Problem

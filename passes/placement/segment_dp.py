@@ -96,12 +96,8 @@ class SegmentDP:
         minimise_excess: bool = False,
     ) -> None:
         self.arrays, self.effort = arrays, effort
-        self.streaming, self.slowest, self.in_order, self.minimise_excess = (
-            streaming,
-            slowest,
-            in_order,
-            minimise_excess,
-        )
+        self.streaming, self.slowest = streaming, slowest
+        self.in_order, self.minimise_excess = in_order, minimise_excess
         self.cpu = arrays.cpu if use_cpu else None
         self.classes = [members for members in device_classes(arrays) if arrays.accelerates[members[0]]]
         self._tables_by_homes: dict[frozenset[str], _Tables] = {}

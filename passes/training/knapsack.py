@@ -2,8 +2,8 @@
 
 The greedy method for the knapsack problem (Dantzig, 1957), as for rematerialization in Jain et al.,
 "Checkmate" (2020). A segment is recomputed, selectively or as a whole, or its values wait in CPU memory:
-first in the way that takes least time per byte, then in ways that free more. Identical segments are chosen
-evenly spread, so that each device that has contiguous ones gets its part.
+first by the option that takes least time per byte, then by those that free more. Identical segments are
+chosen evenly spread, so that each device that has contiguous ones gets its part.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def savings_of(graph: Graph, capture: Capture) -> Savings:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A way for a segment to save less, relative to the segment's item before, if it has one.
+    """An option of a segment to save less, relative to the segment's item before, if it has one.
 
     Attributes:
         path: of the segment.
@@ -78,7 +78,7 @@ def items_of(
     operation_seconds: Callable[[str], float] | None,
     copy_seconds: Callable[[int], float] | None,
 ) -> list[Item]:
-    """Return for each segment the ways to save less, in steps from the cheapest per byte to the largest.
+    """Return for each segment the options to save less, in steps from the cheapest per byte to the largest.
 
     Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979).
 
@@ -90,22 +90,22 @@ def items_of(
     """
     items: list[Item] = []
     for segment in segments:
-        ways = list[Item]()
+        options = list[Item]()
         if operation_seconds is not None:
-            ways.append(_recomputed(segment, graph, operation_seconds, "selectively"))
-            ways.append(_recomputed(segment, graph, operation_seconds, "again"))
+            options.append(_recomputed(segment, graph, operation_seconds, "selectively"))
+            options.append(_recomputed(segment, graph, operation_seconds, "again"))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]
-            ways.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
-        items += _in_steps(ways)
+            options.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
+        items += _in_steps(options)
     return items
 
 
-def _in_steps(ways: Sequence[Item]) -> Iterator[Item]:
-    """Yield steps, each to the way that frees more at the least price; dominated ways are left out."""
+def _in_steps(options: Sequence[Item]) -> Iterator[Item]:
+    """Yield steps, each to the option that frees more at the least price; dominated ones are left out."""
     nbytes, seconds = 0, 0.0
-    while more := [way for way in ways if way.nbytes > nbytes]:
-        steps = [replace(way, nbytes=way.nbytes - nbytes, seconds=way.seconds - seconds) for way in more]
+    while more := [one for one in options if one.nbytes > nbytes]:
+        steps = [replace(one, nbytes=one.nbytes - nbytes, seconds=one.seconds - seconds) for one in more]
         step = min(steps, key=lambda step: step.price)
         yield step
         nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds

@@ -45,6 +45,8 @@ class StreamedSearch:
         best: the fastest placement within the budgets; None if there is none.
         bound: lower bound for every placement of the problem.
         nearest: the placement that exceeds the budgets by least, among those that exceed one.
+        arrays: arrays of the problem, folded if it is a training step.
+        guide: frontier of these arrays, to read weights from; it gives no bound.
         activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside
             weights.
     """

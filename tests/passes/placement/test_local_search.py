@@ -73,7 +73,7 @@ def test_a_move_costs_what_it_is_said_to(problems: int, least: int) -> None:
 
 @shares_of(120, 200)
 def test_moves_without_room_for_their_weights_are_not_priced(problems: int, least: int) -> None:
-    """And what is left out for that passes a budget."""
+    """And what is left out for that exceeds a budget."""
     unplaced = 0
     for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)

@@ -178,7 +178,7 @@ def test_so_they_do_when_graphs_are_made_again() -> None:
 
 def test_a_plan_that_breaks_its_proof_is_an_error(machine: Any, monkeypatch: Any) -> None:
     def breaks(*_: Any) -> None:
-        raise VerificationError("a peak passes its budget")
+        raise VerificationError("a peak exceeds its budget")
 
     placed = graphplan.partition(Seeing().eval(), machine.max_memory, (X, IMAGE))
     monkeypatch.setattr(pipeline, "check_schedule", breaks)
