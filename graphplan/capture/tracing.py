@@ -263,7 +263,7 @@ def _exported(
         return captured
     by_data = isinstance(failures["torch.export"], _BY_VALUES)
     has_integers = any(map(is_of_integers, host.tensors))
-    if by_data and has_integers and model_copy.knows_inputs and not model_copy.asks_inputs:
+    if by_data and has_integers and model_copy.knows_inputs and not model_copy.may_branch_on_inputs:
         model_copy.by_inputs.add(model_copy.entry)
         return _exported(model_copy, host, dynamic_shapes, keep_grad, vary=may_vary, sizes=sizes)
     # outside of the handlers, so that it has no other error as its context
@@ -287,7 +287,7 @@ def _exported(
 def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> str:
     """Return the error text: each exporter's error, the line of the model's code, and what to do about it."""
     last = failures["torch.export"]
-    lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
+    lines = [f"{exporter}: {first_line(error)}" for exporter, error in failures.items()]
     by_data = isinstance(last, _BY_VALUES) or any(words in str(last) for words in _WANTS_VALUES)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     summary = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)

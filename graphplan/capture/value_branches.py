@@ -264,7 +264,7 @@ class Branches:
         symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else ()
         failed = [self._asked[symbol] for symbol in symbols if symbol in self._asked]
         failed += [self._failed] if self._failed is not None else []
-        new = {source for one in failed for source in self._told_by(one)} - self._answered
+        new = {source for one in failed for source in self._sources_of(one)} - self._answered
         self._answered |= new
         return bool(new)
 
@@ -293,13 +293,13 @@ class Branches:
         """Whether a weight may decide a branch: repeated blocks, with other weights, may take other ways."""
         return any(isinstance(source, str) for source in self._answered)
 
-    def _told_by(self, asked: _Asked) -> list[Any]:
-        """Return what the next trace must answer: nothing if constants and sizes alone decide."""
+    def _sources_of(self, asked: _Asked) -> list[Any]:
+        """Return the inputs, or the line, whose questions a trace answers; none if sizes alone decide."""
         integers = [index for index in asked.inputs if not self._leaves[index].is_meta]
         return [self._paths[index] for index in integers] or [asked.line] * bool(asked.weights)
 
     def _is_answered(self, asked: _Asked) -> bool:
-        return self._answered.issuperset(self._told_by(asked))
+        return self._answered.issuperset(self._sources_of(asked))
 
     def _answer(
         self, tracer: Any, asked: _Asked, func: Any, args: Any, kwargs: Any, *, is_noted: bool = True
@@ -376,7 +376,7 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
         return ()
     holds = InputBranches(on_inputs, {index: _readable_part(leaves[index]).clone() for index in indices})
     text = (
-        f"the code branches by values of {', '.join(names[one] for one in holds.integers)}, which differ "
+        f"the code branches on values of {', '.join(names[one] for one in holds.integers)}, which differ "
         "from those of the trace"
     )
     return (Guard(text, holds),)
@@ -403,7 +403,7 @@ def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> N
         deciding = sorted({index for one in _guards_on_inputs(signature) for index in one.integers})
         text = ", ".join(names[index] for index in deciding)
         raise InputError(
-            f"the code branches by values of {text}, which differ between microbatches: pad them alike, or "
+            f"the code branches on values of {text}, which differ between microbatches: pad them alike, or "
             "use microbatches=1"
         )
 

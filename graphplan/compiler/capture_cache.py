@@ -99,7 +99,7 @@ class Captures:
                 branches = known.capture.branches
                 if mismatch is None and same_answers(branches, self.model_copy.current):
                     return known
-                mismatch = mismatch or "weights by which its code branches have changed"
+                mismatch = mismatch or "weights on which its code branches have changed"
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
                 differing = _differing(known.capture.signature, call) if alike else set[int]()
@@ -157,7 +157,7 @@ class Captures:
                     if how is not None:
                         found = with_backward(found, part.weights, call, how, fixed=not vary)
                 except TakenForAnotherError as error:
-                    if not part.answer(call, _deciding_leaves(found, call, error.node)):
+                    if not part.branch_on(call, _deciding_leaves(found, call, error.node)):
                         raise
                     found = None
             if found is None:  # outside of the handler, so that errors of the next trace have no context

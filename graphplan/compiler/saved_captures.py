@@ -177,7 +177,7 @@ def can_save(capture: Capture, origin: Origin) -> bool:
         if node.users and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     }
     if capture.branches:
-        warn("the trace is not saved in capture_cache: the model's code branches by values of weights")
+        warn("the trace is not saved in capture_cache: the model's code branches on values of weights")
         return False
     for node, name in capture.weights.items():
         constant = None if node in literals else capture.constants.get(name)

@@ -42,10 +42,10 @@ _HOOKED = (
 )
 _MOST_GRAPHS = 8  # of one structure, for different values at branches; torch.compile has the same limit
 _MANY_GRAPHS = (
-    "Values of weights or of integer inputs, by which its code branches, differ from one forward pass to the "
+    "the code branches on values of weights or of integer inputs, which differ from one forward pass to the "
     f"next: {_MOST_GRAPHS} graphs have been captured for inputs of one structure. Branch on a comparison of "
     "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
-    "many. Bring images to a few sizes"
+    "many. Resize images to a few sizes"
 )
 _MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # the most routes that are remembered
@@ -135,9 +135,9 @@ def serve(
         state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda form: order.index(form.index))
     if route is not None or all(form.index != index for form in likely):
         _remember(state, sizes, known)
-    given = {name: call.kwargs[name] for name in program.changed_names}
+    changed = {name: call.kwargs[name] for name in program.changed_names}
     traced = program.signature.traced(call)
-    return Served(index, traced.leaves, given)
+    return Served(index, traced.leaves, changed)
 
 
 def _sizes(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -170,8 +170,9 @@ def _routed(
     leaves = known.route.leaves(args, kwargs, program.host)
     if leaves is None or not program.takes(leaves, module):
         return None
-    given = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in known.changed_places}
-    return Served(known.index, leaves, given)
+    places = known.changed_places
+    changed = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in places}
+    return Served(known.index, leaves, changed)
 
 
 def _serve_by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:

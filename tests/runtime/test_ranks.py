@@ -246,7 +246,7 @@ def test_calls_that_differ_in_values_that_decide(three: list[dict[str, str]]) ->
     for cases in three:
         *one, apart = said(cases["values"])[:6]
         assert one == ["True"] * 5
-        assert apart.startswith("InputError: the code branches by values of mask, which differ between")
+        assert apart.startswith("InputError: the code branches on values of mask, which differ between")
         assert said(cases["values"])[6:] == ["True"] * (3 if TRAINS else 0)
 
 

@@ -92,8 +92,8 @@ class GivenContents:
         for held in changed.values():
             if not (held.is_found and _can_be_changed(held.value)):
                 raise NoGraphError(
-                    f"it changes {held.place}, a {type(held.value).__name__}, which it is given: a graph "
-                    "can change only lists and dicts, in named arguments of forward"
+                    f"forward changes {held.place}, a {type(held.value).__name__} in its arguments: a graph "
+                    "can change only lists and dicts, in named arguments"
                 )
             contents_of[held.place.name] = []
         # also the unchanged ones: in a later call, a changed one must not be the same object as one of these

@@ -128,16 +128,16 @@ class ModelCopy:
         return self.weights.first[self.full_name(name)]
 
     @property
-    def asks_inputs(self) -> bool:
+    def may_branch_on_inputs(self) -> bool:
         """Whether a trace may branch on values of integer inputs."""
         return self.knows_inputs and self.entry in self.by_inputs
 
     def branches(self, *call: Any) -> Branches:
         """Return the branches of the entry's code, to trace a call with positional and named arguments."""
         answered = self._answered.setdefault(self.entry, set())
-        return Branches(self.module, self.value_of, call if self.asks_inputs else None, answered)
+        return Branches(self.module, self.value_of, call if self.may_branch_on_inputs else None, answered)
 
-    def answer(self, call: BoundCall, leaves: Iterable[int]) -> bool:
+    def branch_on(self, call: BoundCall, leaves: Iterable[int]) -> bool:
         """Let traces depend on the values of these leaves; return whether that is possible and new."""
         answered = self._answered.setdefault(self.entry, set())
         paths = [path for path, _ in flatten_with_path((call.args, call.kwargs))]
