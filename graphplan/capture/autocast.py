@@ -227,7 +227,7 @@ def _run(node: fx.Node) -> Any:
 
 
 def _run_for(node: fx.Node, wanted: Sequence[Any]) -> Any:
-    """Run it with the result dtypes of autocast, as where it sums half-precision values in float32."""
+    """Run an operation to the result dtypes ``wanted``: some sum half-precision values in float32."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any(argument.name == "dtype" for argument in schema.arguments):
         node.update_kwarg("dtype", wanted[0])

@@ -73,13 +73,14 @@ class Capture:
         method: ``"transformers"`` or ``"export"``.
         sizes: symbol of each dynamic size -> the largest size that the plan is for.
         parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.
-        roles: for each leaf, dynamic axis -> ``"batch"`` or ``"length"``; empty unless the trace chose them.
+        roles: for each leaf, dynamic axis -> ``"batch"``, ``"length"`` or ``"size"``; empty unless the trace
+            chose them.
         order: for each of ``inputs``, the leaf of the caller's call; None if the trace has added it.
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
         kept: positions of results that are tensors of caches: they stay on the device that computes them.
         entry: the method that was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         attributes: constant -> the attribute that it is, such as ``"model.offset"``, whose values may change;
-            None where the trace depended on values.
+            None where the trace depended on values, or a constant is a view of an attribute.
         branches: branches of the model's code on values of weights.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
             ``backward`` in their ``meta``, and gradients follow the results.

@@ -99,8 +99,9 @@ def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callabl
     inner = [part for part in list(module.modules())[1:] if 2 * _parameter_count(part) > total and not loops]
 
     def limited_forward(part: nn.Module) -> Callable[..., Any]:
-        """Return its forward, which a place may call once, or a few times if it is not all of the module."""
-        forward, most, calls = part.forward, 1 if _parameter_count(part) == total else _FEW, Counter[Any]()
+        """Return the part's forward, which refuses a loop: one place may call it ``most`` times."""
+        forward, calls = part.forward, Counter[Any]()
+        most = 1 if _parameter_count(part) == total else _FEW
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -197,8 +197,8 @@ class TensorLeaf:
         if leaf.dtype != self.dtype:
             return f"{name} has {leaf.dtype}, not {self.dtype}"
         if self.gradient not in (None, leaf.requires_grad):
-            asked = "a gradient, and did not" if leaf.requires_grad else "no gradient, and did"
-            return f"{name} requires {asked}"
+            required = "a gradient, and did not" if leaf.requires_grad else "no gradient, and did"
+            return f"{name} requires {required}"
         if leaf.dim() != len(self.shape):
             return f"{name} has {leaf.dim()} dimensions, not {len(self.shape)}"
         for axis, (have, want) in enumerate(zip(leaf.shape, self.shape, strict=True)):

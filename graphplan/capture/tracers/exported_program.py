@@ -82,7 +82,7 @@ def from_program(
     _flatten_outputs(program)
     values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
-        asked_of(leaf, values[name], program.range_constraints, axes)
+        leaf_spec(leaf, values[name], program.range_constraints, axes)
         for leaf, name, axes in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
     )
     leaves = tuple(
@@ -230,7 +230,7 @@ def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
     node.args = (tuple(flat),)
 
 
-def asked_of(
+def leaf_spec(
     leaf: Any,
     val: Any = None,
     ranges: Mapping[Any, Any] = MappingProxyType({}),

@@ -42,7 +42,7 @@ from graphplan.capture.sizes.dynamic_axes import (
 )
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.exported_program import asked_of, from_program
+from graphplan.capture.tracers.exported_program import from_program, leaf_spec
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, equate_sizes
@@ -165,7 +165,7 @@ def _over_arguments(capture: Capture, call: BoundCall, module: nn.Module) -> Cap
     places = {name: index for index, name in enumerate(names)}
     order = tuple(places.get(name) for name in capture.signature.names)
     specs, roles = (dict(zip(order, each, strict=True)) for each in (capture.signature.leaves, capture.roles))
-    leaves = tuple(specs.get(place, asked_of(leaf)) for place, leaf in enumerate(call.leaves))
+    leaves = tuple(specs.get(place, leaf_spec(leaf)) for place, leaf in enumerate(call.leaves))
     # guards may be on precomputed inputs
     prepared = Prepared(partial(_precomputed, module), capture.signature)
     return replace(

@@ -59,7 +59,7 @@ class _MaskInputs:
     window: Any = None
     packed: torch.Tensor | None = None
 
-    def answer(self) -> Any:
+    def is_skipped(self) -> Any:
         """Return whether eager mode skips the mask: True, False, or a 0-dim bool tensor."""
         if self.window is not None and self.kv_length >= self.window:
             return False
@@ -114,7 +114,7 @@ class _Masks:
         entry = self.by_storage.get(storage_of(mask)) if isinstance(mask, torch.Tensor) else None
         if entry is None or mask.dtype != torch.bool:
             return mask
-        skipped = entry[1].answer()
+        skipped = entry[1].is_skipped()
         if isinstance(skipped, torch.Tensor):
             return mask | skipped
         return None if skipped else mask
