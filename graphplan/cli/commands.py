@@ -137,14 +137,14 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Plan a placement without running it. The devices need not exist on this machine."""
-    from graphplan.cli.model_argument import Ask, load_named
+    from graphplan.cli.model_argument import ModelOptions, load_named
     from graphplan.cli.model_plans import planned
     from graphplan.cli.option_parsing import read_pins, read_topology
     from graphplan.cli.result_text import plan_digest
 
     require_writable(out, html, read=(measured, Path(model), Path(model, "config.json")))
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
-    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, ModelOptions(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
         result = planned(
             named,
@@ -187,14 +187,14 @@ def run_saved(
     The model, its inputs and the devices must be those of the plan.
     Weights are read from the folder's safetensors files, if it has any.
     """
-    from graphplan.cli.model_argument import Ask
+    from graphplan.cli.model_argument import ModelOptions
     from graphplan.cli.plan_run import run_plan
     from graphplan.cli.result_text import run_digest, run_text
 
-    ask = Ask(batch, length, dtype, trust_remote_code)
+    model_options = ModelOptions(batch, length, dtype, trust_remote_code)
     saved_plan = graphplan.Plan.load_json(path)
     with working(f"running {model}"):
-        result = run_plan(saved_plan, model, ask, simulated=simulate, capture_cache=capture_cache)
+        result = run_plan(saved_plan, model, model_options, simulated=simulate, capture_cache=capture_cache)
     if as_json:
         print_json(run_digest(result))
     else:
@@ -254,13 +254,13 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare graphplan's plan with accelerate's and transformers' device maps."""
-    from graphplan.cli.model_argument import Ask, load_named
+    from graphplan.cli.model_argument import ModelOptions, load_named
     from graphplan.cli.model_plans import compared
     from graphplan.cli.option_parsing import read_topology
     from graphplan.cli.result_text import comparison_text
 
     topology = read_topology(max_memory, device, link, measured, reserve)
-    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, ModelOptions(batch, length, dtype, trust_remote_code, meta))
     rows = compared(named, topology)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, "planners": list(map(encode, rows))})

@@ -31,7 +31,7 @@ _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelOptions:
     """The command line's options for a model and its example inputs.
 
     Attributes:
@@ -80,14 +80,14 @@ class NamedModel:
         return ", ".join(texts) or "none"
 
 
-def load_named(word: str, ask: Ask) -> NamedModel:
+def load_named(word: str, model_options: ModelOptions) -> NamedModel:
     """Return the model that ``word`` names, built while a spinner is shown.
 
     Args:
         word: a folder with a ``config.json`` of transformers, that file, or ``package.module:factory``. A
             factory takes no arguments, and returns a module, or a module and its example inputs, which are
             a mapping or a tuple.
-        ask: options for the model and its example inputs.
+        model_options: options for the model and its example inputs.
 
     Raises:
         InputError: there is no such model, or it cannot be built.
@@ -95,9 +95,9 @@ def load_named(word: str, ask: Ask) -> NamedModel:
     path = Path(word)
     with working(f"building {word}"):
         if path.exists():
-            return _of_config(path, ask)
+            return _of_config(path, model_options)
         if _FACTORY.fullmatch(word):
-            return _of_factory(word, ask)
+            return _of_factory(word, model_options)
     raise InputError(
         f"there is no folder or file {word!r}, and it is no package.module:factory; models are not downloaded"
     )
@@ -106,7 +106,7 @@ def load_named(word: str, ask: Ask) -> NamedModel:
 # -- transformers --------------------------------------------------------------------------------------
 
 
-def _of_config(path: Path, ask: Ask) -> NamedModel:
+def _of_config(path: Path, model_options: ModelOptions) -> NamedModel:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InputError(f"the folder {str(path)!r} has no config.json: it is not a transformers model")
@@ -116,15 +116,15 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    dtype = ask.torch_dtype
+    dtype = model_options.torch_dtype
     try:
         config = AutoConfig.from_pretrained(
             str(file if path.is_file() else path),
-            trust_remote_code=ask.trust_remote_code,
+            trust_remote_code=model_options.trust_remote_code,
             local_files_only=True,
         )
         forget_attention(config)  # the attention of the file may be a kernel to download
-        model = _build(config, ask)
+        model = _build(config, model_options)
     except GraphplanError:
         raise
     except Exception as error:  # transformers may raise anything for a bad configuration
@@ -137,20 +137,20 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
             f"sizes in {dtype or config.dtype or torch.float32}; give a --dtype of similar size"
         )
     model = model.to(dtype or config.dtype or torch.float32).eval()
-    inputs = example_inputs(model, ask.batch or 1, ask.length)
+    inputs = example_inputs(model, model_options.batch or 1, model_options.length)
     return NamedModel(type(model).__name__, model, (), inputs)
 
 
-def _build(config: Any, ask: Ask) -> nn.Module:
+def _build(config: Any, model_options: ModelOptions) -> nn.Module:
     """Build the class that the configuration names; its own code runs only if it is trusted."""
-    trusted = ask.trust_remote_code
+    trusted = model_options.trust_remote_code
     import transformers  # optional package
 
     auto_map = getattr(config, "auto_map", None) or {}
     auto_class = next((n for n in auto_map if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     model_class = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
-    with torch.device("cpu" if ask.data else "meta"):
+    with torch.device("cpu" if model_options.data else "meta"):
         if trusted and auto_class in auto_map:
             model: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif model_class is not None:
@@ -184,7 +184,7 @@ def of_model(error: Exception) -> Exception:
     return InputError(f"the model does not accept its example inputs: {type(error).__name__}: {text}{place}")
 
 
-def _of_factory(word: str, ask: Ask) -> NamedModel:
+def _of_factory(word: str, model_options: ModelOptions) -> NamedModel:
     module_name, _, path = word.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as with `python -m`: modules of the current folder
@@ -192,7 +192,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
         target: Any = importlib.import_module(module_name)
         for part in path.split("."):
             target = getattr(target, part)
-        with torch.device("meta" if ask.meta else "cpu"):
+        with torch.device("meta" if model_options.meta else "cpu"):
             result = target() if callable(target) and not isinstance(target, nn.Module) else target
     except Exception as error:  # the caller's own code may raise anything
         text = " ".join(str(error).split())
@@ -200,12 +200,13 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(f"{word!r} gives {model!r:.60}, not a torch.nn.Module, or one and its inputs")
-    dtype = ask.torch_dtype
+    dtype = model_options.torch_dtype
     model = model.eval() if dtype is None else model.to(dtype).eval()
     name = type(model).__name__
     if inputs is None and hasattr(model, "main_input_name"):
-        return NamedModel(name, model, (), example_inputs(model, ask.batch or 1, ask.length))
-    if ask.batch or ask.length:
+        inputs = example_inputs(model, model_options.batch or 1, model_options.length)
+        return NamedModel(name, model, (), inputs)
+    if model_options.batch or model_options.length:
         raise InputError(f"--batch and --length are for transformers models: {word!r} returns its own")
     if isinstance(inputs, Mapping):
         return NamedModel(name, model, (), dict(inputs))

@@ -19,7 +19,7 @@ from graphplan.api.load import load
 from graphplan.api.partition import partition
 from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
-from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
+from graphplan.cli.model_argument import ModelOptions, NamedModel, load_named, of_model
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import SIMULATED, DeviceKey, DeviceSpec
 from graphplan.errors import GraphplanError, InputError
@@ -51,12 +51,12 @@ class RunResult:
 
 
 def run_plan(
-    plan: Plan, word: str, ask: Ask, *, simulated: bool, capture_cache: Path | None = None
+    plan: Plan, word: str, model_options: ModelOptions, *, simulated: bool, capture_cache: Path | None = None
 ) -> RunResult:
     """Place a model as a plan of a forward pass says, without a search, and run its example inputs.
 
-    ``word`` and ``ask`` are as for :func:`load_named`. If ``simulated``, the CPU simulates the plan's
-    accelerators.
+    ``word`` and ``model_options`` are as for :func:`load_named`. If ``simulated``, the CPU simulates the
+    plan's accelerators.
 
     Raises:
         PlanError: the plan is for another model, other inputs, or other versions.
@@ -73,10 +73,10 @@ def run_plan(
     with simulate(sizes) if simulated else nullcontext():
         # checked before the model is built
         require_present(plan.topology, "Add --simulate to run the plan on the CPU")
-        named = load_named(word, replace(ask, data=not _has_weights(Path(word))))
+        named = load_named(word, replace(model_options, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
         try:
-            placed = _place_model(plan, word, ask, named, (args, kwargs), capture_cache)
+            placed = _place_model(plan, word, model_options, named, (args, kwargs), capture_cache)
             placed(*args, **kwargs)
             start = time.perf_counter()
             placed(*args, **kwargs)
@@ -111,7 +111,12 @@ def _has_weights(path: Path) -> bool:
 
 
 def _place_model(
-    plan: Plan, word: str, ask: Ask, named: NamedModel, example: Any, capture_cache: Path | None
+    plan: Plan,
+    word: str,
+    model_options: ModelOptions,
+    named: NamedModel,
+    example: Any,
+    capture_cache: Path | None,
 ) -> Any:
     args, kwargs = example
     if not _has_weights(Path(word)):
@@ -126,7 +131,7 @@ def _place_model(
         kwargs,
         dtype=next(dtypes, torch.float32),
         model_class=type(named.model),
-        trust_remote_code=ask.trust_remote_code,
+        trust_remote_code=model_options.trust_remote_code,
         plan=plan,
         strict=True,
         capture_cache=capture_cache,

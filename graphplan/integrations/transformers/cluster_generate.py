@@ -96,10 +96,10 @@ def _require_simple(config: Any) -> None:
             "scores on all machines: give num_beams=1, and do_sample=True with num_return_sequences= for "
             "several texts"
         )
-    asked = [name for name in ("output_scores", "output_logits") if getattr(config, name, False)]
-    asked += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
-    if asked:
-        raise InputError(f"{asked[0]}: generate() over several machines returns only tokens")
+    outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    requested = [name for name in outputs if getattr(config, name, False)]
+    if requested:
+        raise InputError(f"{requested[0]}: generate() over several machines returns only tokens")
 
 
 def _choose(
