@@ -75,6 +75,7 @@ def read_request(
     training = read_training(plan_options, model_copy, unsupported)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation
+    folder = plan_options.capture_cache
     options = replace(
         preset,
         dynamic_shapes=plan_options.dynamic_shapes,
@@ -82,9 +83,7 @@ def read_request(
         size_limits=plan_options.size_limits,
         time_limit=plan_options.time_limit,
         training=training,
-        saved_captures=None
-        if plan_options.capture_cache is None
-        else SavedCaptures(plan_options.capture_cache),
+        saved_captures=None if folder is None else SavedCaptures(folder),
     )
     return Request(model, model_copy, options)
 

@@ -87,7 +87,7 @@ def partition(
             model is on the meta device.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
         strict: None: names that the checkpoint lacks or the model does not know are errors; a model that
-            cannot be traced is run by hooks, with a warning. True: that is an error too. False: neither is.
+            cannot be traced runs module by module, with a warning. True: both are errors. False: neither is.
         return_outputs: False: results stay on the device that computed them. With ``machines``, True: the
             rank of the last stage has the results; ``"all"``: every rank has them.
         grad: whether calls record for autograd. By default they run as under ``torch.no_grad()``, so that no
@@ -97,7 +97,8 @@ def partition(
             operation, but a compiled stage holds its inputs until it ends, and has buffers of the compiler:
             give a ``reserve``. Simulated devices do not support it.
         check: compare the placed model with eager mode on the example inputs. If a graph's results differ,
-            hooks run the model, as if it could not be traced; with ``strict=True`` that is an error.
+            the model runs module by module, as if it could not be traced; with ``strict=True`` that is an
+            error.
         plan: a plan, or its JSON file, to carry out without a search. The graph must be the same, and each
             budget at least the planned peak; without ``max_memory``, the plan's budgets hold.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of

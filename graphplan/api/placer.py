@@ -55,8 +55,6 @@ _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"
 )
-
-
 _UNTRACED = (
     "the training step cannot be traced, so autograd runs the backward pass, as with grad=True: the plan "
     "does not count the activations that autograd saves ({}), gradients and optimizer state, so that "
@@ -74,14 +72,14 @@ class Placer:
         strict: whether it is an error if a call cannot be traced.
         source: checkpoint to read the weights from, instead of the model.
         check: whether results are compared with those of eager mode.
-        plan: a plan to carry out instead of a search.
         warm: whether allocators reserve the planned bytes of activations at once.
+        plan: a plan to carry out instead of a search.
         in_place: whether the model itself is placed, instead of a copy.
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
         hooked_plan: that of a model that hooks run, whose memory is left free; None for other models.
-        retries: whether NoGraphError is raised, so that these hooks run the call.
+        beside_hooks: whether hooks run the calls that have no graph, for which NoGraphError is raised.
         pending_move: compiler and plan of :meth:`find_room`; the next call moves the weights as it says.
     """
 
@@ -97,7 +95,7 @@ class Placer:
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
     hooked_plan: Plan | None = None
-    retries: bool = False
+    beside_hooks: bool = False
     pending_move: tuple[Compiler, Planned] | None = None
 
     def __call__(
@@ -127,14 +125,14 @@ class Placer:
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             runs_eagerly = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or runs_eagerly or self.retries:
+            if self.strict or runs_eagerly or self.beside_hooks:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.options.training is not None:
             return self._untraced(model, model_copy, call, failed, entry)
         if self.homes is not None:  # its modules run this call where their weights are
             compiler.settle()
-            return self.attached(model, compiler, [], without=failed)
+            return self.attached(model, compiler, [], no_graph=failed)
         return self._hooked(model, model_copy, calls, failed)
 
     def _untraced(
@@ -184,7 +182,7 @@ class Placer:
         """Return the placer for later calls, with the weights where the plan of the hooks has them."""
         homes = plan.schedule.assignment.weights
         return Placer(
-            self.topology, self.options, homes=homes, known_plan=plan, hooked_plan=plan, retries=True
+            self.topology, self.options, homes=homes, known_plan=plan, hooked_plan=plan, beside_hooks=True
         )
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
@@ -213,12 +211,12 @@ class Placer:
         compiler: Compiler,
         planned: Sequence[Planned],
         in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
-        without: NoGraphError | None = None,
+        no_graph: NoGraphError | None = None,
     ) -> nn.Module:
         """Return a placed copy of ``model``, or itself, with the programs of committed plans.
 
-        If ``self.in_place``, the model takes the placed tensors by ``in_place``. ``without`` is the reason if
-        a call has no program.
+        If ``self.in_place``, the model takes the placed tensors by ``in_place``. ``no_graph`` is the error
+        of a call that has no program.
         """
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
@@ -249,6 +247,8 @@ class Placer:
             known_plan=first,
             hooked_plan=self.hooked_plan,
         )
+        keeps_state = isinstance(no_graph, KeptStateError)
+        untraced = Untraced(str(no_graph), compute_device) if keeps_state else None
         state = ModuleState(
             programs,
             compiler.further,
@@ -257,7 +257,7 @@ class Placer:
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
-            untraced=Untraced(str(without), compute_device) if isinstance(without, KeptStateError) else None,
+            untraced=untraced,
             refused=None if self.strict else later_refused,
             step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,

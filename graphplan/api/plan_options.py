@@ -192,9 +192,8 @@ def refuse_with_machines(plan_options: PlanOptions, **given: object) -> None:
     """Raise InputError for an argument that ``machines=`` does not allow."""
     refused = {name: getattr(plan_options, name) for name in _NOT_WITH_MACHINES}
     refused |= {"pin": plan_options.pin or None, "together": plan_options.together or None}
-    refused[
-        "accumulate_gradients"
-    ] = not plan_options.accumulate_gradients  # gradients of microbatches accumulate
+    # gradients of microbatches accumulate
+    refused |= {"accumulate_gradients": not plan_options.accumulate_gradients}
     for name, value in {**refused, **given}.items():
         if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

@@ -32,7 +32,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.distributed.agreement import on_all, require_same, tell_all
+from graphplan.runtime.distributed.agreement import on_all, require_same, share_failures
 from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
 from graphplan.runtime.distributed.machine_stages import in_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
@@ -212,10 +212,10 @@ class RankBuilder:
         try:
             annotator = self.captures.annotated(micro, ahead=ahead)
         except Exception as error:  # of any kind: all ranks must raise
-            tell_all("tracing the model", error)
+            share_failures("tracing the model", error)
             raise
         if self._key(annotator, form) not in self.cuts:
-            tell_all("tracing the model", None)
+            share_failures("tracing the model", None)
             require_same({"the inputs of this call": repr(form)})
         return annotator
 

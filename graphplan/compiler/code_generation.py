@@ -60,8 +60,8 @@ def lower_planned(
         attributes=attributes,
         constant_attributes=held,
         branches=captured.branches,
-        inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_states_of(captured, graph))),
-        states=_states(planned, topology),
+        inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_cache_names(captured, graph))),
+        cache_tensors=_cache_tensors(planned, topology),
         changed_names=captured.changed_names,
         entry=captured.entry,
         dense=_made_dense(captured, inputs),
@@ -103,23 +103,23 @@ def _generate(
     return code, {**branches, **cast(dict[str, nn.Module], compiled)}
 
 
-def _states_of(captured: Capture, graph: Graph) -> list[str]:
+def _cache_names(captured: Capture, graph: Graph) -> list[str]:
     """Return the names of the caches' tensors in the order in which the code takes them."""
     return [name for name in graph.weights if name in captured.states]
 
 
-def _states(planned: Planned, topology: Topology) -> tuple[CacheTensor, ...]:
+def _cache_tensors(planned: Planned, topology: Topology) -> tuple[CacheTensor, ...]:
     """Return the tensors of the caller's caches, each with the device where it is and where it has to be."""
     captured, plan, call = planned.capture, planned.plan, planned.call
-    states = []
-    for position, name in enumerate(_states_of(captured, plan.graph), len(plan.graph.inputs)):
+    tensors = []
+    for position, name in enumerate(_cache_names(captured, plan.graph), len(plan.graph.inputs)):
         home = topology[plan.schedule.assignment.weights[name]].torch_device
         leaf = captured.states[name]
         device = call.leaves[leaf].device
-        states.append(
+        tensors.append(
             CacheTensor(position, leaf, home, torch.device(CPU) if device.type == "meta" else device)
         )
-    return tuple(states)
+    return tuple(tensors)
 
 
 def _made_dense(captured: Capture, inputs: Sequence[str]) -> tuple[int, ...]:

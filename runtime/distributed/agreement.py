@@ -104,13 +104,13 @@ def on_all(what: str, action: Callable[[], Made]) -> Made:
     try:
         result = action()
     except Exception as error:  # of any type: the other ranks wait for this one's answer
-        tell_all(what, error)
+        share_failures(what, error)
         raise
-    tell_all(what, None)
+    share_failures(what, None)
     return result
 
 
-def tell_all(what: str, failed: Exception | None) -> None:
+def share_failures(what: str, failed: Exception | None) -> None:
     """Exchange with all ranks whether each has failed; raise if another did.
 
     Raises:

@@ -237,7 +237,7 @@ def _first_mode(
     why = "have no memory for it" if out_of_memory else "do not run"
     raise CaptureError(
         f"this call cannot be captured as a graph, and its modules {why}\n  "
-        + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(modes, failures, strict=True))
+        + "\n  ".join(f"{mode.name}: {first_line(e)}" for mode, e in zip(modes, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
     )

@@ -118,19 +118,27 @@ class KnownForm:
 class ModuleState:
     """The state of a placed module beside the model's own attributes.
 
-    ``start``, if set, places the module at its next call: there were no inputs to plan with, pickling has
-    dropped the programs, or the graphs are stale. Pickling keeps ``restart`` for that. ``as_written`` has
-    the methods that run their own code. ``untraced`` says how a model without a graph runs; ``retry`` places
-    it at a call that may have one. ``step`` says what a planned training step differentiates. ``move`` is
-    None if weights must stay; else they move for inputs of more bytes than ``moved_for``, and of fewer than
-    ``no_room_for[entry]``. Programs are appended under the capture lock, and never removed.
+    Programs are appended under the capture lock, and never removed. Fields with ``init=False`` belong to this
+    module and its weights: a copy has its own.
 
-    Fields with ``init=False`` belong to this module and its weights: a copy has its own. ``codes`` are bound
-    to the weights. ``parts`` of sliced weights reside on accelerators, by name and device, for all programs.
-    Each run holds ``turns``, since a plan has memory for one; a move of weights waits for it. ``values`` has
-    the tensors in attributes whose values were given to the code; None if it may lack some. ``copied``:
-    whether a copy of the module shares the compiler. ``stale`` describes what calls that ran module by module
-    have changed in the module.
+    Attributes:
+        restart: what pickling keeps, to place the module again.
+        start: if set, places the module at its next call: there were no inputs to plan with, pickling has
+            dropped the programs, or the graphs are stale.
+        as_written: the methods that run their own code.
+        untraced: how a model without a graph runs.
+        retry: places such a model at a call that may have a graph.
+        step: what a planned training step differentiates.
+        move: has the weights moved; None if they must stay.
+        moved_for: bytes of the inputs for which they were last moved: only larger ones move them again.
+        no_room_for: entry -> bytes of inputs for which no placement has room, so that they are not moved.
+        train_called: whether ``train()`` was called last, not ``eval()``, on the placed module.
+        copied: whether a copy of the module shares the compiler.
+        stale: what calls that ran module by module have changed in the module, as text.
+        values: the tensors in attributes whose values were given to the code; None if it may lack some.
+        codes: index of a program -> its code, bound to the weights.
+        parts: parts of sliced weights on accelerators, by name and device, for all programs.
+        turns: the lock that each run holds, since a plan has memory for one; a move of weights waits for it.
     """
 
     programs: list[Program]
@@ -151,8 +159,8 @@ class ModuleState:
     move: MoveWeights | None = None
     moved_for: int = 0
     no_room_for: dict[str, int] = field(default_factory=dict)
-    told_of_gradients: bool = False
-    asked_to_train: bool = False
+    warned_of_gradients: bool = False
+    train_called: bool = False
     copied: bool = False
     stale: str = ""
     values: Mapping[str, torch.Tensor] | None = field(default=None, init=False)

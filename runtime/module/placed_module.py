@@ -53,7 +53,7 @@ from graphplan.runtime.module.placed_parts import as_written, link, runs_as_writ
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
-from graphplan.runtime.module.training.missing_gradients import refuse_transforms, tell_of_gradients
+from graphplan.runtime.module.training.missing_gradients import refuse_transforms, warn_of_missing_gradients
 from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import class_body
@@ -121,7 +121,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         without_gradients = not state.keep_grad and state.step is None
         if without_gradients:
             refuse_transforms()
-        may_warn = without_gradients and torch.is_grad_enabled() and not state.told_of_gradients
+        may_warn = without_gradients and torch.is_grad_enabled() and not state.warned_of_gradients
         step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             seen = state.turns.changes
@@ -137,7 +137,7 @@ class PlacedModule(ShortNames, KeptInPlace):
                     if state.start is None and (alone or _still_valid(self, state, served)):
                         if may_warn:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
-                            tell_of_gradients(self, state, plan, (*args, *kwargs.values()))
+                            warn_of_missing_gradients(self, state, plan, (*args, *kwargs.values()))
                         return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # no error holds tensors now
 
@@ -153,10 +153,10 @@ class PlacedModule(ShortNames, KeptInPlace):
         return super().load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model, and note that it is to train: a call without gradients warns then."""
+        """Set the mode of the model, and record that it is to train: a call without gradients then warns."""
         state = vars(self).get("_graphplan")
         if state is not None:
-            state.asked_to_train = mode
+            state.train_called = mode
         return super().train(mode)
 
     def extra_repr(self) -> str:
@@ -187,7 +187,7 @@ def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> 
 
 def _still_valid(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
     """Whether the same program still serves the call after calls of other threads."""
-    same_branches = not isinstance(served, Served) or state.programs[served.index].goes_on(module)
+    same_branches = not isinstance(served, Served) or state.programs[served.index].takes_same_branches(module)
     return same_branches and (not state.stale or isinstance(served, ServedByModules))
 
 
@@ -261,10 +261,9 @@ def _start(
             started.__dict__[name] = MethodType(value.__func__, module)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     new_state = module._graphplan
-    new_state.as_written, new_state.asked_to_train = state.as_written, state.asked_to_train
-    if (
-        state.modulewise.changed_module or state.untraced is not None
-    ):  # not the user's change: traces fail again
+    new_state.as_written, new_state.train_called = state.as_written, state.train_called
+    # the model changed itself, or no trace works: traces fail again
+    if state.modulewise.changed_module or state.untraced is not None:
         new_state.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
     link(module)
     _follow_optimizers(module, new_state)

@@ -78,7 +78,7 @@ class Program:
         host: the device where the caller's tensors were planned to be.
         out_spec: the structure of the result.
         modes: the modes of the modules in the trace.
-        states: the tensors of the caller's KV caches, and the device of each.
+        cache_tensors: the tensors of the caller's KV caches, and the device of each.
         changed_names: names of the arguments that a call changes: caches, lists and dicts.
         entry: the entry that it serves, a path and possibly a method; empty for the module itself.
         dense: indices of the placeholders that are made contiguous.
@@ -97,7 +97,7 @@ class Program:
     host: torch.device
     out_spec: pytree.TreeSpec
     modes: Modes
-    states: tuple[CacheTensor, ...] = ()
+    cache_tensors: tuple[CacheTensor, ...] = ()
     changed_names: tuple[str, ...] = ()
     entry: str = ""
     dense: tuple[int, ...] = ()
@@ -114,10 +114,11 @@ class Program:
     def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
         """Whether the caches are on the devices of the plan, and all branches are taken as in the trace."""
         placed = all(
-            (device := leaves[s.leaf].device) == s.home or device == s.source_device for s in self.states
+            (device := leaves[one.leaf].device) == one.home or device == one.source_device
+            for one in self.cache_tensors
         )
-        return placed and self.goes_on(module)
+        return placed and self.takes_same_branches(module)
 
-    def goes_on(self, module: nn.Module) -> bool:
+    def takes_same_branches(self, module: nn.Module) -> bool:
         """Whether branches decided by weights of the module are taken as in the trace."""
         return same_answers(self.branches, partial(weight_at, module))

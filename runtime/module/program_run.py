@@ -59,9 +59,9 @@ def take_inputs(
                 copies.append((tensor, tensors[position]))
     for position in program.dense:
         tensors[position] = tensors[position].contiguous()
-    for state in program.states:
-        if tensors[state.position].device != state.home:
-            tensors[state.position] = tensors[state.position].to(state.home)
+    for one in program.cache_tensors:
+        if tensors[one.position].device != one.home:
+            tensors[one.position] = tensors[one.position].to(one.home)
     return tensors, copies
 
 

@@ -206,10 +206,8 @@ class _Fallback:
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
         options, plan = self.options, self._plan(split, profile)
         retry = None if self.retry is None else self.retry(plan)
-        compute_device, tries = (
-            self.topology[split.compute_key].torch_device,
-            0 if retry is None else _TRACE_TRIES,
-        )
+        compute_device = self.topology[split.compute_key].torch_device
+        tries = 0 if retry is None else _TRACE_TRIES
         untraced = Untraced(reason, compute_device, split.execution_mode, tries)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:

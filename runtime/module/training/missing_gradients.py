@@ -31,7 +31,7 @@ def refuse_transforms() -> None:
         raise PlanError(f"{_NONE}, and {_TRANSFORMED}")
 
 
-def tell_of_gradients(
+def warn_of_missing_gradients(
     module: nn.Module, state: ModuleState, plan: PlanData | None, inputs: Iterable[Any]
 ) -> None:
     """Warn, in a call with gradients enabled, that they are not computed, if the caller seems to want them.
@@ -42,13 +42,13 @@ def tell_of_gradients(
         why = "an input requires them"
     elif not module.training or not any(parameter.requires_grad for parameter in module.parameters()):
         return
-    elif state.asked_to_train:
+    elif state.train_called:
         why = "train() was called"
     elif plan is not None and _returns_loss(plan):
         why = "this call in training mode returns a loss"
     else:
         return
-    state.told_of_gradients = True
+    state.warned_of_gradients = True
     warn(f"{_NONE}, and {why}: backward() will fail. To train, {_WRITE}")
 
 
