@@ -657,10 +657,12 @@ def stopping(model: Any) -> Any:
 
     class Stopping(original):
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            given = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
-            if given and given[0].get_seq_length() > 0 and float(input_ids.sum()) < 0:
+            caches = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+            decodes = bool(caches) and caches[0].get_seq_length() > 0
+            output = super().forward(input_ids=input_ids, **kwargs)
+            if decodes and float(output.logits.sum()) > 1e9:
                 raise ValueError
-            return super().forward(input_ids=input_ids, **kwargs)
+            return output
 
     model.__class__ = Stopping
     return model
