@@ -58,7 +58,7 @@ class CaptureError(GraphplanError):
 
 
 class NoGraphError(CaptureError):
-    """The forward pass cannot be traced; ``partition`` falls back to hooks unless ``strict=True``."""
+    """The forward pass cannot be traced; ``partition`` runs it module by module unless ``strict=True``."""
 
 
 class PlanError(GraphplanError, ValueError):

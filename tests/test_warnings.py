@@ -76,7 +76,7 @@ class Deciding(nn.Module):
 def test_warnings_of_runs_without_a_graph_point_at_the_caller() -> None:
     x = torch.ones(2)
     with graphplan.simulate({0: "1MiB"}) as machine:
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model") as caught:
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module") as caught:
             line, _ = here(), graphplan.partition(Deciding(), machine.max_memory, (x,))
         assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
         placed = graphplan.partition(Deciding(), machine.max_memory, (x, False))

@@ -183,7 +183,7 @@ def _sweep(data: Data) -> str:
         f"## Architectures of transformers\n\nOf {data['architectures']} model types, {data['ran']} can be "
         f"built small and run in eager mode here, {data['of']} of them with repeatable results. "
         f"{data['passed']} of these, placed on simulated devices, give eager's results within 1e-5 of the "
-        "largest value, stay within every budget, and copy the planned bytes, unless hooks run them. Models "
+        "largest value, stay within every budget, and copy the planned bytes, unless they run module by module. Models "
         f"by capture method: {', '.join(methods)}."
     )
 

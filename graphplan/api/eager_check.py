@@ -53,7 +53,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         args, kwargs = copied_arguments(call)
         diff = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
     if diff is not None:
-        what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
+        what = "graph" if PlacedView(placed).graph_modules else "module-by-module run"
         raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {diff}")
 
 

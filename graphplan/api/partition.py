@@ -45,7 +45,7 @@ from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import like, require_data
 from graphplan.warnings import warn
 
-_WAITS = "{} has no example inputs: the first call will be captured; give args= or kwargs= to place it now"
+_WAITS = "{} has no example inputs: the first call will be traced; give args= or kwargs= to place it now"
 
 
 @shows_options
@@ -173,7 +173,7 @@ def partition(
         if args or kwargs or (ours and not isinstance(error, CaptureError | InputError)):
             raise
         reason = error if ours else first_line(error)
-        warn(f"{reason} (the first call will be captured instead)")
+        warn(f"{reason} (the first call will be traced instead)")
     return _place_at_first_call(model, placer)
 
 

@@ -290,7 +290,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     lines = [f"{exporter}: {first_line(error)}" for exporter, error in failures.items()]
     by_data = isinstance(last, _BY_VALUES) or any(words in str(last) for words in _WANTS_VALUES)
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
-    summary = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
+    summary = f"{type(model_copy.module).__name__}{method} could not be traced:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")
     advice = (_DATA_DECIDES if model_copy.knows_inputs else _WITHOUT_VALUES) if by_data else ""
     return summary + failed_line(last) + advice + (_UNKNOWN_CLASS if unknown else "")
@@ -309,7 +309,7 @@ def _warn_if_fixed(model_copy: ModelCopy, sizes: bool, captured: Capture, fixed:
 
 def _warn_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
     model_copy.warn_once(
-        f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is captured anew"
+        f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is traced anew"
     )
 
 

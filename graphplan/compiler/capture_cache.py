@@ -111,7 +111,7 @@ class Captures:
                 "capturing another graph of %s for (%s): %s",
                 what,
                 ", ".join(leaf_names(call)),
-                reason or modes.difference(self.captured[-1].modes) or "it was not captured before",
+                reason or modes.difference(self.captured[-1].modes) or "it was not traced before",
             )
         enter_stage("trace")
         traced = self._trace(call, entry, vary=vary, sizes=sizes)

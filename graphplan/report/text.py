@@ -77,7 +77,7 @@ def summary_text(plan: PlanData) -> str:
     bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
     lines = [
         f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
-        f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",
+        f"of {weights}, {'runs module by module' if hooked else f'traced by {plan.method}'}",
         "",
         *_devices(plan),
         "",

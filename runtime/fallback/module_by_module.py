@@ -1,4 +1,4 @@
-"""Forward passes of a placed module that cannot be captured: each submodule runs where its weights reside.
+"""Forward passes of a placed module that cannot be traced: each submodule runs where its weights reside.
 
 The code between submodules may compute with tensors of several devices, which is not known beforehand.
 Execution modes are tried one after another on copies of the arguments, and the first that works is kept. The
@@ -89,7 +89,7 @@ class Untraced:
     tries: int = 0
 
     def __str__(self) -> str:
-        return f"hooks run the model: {self.reason}"
+        return f"the model runs module by module: {self.reason}"
 
 
 @dataclass
@@ -236,7 +236,7 @@ def _first_mode(
     out_of_memory = all(isinstance(error, _OUT_OF_MEMORY) for error in failures)
     why = "have no memory for it" if out_of_memory else "do not run"
     raise CaptureError(
-        f"this call cannot be captured as a graph, and its modules {why}\n  "
+        f"this call cannot be traced, and its modules {why}\n  "
         + "\n  ".join(f"{mode.name}: {first_line(e)}" for mode, e in zip(modes, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
         "this call needs beside the weights"
@@ -261,7 +261,7 @@ def copied_arguments(call: BoundCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         others = ((name, v) for name, v in named.items() if not isinstance(v, torch.Tensor))
         kinds = "; ".join(f"{name}, {type(value).__name__}" for name, value in others)
         raise InputError(
-            "this call cannot be captured as a graph. To run it module by module, its arguments must be "
+            "this call cannot be traced. To run it module by module, its arguments must be "
             f"copied ({kinds}), which fails: {first_line(error)}. Pass arguments that copy.deepcopy can copy"
         ) from error
 
@@ -281,8 +281,8 @@ def device_of_inputs(call: BoundCall) -> torch.device:
 def _refuse_autocast(tree: nn.Module) -> None:
     if torch.is_autocast_enabled(CPU) and any(t.device.type == SIMULATED for t in tree.parameters()):
         raise PlanError(
-            "autocast is on, which simulated devices do not support if hooks run the model: leave the "
-            "autocast context, or convert the model with .to(dtype) before you place it"
+            "autocast is on, which simulated devices do not support if the model runs module by module: leave "
+            "the autocast context, or convert the model with .to(dtype) before you place it"
         )
 
 

@@ -28,11 +28,11 @@ from graphplan.warnings import warn
 
 _MANY = 32
 _MANY_PROGRAMS = (
-    f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "
+    f"{_MANY} graphs have been traced for one model: sizes, or an argument that is not a tensor (a float, "
     "a string, how long a list is), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
 )
 _FULL = (
-    "so many call structures have been captured for one model that all are forgotten, and captured again "
+    "so many call structures have been traced for one model that all are forgotten, and traced again "
     "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
     "sizes; pass tensors, not numbers"
 )
@@ -43,7 +43,7 @@ _HOOKED = (
 _MOST_GRAPHS = 8  # of one structure, for different values at branches; torch.compile has the same limit
 _MANY_GRAPHS = (
     "the code branches on values of weights or of integer inputs, which differ from one forward pass to the "
-    f"next: {_MOST_GRAPHS} graphs have been captured for inputs of one structure. Branch on a comparison of "
+    f"next: {_MOST_GRAPHS} graphs have been traced for inputs of one structure. Branch on a comparison of "
     "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
     "many. Resize images to a few sizes"
 )
@@ -86,7 +86,7 @@ def serve(
     differentiated, if a backward pass may follow.
 
     Raises:
-        GraphplanError: the call has a new structure, and cannot be captured or placed.
+        GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
         return ServedByModules(entry, bind_call(signature, args, kwargs), state.untraced)

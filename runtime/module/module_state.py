@@ -66,7 +66,7 @@ Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor], Val
 """Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
 
 Refused = Callable[[NoGraphError], None]
-"""Warns of a call structure that cannot be captured, or raises."""
+"""Warns of a call structure that cannot be traced, or raises."""
 
 
 class Start(Protocol):
@@ -78,7 +78,7 @@ class Start(Protocol):
 
     @property
     def strict(self) -> bool:
-        """Whether a model or call that cannot be captured is an error."""
+        """Whether a model or call that cannot be traced is an error."""
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
@@ -191,7 +191,7 @@ class ModuleState:
 
     def begin_again(self, module: nn.Module, why: str) -> None:
         """Have the module placed anew at its next call, and warn why."""
-        warn(f"{why}: {type(module).__name__} is captured again, as it is now")
+        warn(f"{why}: {type(module).__name__} is traced again, as it is now")
         self.start = self.restart
 
     @property
@@ -227,7 +227,7 @@ class ModuleState:
 
     @property
     def strict(self) -> bool:
-        """Whether a model or call that cannot be captured is an error."""
+        """Whether a model or call that cannot be traced is an error."""
         return self.refused is None if self.start is None else self.start.strict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:

@@ -146,8 +146,8 @@ class PlacedModule(ShortNames, KeptInPlace):
         if self._graphplan.untraced is not None:
             if kwargs.pop("assign", len(args) > 2 and args[2]):
                 warn(
-                    "assign=True is ignored: hooks run this model, so values are written to its existing "
-                    "weights"
+                    "assign=True is ignored: this model runs module by module, so values are written to its "
+                    "existing weights"
                 )
             args = args[:2]
         return super().load_state_dict(*args, **kwargs)
@@ -279,7 +279,7 @@ def _note_failed_trace(
 ) -> None:
     """Have calls like this one run module by module, since they cannot be traced either."""
     assert state.untraced is not None
-    logger.info("hooks run such inputs too: %s", error)
+    logger.info("such inputs run module by module too: %s", error)
     state.start, state.untraced = None, replace(state.untraced, tries=state.untraced.tries - 1)
     path, _, method = entry.partition(":")
     signature = signature_of(getattr(unplaced(module).get_submodule(path), method or "forward"))

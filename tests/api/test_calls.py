@@ -357,7 +357,7 @@ def test_one_call_is_placed_as_alone() -> None:
     assert solution.evaluation.seconds == place(problem).evaluation.seconds
 
 
-@pytest.mark.filterwarnings("ignore:.*the first call will be captured:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*the first call will be traced:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("examples", [True, False])
 def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(2, 8)

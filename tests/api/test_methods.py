@@ -229,7 +229,7 @@ def test_a_method_of_a_transformers_model_that_changes_it_runs_as_it_is() -> Non
 
     model = Counting().eval()
     with placed(model) as (_, made):
-        with pytest.warns(GraphplanWarning, match="captured again"):
+        with pytest.warns(GraphplanWarning, match="traced again"):
             found = [made.encode(X) for _ in range(2)]
         assert made.count == 2
         assert largest_difference(found[1], 2 * model.net(X)) < 1e-5
@@ -256,7 +256,7 @@ def test_such_a_method_may_be_called_first_after_the_model_was_changed(cpu: bool
             one.register_buffer("unused", torch.ones(3))
             one.quant = nn.Sequential(one.quant, nn.Linear(32, 32))
         made.quant[1].load_state_dict(model.quant[1].state_dict())
-        again = pytest.warns(GraphplanWarning, match="captured again")
+        again = pytest.warns(GraphplanWarning, match="traced again")
         with again, pytest.warns(GraphplanWarning, match="module by module"):
             found = made.until_small(X)
         assert largest_difference(found, eager(model, lambda m: m.until_small(X))) < 1e-5
@@ -289,7 +289,7 @@ class Sampling(nn.Module):
 def test_a_method_over_submodules_that_cannot_be_traced_runs_its_own_code(called: bool) -> None:
     model = Sampling().eval()
     with placed(model, called=called) as (_, made):
-        with pytest.warns(GraphplanWarning, match=r"Sampling.encode could not be captured(?s:.*)own code"):
+        with pytest.warns(GraphplanWarning, match=r"Sampling.encode could not be traced(?s:.*)own code"):
             made.encode(X)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -378,7 +378,7 @@ def test_changes_of_a_submodule_are_followed() -> None:
         part = made.vae
         model.vae.decoder[0][1] = nn.ReLU()
         made.vae.decoder[0][1] = nn.ReLU()
-        with pytest.warns(GraphplanWarning, match="captured again"):
+        with pytest.warns(GraphplanWarning, match="traced again"):
             assert largest_difference(made.vae.decode(X), eager(model, lambda m: m.vae.decode(X))) < 1e-5
         assert largest_difference(made.head(X), eager(model, lambda m: m.head(X))) < 1e-5
         assert part is made.vae
@@ -467,7 +467,7 @@ def test_a_model_that_hands_on_what_it_lacks_is_copied_whole() -> None:
         assert isinstance(again, Handing)
         assert torch.allclose(again(X), eager(model, lambda m: m(X)), atol=1e-6)
         made.part.decoder[0][1] = nn.ReLU()
-        with pytest.warns(GraphplanWarning, match="captured again"):
+        with pytest.warns(GraphplanWarning, match="traced again"):
             found = made(X)
         model.part.decoder[0][1] = nn.ReLU()
         assert torch.allclose(found, eager(model, lambda m: m(X)), atol=1e-6)
@@ -478,7 +478,7 @@ def test_a_method_that_the_class_replaces_takes_its_own_arguments(monkeypatch: p
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
     assert largest_difference(placed.encode(x), model.encode(x)) < 1e-6
     monkeypatch.setattr(Autoencoder, "encode", lambda self, x, by: self.quant(x * by))
-    with pytest.warns(GraphplanWarning, match="captured again"), torch.no_grad():
+    with pytest.warns(GraphplanWarning, match="traced again"), torch.no_grad():
         assert largest_difference(placed.encode(x, x * 2), model.encode(x, x * 2)) < 1e-6
 
 

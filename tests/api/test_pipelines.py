@@ -73,7 +73,7 @@ def test_a_pipeline_equals_eager_within_one_budget() -> None:
             assert torch.allclose(placed(X, steps=7), pipe(X, steps=7), atol=1e-6)
         assert all(machine.peak_bytes(key) <= machine.max_memory[key] for key in (0, 1))
         assert {t.device.index for t in placed.graphplan.parameters()} == {0, 1}
-        assert len(placed.graphplan.plans) == 3  # nothing was captured again
+        assert len(placed.graphplan.plans) == 3  # nothing was traced again
 
 
 def test_what_runs_often_gets_the_accelerator() -> None:

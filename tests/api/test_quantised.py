@@ -281,7 +281,7 @@ def test_adapters_are_switched_after_placement() -> None:
             torch.manual_seed(3)
             each.add_adapter("late", other)
             each.set_adapter("late")
-        with pytest.warns(graphplan.GraphplanWarning, match="captured again"):
+        with pytest.warns(graphplan.GraphplanWarning, match="traced again"):
             assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
 
 

@@ -163,7 +163,7 @@ def test_many_structures_are_warned_of_once() -> None:
         warnings.simplefilter("always")
         for i in range(34):
             placed(torch.ones(2), str(i))
-    assert sum("graphs have been captured" in str(w.message) for w in caught) == 1
+    assert sum("graphs have been traced" in str(w.message) for w in caught) == 1
 
 
 # -- forward, hooks, modes ------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_wrapper_has_its_arguments_by_position(branches: bool) -> None:
 
     model = Wrapped()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Wrapped could not be captured")
+        warnings.filterwarnings("ignore", "Wrapped could not be traced")
         placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
         for args, kwargs in ((X,), {}), ((X[:2], 3.0), {}), ((X, 1.0), {"shift": 2.0}):
             torch.testing.assert_close(placed(*args, **kwargs), model(*args, **kwargs))
@@ -575,7 +575,7 @@ def test_a_placed_model_is_not_exported() -> None:
         expected = placed(X)
         with pytest.raises(graphplan.PlanError, match=r"graphplan\.unplace"):
             torch.export.export(placed, (X,))
-        assert torch.equal(placed(X), expected)  # not captured again
+        assert torch.equal(placed(X), expected)  # not traced again
         assert (
             largest_difference(torch.export.export(graphplan.unplace(placed), (X,)).module()(X), expected)
             < 1e-5
@@ -928,7 +928,7 @@ def test_a_module_that_was_parametrized_later_is_freed() -> None:
         before = machine.live_bytes(0)
         placed = graphplan.partition(model, machine.max_memory, (X,))
         nn.utils.parametrizations.weight_norm(placed[2])
-        with pytest.warns(graphplan.GraphplanWarning, match="captured again"):
+        with pytest.warns(graphplan.GraphplanWarning, match="traced again"):
             assert largest_difference(placed(X), model(X)) < 1e-5
         del placed
         gc.collect()

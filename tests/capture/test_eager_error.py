@@ -162,7 +162,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else transformers_export, broken, refuse)
     check_that_it_says_why_once(
-        f"{said} .LookupError: an odd one.*each new size of its inputs is captured anew"
+        f"{said} .LookupError: an odd one.*each new size of its inputs is traced anew"
     )
 
 
@@ -176,7 +176,7 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(transformers_export, "_export", only_fixed)
     check_that_it_says_why_once(
-        "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is captured anew"
+        "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is traced anew"
     )
 
 
@@ -216,7 +216,7 @@ class Product(nn.Module):
         return torch.sparse.mm(a, x)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*captured anew")
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*traced anew")
 def test_compressed_sparse_inputs_are_refused_with_what_to_do() -> None:
     # torch's own error, of storages and strides, came through
     dense, x = torch.eye(4), torch.ones(4, 2)
@@ -252,7 +252,7 @@ def test_what_needs_gradients_is_tried_with_them(budgets: Any, options: Any) -> 
         with pytest.raises(RuntimeError, match="does not require grad") as caught:
             graphplan.partition(model, budgets, (x,))
         assert any("grad=True" in note for note in caught.value.__notes__)
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, budgets, (x,), **options)
         assert torch.allclose(placed(x), model(x), atol=1e-6)
 

@@ -105,7 +105,7 @@ def test_the_module_of_an_exported_program(budgets: dict[Any, Any]) -> None:
         assert torch.allclose(placed(X, shift=SHIFT)["y"], model(X, shift=SHIFT)["y"], atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("build", [switching, Inside])
 def test_a_graph_that_changes_with_the_mode(budgets: dict[Any, Any], build: Any) -> None:
     model = build()
@@ -130,7 +130,7 @@ def test_a_graph_module_inside_runs_module_by_module(budgets: dict[Any, Any]) ->
     assert seen
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_an_edited_graph_is_that_of_its_module_alone(budgets: dict[Any, Any]) -> None:
     model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval())
     with torch.no_grad():

@@ -114,7 +114,7 @@ def test_what_forward_uses_is_used_in_each_call() -> None:
         shared, ran = (str(one.message) for one in caught)
         assert shared.startswith("'held.thing' (list) cannot be copied")
         assert "forward uses 'held.thing' (list), which cannot be copied" in ran
-        assert "hooks run the model" in ran
+        assert "the model runs module by module" in ran
         results = [placed.last.weight.new_zeros(()) + placed(X).mean() for _ in range(3)]
         assert len({round(float(result), 5) for result in results}) == 3
     with pytest.raises(graphplan.NoGraphError, match=r"forward uses 'held\.thing'"):

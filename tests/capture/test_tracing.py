@@ -127,7 +127,7 @@ class Undecided(nn.Module):
 
 
 def test_what_no_capture_takes_says_why() -> None:
-    with pytest.raises(graphplan.CaptureError, match=r"Undecided could not be captured:\s+torch\.export: "):
+    with pytest.raises(graphplan.CaptureError, match=r"Undecided could not be traced:\s+torch\.export: "):
         captured(Undecided(), torch.randn(3))
 
 

@@ -366,7 +366,7 @@ def test_many_answers_of_inputs_end_in_a_run_without_graphs(machine: Any) -> Non
         for width in range(1, 12):
             x, sizes = gridded((1, width), (1, 1))
             assert largest_difference(placed(x, sizes), eager(x, sizes)) < 1e-5
-    told = [str(one.message) for one in caught if "8 graphs have been captured" in str(one.message)]
+    told = [str(one.message) for one in caught if "8 graphs have been traced" in str(one.message)]
     assert len(told) == 1
     assert len(placed.plans) == 8
 
@@ -512,7 +512,7 @@ def test_questions_do_not_tie_a_graph_to_values_of_attributes(machine: Any) -> N
         eager.shift = torch.full((16,), float(number))
         placed.shift = torch.full((16,), float(number))
         with warnings.catch_warnings():
-            warnings.simplefilter("error", graphplan.GraphplanWarning)  # that it is captured again
+            warnings.simplefilter("error", graphplan.GraphplanWarning)  # that it is traced again
             assert largest_difference(placed(X, ids), eager(X, ids)) < 1e-5
 
 

@@ -420,7 +420,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "--max-memory allows 1.0 KiB"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "suffice: --max-memory 0="),
     (["plan", "factories:pair", "--max-memory", "0=1MiB", "--pin", "x=0"], 2, "--pin x=0: no module"),
-    (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),
+    (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be traced"),
     (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),
     (["plan", "nowhere/at/all", "--html", "none/page.html"], 2, "there is no folder 'none'"),
     (["plan", "nowhere/at/all", "--out", "one", "--html", "./one"], 2, "'one' is named twice"),

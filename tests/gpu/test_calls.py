@@ -137,7 +137,7 @@ class ForCpu(nn.Module):
 def test_code_for_the_cpu_runs_over_the_gpu() -> None:
     model = ForCpu().eval()
     budgets = half_on_the_gpu(model)
-    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+    with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
         placed = graphplan.partition(model, budgets, (X,))
     assert {weight.device.type for weight in placed.parameters()} == {"cpu", "cuda"}
     for rows in (16, 4):

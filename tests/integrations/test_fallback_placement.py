@@ -56,7 +56,7 @@ class Undecided(nn.Module):
         return self.head(x) * self.gain
 
 
-REASON = r"Undecided could not be captured:[\s\S]*at .*test_fallback_placement\.py:\d+, in forward: if float"
+REASON = r"Undecided could not be traced:[\s\S]*at .*test_fallback_placement\.py:\d+, in forward: if float"
 
 
 def placed_on(model: nn.Module, budgets: dict[Any, Any], **options: Any) -> Any:
@@ -145,7 +145,7 @@ def test_several_calls_fall_back_too() -> None:
 
 
 def test_strict_raises_instead() -> None:
-    refused = pytest.raises(graphplan.NoGraphError, match=r"could not be captured:\s+torch\.export")
+    refused = pytest.raises(graphplan.NoGraphError, match=r"could not be traced:\s+torch\.export")
     with graphplan.simulate({0: "1MiB"}) as machine, refused:
         graphplan.partition(Undecided(), machine.max_memory, (X,), strict=True)
 
@@ -153,7 +153,7 @@ def test_strict_raises_instead() -> None:
 def test_the_first_call_may_fall_back_too() -> None:
     model = Undecided().eval()
     with graphplan.simulate({0: "1MiB"}) as machine:
-        with pytest.warns(UserWarning, match="the first call will be captured"):
+        with pytest.warns(UserWarning, match="the first call will be traced"):
             placed = graphplan.partition(model, machine.max_memory)
         with pytest.warns(UserWarning, match=REASON):
             result = placed(X)
@@ -183,10 +183,10 @@ def test_the_first_call_may_be_of_a_part() -> None:
     model.__class__, model.encoder.__class__ = Listening, Asking
     inputs = inputs_of("t5")
     with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine:
-        with pytest.warns(UserWarning, match="the first call will be captured"):
+        with pytest.warns(UserWarning, match="the first call will be traced"):
             placed = graphplan.partition(model, machine.max_memory)
         part = placed.get_encoder()
-        with pytest.warns(UserWarning, match=r"Asking could not be captured:[\s\S]*hooks run the model"):
+        with pytest.warns(UserWarning, match=r"Asking could not be traced:[\s\S]*runs module by module"):
             found = part(input_ids=inputs["input_ids"]).last_hidden_state
         with torch.no_grad():
             expected = model.encoder(input_ids=inputs["input_ids"]).last_hidden_state
@@ -199,9 +199,9 @@ def test_the_first_call_may_be_of_a_part() -> None:
 def test_there_is_nothing_to_profile() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = placed_on(Undecided().eval(), machine.max_memory)
-        with pytest.raises(graphplan.PlanError, match="no graph to profile, hooks run the model: Undecided"):
+        with pytest.raises(graphplan.PlanError, match="no graph to profile, .* runs module by module: Undecided"):
             placed.profile(X)
-        with pytest.warns(UserWarning, match="the first call will be captured"):
+        with pytest.warns(UserWarning, match="the first call will be traced"):
             waiting = graphplan.partition(Undecided().eval(), machine.max_memory)
         with (
             pytest.warns(UserWarning, match=REASON),
@@ -219,7 +219,7 @@ def test_what_hooks_cannot_do_is_an_error() -> None:
             ):
                 graphplan.partition(Undecided(), machine.max_memory, (X,), **options)
         placed = placed_on(Undecided(), machine.max_memory)
-        with pytest.raises(graphplan.PlanError, match="no generated code, hooks run the model"):
+        with pytest.raises(graphplan.PlanError, match="no generated code, the model runs module by module"):
             _ = placed.code
         assert placed.graph_modules == ()
 
@@ -487,7 +487,7 @@ def test_forward_derivatives_are_not_planned() -> None:
             return torch.func.jvp(self.head, (x,), (x,))
 
     model = Derivative().eval()
-    with pytest.raises(graphplan.NoGraphError, match=r"jvp|could not be captured"):  # by torch 2.11
+    with pytest.raises(graphplan.NoGraphError, match=r"jvp|could not be traced"):  # by torch 2.11
         graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
 
 
@@ -570,7 +570,7 @@ def reloaded(saved: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.filterwarnings("ignore:Whole could not be captured:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:Whole could not be traced:graphplan.GraphplanWarning")
 def test_an_optimizer_that_is_saved_with_its_model_trains_it() -> None:
     placed = graphplan.partition(Whole(), {"cpu": "1GiB"}, (X,), grad=True)
     again, optimizer = reloaded((placed, torch.optim.SGD(placed.parameters(), lr=0.1)))  # it had others
@@ -595,7 +595,7 @@ def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares:
         room = profile_call(model, model, (X,), {}).peak
     budgets = {i: int(1.1 * bytes_of(model) * share) + room for i, share in enumerate(shares)}
     with graphplan.simulate({**dict.fromkeys(budgets, 1 << 24), "cpu": 1 << 24}) as machine:  # for copies too
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, {**budgets, "cpu": 1 << 24}, (X,))
         again = copied(placed)
         assert type(again).__name__ == "Whole"
@@ -820,7 +820,7 @@ class Tries(nn.Module):
 
 def test_a_model_without_a_graph_may_call_modules_after_control_flow_has_failed() -> None:
     model, x = Tries(), torch.ones(2, 8)
-    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model instead"):
+    with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
         placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
     assert torch.equal(placed(x), model(x))
 
@@ -870,7 +870,7 @@ def test_torch_compiles_after_a_trial_and_a_simulation() -> None:
             return y * 2 if y.sum() > 1e9 else y
 
     model = Compiled()
-    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model instead"):
+    with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
         graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     with torch.no_grad():
         model(X)

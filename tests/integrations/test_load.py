@@ -124,7 +124,7 @@ def test_the_first_call_places_a_loaded_model(tmp_path: Path) -> None:
     (architecture,) = [a for a in TABLE if a.stem == "ViT"]
     model, inputs = architecture.build()
     model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="the first call will be captured"):
+    with pytest.warns(UserWarning, match="the first call will be traced"):
         placed = graphplan.load(tmp_path, {"cpu": "1GiB"}, dtype="float32")
     with torch.no_grad():
         assert largest_difference(placed(**inputs), model(**inputs)) < 1e-6

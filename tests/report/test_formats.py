@@ -72,9 +72,9 @@ def test_dot_of_many_operations_has_modules_for_nodes(tmp_path: Path) -> None:
 
 
 def test_what_hooks_run_has_no_bound_in_words(plan: Plan) -> None:
-    hooked = replace(plan, method="hooks", lower_bound=0.0, proof="hooks run the model")
+    hooked = replace(plan, method="hooks", lower_bound=0.0, proof="the model runs module by module")
     for text in (hooked.summary(), hooked._repr_html_()):
-        assert "gap unknown (hooks run the model)" in text
+        assert "gap unknown (the model runs module by module)" in text
 
 
 def test_a_value_that_arrives_once_is_read_once_in_the_table_of_stages() -> None:

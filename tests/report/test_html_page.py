@@ -492,7 +492,7 @@ def test_a_narrow_window(show: Open) -> None:
 
 
 def test_what_hooks_run_has_no_bound(show: Open) -> None:
-    plan = replace(hostile_plan(), method="hooks", lower_bound=0.0, proof="hooks run the model")
+    plan = replace(hostile_plan(), method="hooks", lower_bound=0.0, proof="the model runs module by module")
     figures = show(plan).page.inner_text("#figures")
     assert "unknown" in figures
     assert "%" not in figures

@@ -109,7 +109,7 @@ def test_a_model_without_a_graph_has_them_where_it_runs() -> None:
     model, want = Stack(branches=True), Stack()(X)
     for budget in (ROOMY, 6 * SIZE * SIZE // 2):
         with graphplan.simulate({0: budget}) as machine:
-            with pytest.warns(graphplan.GraphplanWarning, match="could not be captured"):
+            with pytest.warns(graphplan.GraphplanWarning, match="could not be traced"):
                 placed = graphplan.partition(model, {**machine.max_memory, "cpu": ROOMY}, (X,))
             assert largest_difference(placed(X), want) < 1e-5
             assert largest_difference(graphplan.unplace(placed)(X), want) < 1e-5
@@ -278,7 +278,7 @@ def test_a_change_of_a_note_is_followed(change: Any) -> None:
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
         for part in (placed, model):
             change(part[0].weight)  # type: ignore[index]
-        with pytest.warns(graphplan.GraphplanWarning, match=r"'0\.weight\..* is captured again"):
+        with pytest.warns(graphplan.GraphplanWarning, match=r"'0\.weight\..* is traced again"):
             found = placed(X)
         assert largest_difference(found, model(X)) < 1e-5
 

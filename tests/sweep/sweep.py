@@ -186,7 +186,7 @@ def page(results: Sequence[Record], of: str = "transformers architecture") -> st
         f"{figures['placements_equal']} of {figures['placements']} equal, "
         f"{figures['placements_infeasible']} infeasible.",
         "",
-        "| type | model | parameters | captured by | configurations | result | why |",
+        "| type | model | parameters | traced by | configurations | result | why |",
         "|---|---|---|---|---|---|---|",
     ]
     for record in judged:

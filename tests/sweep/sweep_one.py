@@ -159,7 +159,7 @@ def _row(made: Built, configuration: Configuration, activations: int, devices: D
             row["method"] = placed.plan.method
             if placed.plan.method == "hooks":
                 row["why"] = next(
-                    _short(str(one.message)) for one in heard if "hooks run" in str(one.message)
+                    _short(str(one.message)) for one in heard if "runs module by module" in str(one.message)
                 )
             gc.collect()
             machine.reset_peaks()

@@ -71,7 +71,7 @@ def export_plain(
         sizes: whether all other sizes are symbols, too.
 
     Raises:
-        GraphplanError: the call cannot be captured as a graph.
+        GraphplanError: the call cannot be traced.
         Exception: whatever the model's own code or the tracer raises.
     """
     if not vary or dynamic_shapes is not None:

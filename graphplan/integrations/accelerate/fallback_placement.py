@@ -90,7 +90,7 @@ def fall_back(
     fallback = _Fallback(model, model_copy, example, topology, options, source, retry)
     placed = fallback.place(str(error))
     warn(
-        f"{error}\nhooks run the model instead, module by module: its operations are not planned, and "
+        f"{error}\nthe model runs module by module instead: its operations are not planned, and "
         "weights on the CPU are copied when they are used. strict=True makes this an error"
     )
     return placed
@@ -350,7 +350,7 @@ class _Fallback:
             judged.schedule,
             judged.seconds,
             0.0,
-            "hooks run the model: its operations are not planned",
+            "the model runs module by module: its operations are not planned",
             "hooks",
             self.options.constraints,
             streaming=False,

@@ -17,11 +17,11 @@
   function head() {
     byId("title").textContent = Plan.title;
     const parts = [Format.count(Model.operations, "operation"), Format.count(Plan.weights.length, "weight"), Format.bytes(summary.weightBytes)];
-    byId("subtitle").textContent = `${parts.join(" · ")} · ${hooked ? "run by hooks, module by module" : `captured by ${summary.method}`}`;
+    byId("subtitle").textContent = `${parts.join(" · ")} · ${hooked ? "runs module by module" : `traced by ${summary.method}`}`;
     const bounded = summary.lowerBound > 0 || summary.makespan === 0;
     const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured, ${(summary.measuredSeconds / (summary.makespan || 1)).toPrecision(2)} × the estimate`;
     byId("figures").append(
-      figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${guessed()}${measured}`,
+      figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: runs module by module" : "estimated"}${guessed()}${measured}`,
         guessed() ? "Nothing is known of how fast these are: see Assumptions. Give devices= and links=, or graphplan.measure_devices()." : null),
       figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal, at least ${Format.seconds(summary.lowerBound)} by ${summary.proof}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),

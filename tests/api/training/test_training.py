@@ -592,7 +592,7 @@ def test_parameters_that_something_holds_are_named_at_the_first_call(options: di
         assert gap({"": result.detach().cpu()}, {"": model(x).detach()}) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*is captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*is traced again:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True}], ids=str)
 def test_an_optimizer_trains_what_is_placed_again_beside_a_new_head(options: dict[str, bool]) -> None:
     torch.manual_seed(0)

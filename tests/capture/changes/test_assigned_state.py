@@ -644,7 +644,7 @@ def test_a_check_is_no_call() -> None:
 def test_a_trial_by_modules_leaves_the_statistics_of_a_batch_norm() -> None:
     model = nn.Sequential(Asks(), nn.BatchNorm1d(8)).train()
     eager = copy.deepcopy(model)
-    with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+    with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     same(placed, eager)
     assert torch.allclose(placed(X), eager(X), atol=1e-5)
@@ -1039,7 +1039,7 @@ def test_data_that_is_assigned_is_in_a_graph_if_it_is_of_a_weight(kind: str) -> 
     model = AssignsData(kind)
     eager = copy.deepcopy(model)
     if kind == "intermediate":
-        with pytest.warns(graphplan.GraphplanWarning, match=r"assigns the \.data of a tensor.*\n.*hooks run"):
+        with pytest.warns(graphplan.GraphplanWarning, match=r"assigns the \.data of a tensor.*\n.*module by module"):
             placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     else:
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)

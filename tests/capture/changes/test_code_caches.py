@@ -276,6 +276,6 @@ class Branching(Added):
 @pytest.mark.parametrize("way", [limited, in_a_table, in_a_context])
 def test_neither_does_one_without_a_graph(way: Callable[[int], torch.Tensor]) -> None:
     model = Branching(way)
-    with pytest.warns(graphplan.GraphplanWarning, match="could not be captured"):
+    with pytest.warns(graphplan.GraphplanWarning, match="could not be traced"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     torch.testing.assert_close(placed(X), model(X))

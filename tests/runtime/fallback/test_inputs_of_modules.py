@@ -50,7 +50,7 @@ def compare(
     """Results, and inputs afterwards, of two calls are eager's, and where the inputs are."""
     model = Stack(outer, layer).eval()
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(copy.deepcopy(model), budgets, copy.deepcopy(args))
         for _ in range(2):
             with torch.inference_mode(inference), torch.no_grad():
@@ -167,7 +167,7 @@ def test_what_a_module_puts_into_its_inputs_is_there(layer: Any, context: Any, b
 def test_tensors_in_objects_of_any_class_are_moved(budgets: Any) -> None:
     model = Stack(each, sets_attributes).eval()
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}), torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(copy.deepcopy(model), budgets, (X, Bag(torch.zeros(4, 16))))
         for _ in range(2):
             mine, theirs = Bag(torch.zeros(4, 16)), Bag(torch.zeros(4, 16))
@@ -189,7 +189,7 @@ def test_results_of_any_class_are_where_the_inputs_are(kind: Callable[..., Any],
 
     model = Stack(outer, layer).eval()
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}), torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(copy.deepcopy(model), budgets, (X,))
         for mine, theirs in zip(placed(X), model(X), strict=True):
             found, expected = (
@@ -293,7 +293,7 @@ def test_gradients_pass_through_what_is_written(budgets: Any, frozen: bool) -> N
     model.layers[1].requires_grad_(not frozen)
     eager, results = copy.deepcopy(model), []
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, budgets, (X,), grad=True)
         for one in (placed, eager):
             x = X.clone().requires_grad_()
@@ -316,7 +316,7 @@ def test_what_cannot_be_written_in_eager_is_an_error(made: Any, message: str, bu
         return doubles(fc, x) if float(x.detach().sum()) != 0 else fc(x)
 
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(Stack(in_turn, layer), budgets, (0 * X,), grad=True)
         with pytest.raises(RuntimeError, match=message):
             placed(made())
@@ -352,7 +352,7 @@ def test_after_an_interrupt_the_callers_containers_are_as_before() -> None:
 
     model, x, stop = Stack(each, stops).eval(), X.clone(), list[bool]()
     with graphplan.simulate({0: "1MiB"}), torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, BUDGETS[2], (x, {"h": x}))
         batch = {"h": x}
         stop.append(True)
@@ -381,7 +381,7 @@ def test_a_class_that_is_flattened_to_a_new_dict_is_moved() -> None:
 
     model = Stack(each, reads).eval()
     with graphplan.simulate({0: "1MiB"}), torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, BUDGETS[2], (X, Flattened(X)))
         assert {parameter.device.type for parameter in placed.parameters()} == {"sim"}
         found, expected = placed(X, Flattened(X)), model(X, Flattened(X))
@@ -394,7 +394,7 @@ def test_results_come_to_the_device_of_tensors_in_objects() -> None:
 
     model = Stack(outer, lambda fc, x: fc(x)).eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(model, {0: "1MiB", "cpu": "1MiB"}, (Bag(X),))
         machine.reset_peaks()
         assert placed(Bag(X)).device.type == "cpu"
@@ -430,7 +430,7 @@ def test_objects_that_a_module_keeps_and_returns_stay_on_its_device() -> None:
     # the second call was an error: the object that the module computes with had come to the caller's device
     model = Remembering().eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
-        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+        with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
             placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
         placed.first.memory.h = None  # what trials have left
         for _ in range(3):

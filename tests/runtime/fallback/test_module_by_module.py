@@ -61,7 +61,7 @@ class Early(nn.Module):
 
 
 WARNED = (
-    r"Early could not be captured:[\s\S]*at .*test_module_by_module\.py:\d+, in forward: if stop"
+    r"Early could not be traced:[\s\S]*at .*test_module_by_module\.py:\d+, in forward: if stop"
     r"[\s\S]*module by module"
 )
 
@@ -223,7 +223,7 @@ def test_graphs_go_on_beside_hooks_that_the_model_adds() -> None:
             assert found.keys() == expected.keys()
             pairs = zip(found.get("hidden", ()), expected.get("hidden", ()), strict=True)
             assert all(largest_difference(one, other) < 1e-5 for one, other in pairs)
-        assert not [one for one in said if re.search("hooks were added|captured again", str(one.message))]
+        assert not [one for one in said if re.search("hooks were added|traced again", str(one.message))]
 
 
 class Keeping(nn.Module):
@@ -274,7 +274,7 @@ def test_calls_with_hooks_share_data_too() -> None:
         assert placed._graphplan is state
         for hook in hooks:
             hook.remove()
-        with pytest.warns(graphplan.GraphplanWarning, match="captured again"):
+        with pytest.warns(graphplan.GraphplanWarning, match="traced again"):
             assert largest_difference(placed(x), eager(x)) < 1e-5
 
 
@@ -593,7 +593,7 @@ def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
 
     model, call = Packing().eval(), (torch.randn(3, 5, 8), torch.tensor([5, 2, 3]))
     with graphplan.simulate({0: "1MiB"}) as machine:
-        with pytest.warns(UserWarning, match="hooks run the model"):
+        with pytest.warns(UserWarning, match="the model runs module by module"):
             made = graphplan.partition(model, machine.max_memory, call)
         assert largest_difference(made(*call), expected_of(model, *call)) < 1e-6
 
@@ -677,7 +677,7 @@ def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
     pin = {"model.layers.0": 0, "model.layers.1": 1}
     with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine:
         made = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin=pin)
-        with pytest.warns(UserWarning, match=r"could not be captured[\s\S]*module by module") as caught:
+        with pytest.warns(UserWarning, match=r"could not be traced[\s\S]*module by module") as caught:
             found = made.generate(**inputs, max_new_tokens=5, do_sample=False)
         assert len(caught) == 1
         assert torch.equal(found, expected)
@@ -751,7 +751,7 @@ def test_hooks_that_the_model_registers_while_it_runs_stay() -> None:
         assert seen == [1]
 
 
-@pytest.mark.filterwarnings("error:hooks were added", "error:.*captured again")
+@pytest.mark.filterwarnings("error:hooks were added", "error:.*traced again")
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_threads_run_graphs_beside_it() -> None:
     """What a call without a graph does to its modules while it runs, no other call takes for a change."""

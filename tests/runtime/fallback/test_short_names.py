@@ -79,7 +79,7 @@ def test_any_name_may_be_a_childs_without_example_inputs(name: str) -> None:
     model.add_module(name, nn.BatchNorm1d(16))
     model.add_module("last", nn.Linear(16, 16))
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", message=".*the first call will be captured")
+        warnings.filterwarnings("ignore", message=".*the first call will be traced")
         placed = graphplan.partition(model.eval(), {"cpu": "1MiB"})
         assert largest_difference(placed(X), model(X)) < 1e-6
 

@@ -58,7 +58,7 @@ def test_views_of_a_written_buffer(registered: bool, writes_part: bool, budgets:
     eager, other = copy.deepcopy(model), copy.deepcopy(model)
     with graphplan.simulate({0: "8MiB", 1: "8MiB", "cpu": "8MiB"}), torch.no_grad():
         with pytest.warns(
-            graphplan.GraphplanWarning, match=r"writes to .*shares memory with .*\n.*hooks run"
+            graphplan.GraphplanWarning, match=r"writes to .*shares memory with .*\n.*runs module by module"
         ):
             placed = graphplan.partition(model, budgets, (X,))
         first = copy.deepcopy(placed), reloaded(placed)  # what pickle alone writes has no views, in eager too
@@ -105,7 +105,7 @@ class Parts(nn.Module):
 def test_what_is_one_tensor_until_it_is_assigned(kind: str) -> None:
     model = Parts(kind)
     eager = copy.deepcopy(model)
-    with pytest.warns(graphplan.GraphplanWarning, match=r"is one tensor with .*\n.*hooks run"):
+    with pytest.warns(graphplan.GraphplanWarning, match=r"is one tensor with .*\n.*runs module by module"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     for _ in range(3):
         assert largest_difference(placed(X), eager(X)) < 1e-5

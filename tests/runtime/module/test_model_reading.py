@@ -138,7 +138,7 @@ def test_each_change_is_followed_once() -> None:
             change(net)
             change(placed)
             assert not torch.equal(before, net(X)), name
-            with pytest.warns(GraphplanWarning, match="captured again") as found:
+            with pytest.warns(GraphplanWarning, match="traced again") as found:
                 assert torch.allclose(placed(X), net(X), rtol=1e-4), name
             assert len(found) == 1, name
             with warnings.catch_warnings():
@@ -169,7 +169,7 @@ def test_a_new_module_has_the_room_of_the_old_one() -> None:
         net = copy.deepcopy(net)
         net[0] = nn.Linear(64, 64)
         placed[0] = copy.deepcopy(net[0])
-        with pytest.warns(GraphplanWarning, match="captured again"):
+        with pytest.warns(GraphplanWarning, match="traced again"):
             assert torch.allclose(placed(torch.ones(2, 64)), net(torch.ones(2, 64)), atol=1e-5)
         assert machine.peak_bytes(0) <= machine.max_memory[0]
 
@@ -194,7 +194,7 @@ def test_a_method_that_is_set_on_a_placed_model() -> None:
     placed = graphplan.partition(net, ROOMY, (X,))
     for one in (net, placed):
         one.scaled = MethodType(lambda self, x: x * self.factor * 3, one)
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    with pytest.warns(GraphplanWarning, match="traced again"):
         assert torch.allclose(placed(X), net(X), rtol=1e-4)
 
 

@@ -104,7 +104,7 @@ def test_changes_are_followed(machine: Any, change: Callable[[Any], Any]) -> Non
     placed, net, x = placed_net(machine)
     change(net)
     change(placed)
-    with pytest.warns(GraphplanWarning, match="captured again") as found:
+    with pytest.warns(GraphplanWarning, match="traced again") as found:
         assert torch.allclose(placed(x), net(x), atol=1e-5)
     assert len(found) == 1
     assert not torch.allclose(placed(x + 1), Net().eval()(x + 1))
@@ -122,7 +122,7 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
     assert placed.norm is norm
     assert placed.embed.weight is weight
     norm.eps = net.norm.eps = 0.25
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    with pytest.warns(GraphplanWarning, match="traced again"):
         assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
@@ -130,11 +130,11 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
 def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], Any]) -> None:
     placed, net, x = placed_net(machine)
     placed.k = net.k = 7.0
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    with pytest.warns(GraphplanWarning, match="traced again"):
         other = copied(placed)
     assert torch.allclose(other(x), net(x), atol=1e-5)
     other.k = net.k = 8.0
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    with pytest.warns(GraphplanWarning, match="traced again"):
         assert torch.allclose(other(x), net(x), atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_hooks_that_come_with_another_change_are_not_traced(machine: Any) -> Non
     expected = net(x)
     with pytest.warns(GraphplanWarning) as told:
         assert torch.allclose(placed(x), expected, atol=1e-5)
-    assert ["captured again" in str(one.message) for one in told] == [True, False]
+    assert ["traced again" in str(one.message) for one in told] == [True, False]
     assert torch.allclose(placed(x), expected, atol=1e-5)
     assert len(seen) == 3
     assert all(torch.allclose(one.cpu(), seen[0], atol=1e-5) for one in seen)

@@ -123,7 +123,7 @@ def test_a_trace_that_went_by_values_is_made_again(read: Callable[[torch.Tensor]
     placed, net = both(Net(read))
     for one in (placed, net):
         one.factor = torch.tensor(5.0)
-    with pytest.warns(GraphplanWarning, match="captured again"):
+    with pytest.warns(GraphplanWarning, match="traced again"):
         assert_equal(placed, net)
 
 
@@ -155,7 +155,7 @@ SHARES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("later", [False, True])
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], Any], later: bool) -> None:
     net = Sharing()
     if not later:
@@ -175,7 +175,7 @@ def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], 
     assert_equal(placed, net)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_one_that_is_a_buffer_stays_it_when_a_placed_model_is_traced_again() -> None:
     net = Sharing()
     net.inner.table = net.table
@@ -189,7 +189,7 @@ def test_one_that_is_a_buffer_stays_it_when_a_placed_model_is_traced_again() -> 
     assert_equal(placed, net)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_values_go_back_to_those_that_were_traced() -> None:
     """Also where nothing may have others from now on: a further graph goes by values, or there is a copy."""
 
@@ -208,7 +208,7 @@ def test_values_go_back_to_those_that_were_traced() -> None:
         assert_equal(placed, net)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_a_copy_has_what_no_call_has_seen() -> None:
     placed, net = both(Net())
     for one in (placed, net):
@@ -317,11 +317,11 @@ def test_other_forms_need_another_graph() -> None:
     for value in (torch.ones(1), torch.ones(8, dtype=torch.float64), None):
         for one in (placed, net):
             one.unread = value
-        with pytest.warns(GraphplanWarning, match="captured again"):
+        with pytest.warns(GraphplanWarning, match="traced again"):
             assert_equal(placed, net)
 
 
-@pytest.mark.filterwarnings("ignore:.*captured again:graphplan.GraphplanWarning")
+@pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_copies_have_values_of_their_own() -> None:
     placed, net = both(Net())
     for one in (placed, net):

@@ -96,7 +96,7 @@ def parametrize(net: Any) -> None:
 
 
 def parametrized(change: Any) -> Any:
-    """Where other weights are read by another class, the model is captured anew."""
+    """Where other weights are read by another class, the model is traced anew."""
     return pytest.warns(graphplan.GraphplanWarning, match="again") if change is parametrize else nullcontext()
 
 
