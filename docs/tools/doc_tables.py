@@ -23,7 +23,7 @@ CASES = {
     "4x0.275": "four identical GPUs",
     "mixed": "three mixed GPUs",
 }
-_METHODS = {"transformers": "transformers' exporters", "export": "`torch.export`", "hooks": "hooks"}
+_METHODS = {"transformers": "transformers' exporters", "export": "`torch.export`", "hooks": "module by module"}
 
 
 def tables(results: Path = RESULTS) -> dict[str, str]:
@@ -183,8 +183,8 @@ def _sweep(data: Data) -> str:
         f"## Architectures of transformers\n\nOf {data['architectures']} model types, {data['ran']} can be "
         f"built small and run in eager mode here, {data['of']} of them with repeatable results. "
         f"{data['passed']} of these, placed on simulated devices, give eager's results within 1e-5 of the "
-        "largest value, stay within every budget, and copy the planned bytes, unless they run module by module. Models "
-        f"by capture method: {', '.join(methods)}."
+        "largest value, stay within every budget, and, unless they run module by module, copy the planned "
+        f"bytes. Models by tracer: {', '.join(methods)}."
     )
 
 

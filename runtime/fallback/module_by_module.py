@@ -281,8 +281,8 @@ def device_of_inputs(call: BoundCall) -> torch.device:
 def _refuse_autocast(tree: nn.Module) -> None:
     if torch.is_autocast_enabled(CPU) and any(t.device.type == SIMULATED for t in tree.parameters()):
         raise PlanError(
-            "autocast is on, which simulated devices do not support if the model runs module by module: leave "
-            "the autocast context, or convert the model with .to(dtype) before you place it"
+            "autocast is on, which simulated devices do not support if the model runs module by module: "
+            "leave the autocast context, or convert the model with .to(dtype) before you place it"
         )
 
 

@@ -1039,7 +1039,9 @@ def test_data_that_is_assigned_is_in_a_graph_if_it_is_of_a_weight(kind: str) -> 
     model = AssignsData(kind)
     eager = copy.deepcopy(model)
     if kind == "intermediate":
-        with pytest.warns(graphplan.GraphplanWarning, match=r"assigns the \.data of a tensor.*\n.*module by module"):
+        with pytest.warns(
+            graphplan.GraphplanWarning, match=r"assigns the \.data of a tensor.*\n.*module by module"
+        ):
             placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     else:
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
