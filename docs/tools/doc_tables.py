@@ -23,7 +23,11 @@ CASES = {
     "4x0.275": "four identical GPUs",
     "mixed": "three mixed GPUs",
 }
-_METHODS = {"transformers": "transformers' exporters", "export": "`torch.export`", "hooks": "module by module"}
+_METHODS = {
+    "transformers": "transformers' exporters",
+    "export": "`torch.export`",
+    "hooks": "none, module by module",
+}
 
 
 def tables(results: Path = RESULTS) -> dict[str, str]:

@@ -199,9 +199,7 @@ def test_the_first_call_may_be_of_a_part() -> None:
 def test_there_is_nothing_to_profile() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = placed_on(Undecided().eval(), machine.max_memory)
-        with pytest.raises(
-            graphplan.PlanError, match=r"no graph to profile, .* module by module: Undecided"
-        ):
+        with pytest.raises(graphplan.PlanError, match=r"no graph to profile, .* module by module: Undecided"):
             placed.profile(X)
         with pytest.warns(UserWarning, match="the first call will be traced"):
             waiting = graphplan.partition(Undecided().eval(), machine.max_memory)
