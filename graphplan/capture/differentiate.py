@@ -54,7 +54,7 @@ def differentiate(
     capture: Capture,
     weights: ModelWeights,
     call: BoundCall,
-    how: Differentiation,
+    differentiation: Differentiation,
     *,
     fixed: bool,
 ) -> Capture:
@@ -64,7 +64,7 @@ def differentiate(
         capture: the captured call, with gradients enabled; it must not be used afterwards.
         weights: the weights of the model.
         call: the example inputs.
-        how: which parameters are trained, and from which results.
+        differentiation: which parameters are trained, and from which results.
         fixed: whether the step is for the sizes of this call alone, not for all that the capture serves.
 
     Raises:
@@ -74,7 +74,7 @@ def differentiate(
     if capture.signature.prepared is not None and not fixed:
         raise NoGraphError("the exporter computes sizes from the arguments")
     nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
-    tracing = _Tracing(capture, weights, call, how, None if fixed else open_sizes(capture))
+    tracing = _Tracing(capture, weights, call, differentiation, None if fixed else open_sizes(capture))
     try:
         own_casts = torch.autocast("cpu", enabled=False)  # those of the caller's autocast are in the graph
         with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad(), own_casts:
@@ -99,10 +99,16 @@ class _Tracing:
         capture: Capture,
         weights: ModelWeights,
         call: BoundCall,
-        how: Differentiation,
+        differentiation: Differentiation,
         sizes: OpenSizes | None,
     ) -> None:
-        self.capture, self.weights, self.call, self.how, self.sizes = capture, weights, call, how, sizes
+        self.capture, self.weights, self.call, self.differentiation, self.sizes = (
+            capture,
+            weights,
+            call,
+            differentiation,
+            sizes,
+        )
         self.env = sizes.env if sizes else ShapeEnv()
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=self.env, static_shapes=sizes is None
@@ -137,9 +143,9 @@ class _Tracing:
                 f"{name!r} requires a gradient but is no parameter, and a planned step computes gradients "
                 "of parameters only: register it as one"
             )
-        if name in self.how.trained:
+        if name in self.differentiation.trained:
             self.trained.append((position, name))
-        return self._fake(tensor, requires_grad=name in self.how.trained)
+        return self._fake(tensor, requires_grad=name in self.differentiation.trained)
 
     def _fake(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
         shape, stride = list(tensor.shape), list(tensor.stride())
@@ -171,7 +177,7 @@ class _Tracing:
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
-        wanted = self.how.outputs
+        wanted = self.differentiation.outputs
         if wanted is None:
             loss = [position for position in able if names[position] == "loss"]
             return tuple(loss or able)

@@ -90,6 +90,9 @@ def export(
         while True:
             try:
                 state, program = trace(dynamic_shapes, repeated, ends, below=below_autograd)
+                if numbers.learn():  # the model's code has caught the error
+                    put_back(before)
+                    continue
                 repeated = None  # later errors would be the same without copies of blocks
                 if keep_grad:
                     state.refuse_history()

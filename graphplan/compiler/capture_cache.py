@@ -140,13 +140,13 @@ class Captures:
 
     def _capture(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
         """Read a capture from the folder; or trace, simplify and differentiate the call, and save it."""
-        how, saved = self.model_copy.step, self.options.saved_captures
+        differentiation, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # given for forward's arguments alone
-        keep_grad, fixed = self.options.grad or how is not None, part.entry in part.fixed
-        options = {"keep_grad": keep_grad, "step": how is not None, "vary": vary, "sizes": sizes}
+        keep_grad, fixed = self.options.grad or differentiation is not None, part.entry in part.fixed
+        options = {"keep_grad": keep_grad, "step": differentiation is not None, "vary": vary, "sizes": sizes}
         origin = None
         if saved is not None:
-            origin = origin_of(part, call, shapes, options, how, fixed)
+            origin = origin_of(part, call, shapes, options, differentiation, fixed)
         found = saved.read(origin, call, part) if saved and origin else None
         if found is None:
             with overheard() as warnings:
@@ -154,8 +154,8 @@ class Captures:
                 is_savable = origin is not None and can_save(found, origin)
                 simplify(found, keep_grad=keep_grad)
                 try:
-                    if how is not None:
-                        found = with_backward(found, part.weights, call, how, fixed=not vary)
+                    if differentiation is not None:
+                        found = with_backward(found, part.weights, call, differentiation, fixed=not vary)
                 except TakenForAnotherError as error:
                     if not part.branch_on(call, _deciding_leaves(found, call, error.node)):
                         raise
@@ -189,10 +189,10 @@ def _other_number(signature: InputSignature, call: BoundCall) -> bool:
 
 
 def with_backward(
-    capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation, *, fixed: bool
+    capture: Capture, weights: ModelWeights, call: BoundCall, differentiation: Differentiation, *, fixed: bool
 ) -> Capture:
     """Return the simplified training step of a captured forward pass; ``fixed`` as in ``differentiate``."""
-    found = differentiate(capture, weights, call, how, fixed=fixed)
+    found = differentiate(capture, weights, call, differentiation, fixed=fixed)
     simplify(found)
     read_weights_anew(found)
     return found

@@ -69,6 +69,22 @@ class Quotients(nn.Module):
         return windows.view(batch, 4, 8) + batch
 
 
+class Careful(Quotients):
+    """Catches whatever is raised at its quotient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            half = int(x.shape[0] / 2)
+        except Exception:
+            half = 0
+        return self.layer(x) + half
+
+
+def test_a_quotient_is_not_lost_where_the_model_catches_errors(traces: list[int]) -> None:
+    check(Careful(), [(torch.randn(rows, 4, 8),) for rows in (4, 7, 2)])
+    assert len(traces) == 2
+
+
 def test_whole_parts_of_quotients_vary(traces: list[int]) -> None:
     sizes = [(2, 4), (3, 4), (1, 4), (5, 4)]
     check(Quotients(), [(torch.randn(*size, 8),) for size in sizes])

@@ -142,9 +142,11 @@ class ModelCopy:
         answered = self._answered.setdefault(self.entry, set())
         paths = [path for path, _ in flatten_with_path((call.args, call.kwargs))]
         new = {paths[leaf] for leaf in leaves} - answered
+        if not new or not self.knows_inputs:
+            return False
         answered |= new
         self.by_inputs.add(self.entry)
-        return bool(new) and self.knows_inputs
+        return True
 
     def value_of(self, name: str) -> torch.Tensor | None:
         """Return the current tensor of a weight of this entry; None if it has no values."""
