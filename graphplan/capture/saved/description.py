@@ -330,8 +330,10 @@ def _pickled_parts(value: Any) -> tuple[Any, ...] | None:
 
 def _is_numpy_function(value: Any) -> bool:
     """Whether it is a function in C that NumPy exports by its name, such as ``np.sin``."""
-    home = sys.modules.get(str(getattr(value, "__module__", "")))
-    return type(value).__module__ == "numpy" and getattr(home, getattr(value, "__name__", ""), None) is value
+    if type(value).__module__ != "numpy":
+        return False
+    home = getattr(value, "__module__", "numpy")  # ufuncs of NumPy 1 have none
+    return getattr(sys.modules.get(home), getattr(value, "__name__", ""), None) is value
 
 
 def _is_python_class(cls: type) -> bool:
