@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import textwrap
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.message_text import size_text
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
+from graphplan.report.data_flows import find_flows
 from graphplan.report.dot import MOST_MODULES
 from graphplan.report.html_page import _SCRIPTS, asset
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
@@ -476,3 +478,18 @@ def test_sizes_of_moves_do_not_overlap() -> None:
     titles = [e for e in root.iter("{http://www.w3.org/2000/svg}path") if e.get("marker-end")]
     assert titles
     assert all(len(path) == 1 and path[0].text for path in titles)
+
+
+# -- a format of one's own ------------------------------------------------------------------------
+
+
+def test_the_format_of_contributing_shows_the_plan(plan: Plan) -> None:
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^ +```python\n(.*?)^ +```$", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(block), names)
+    text = names["to_list"](plan)
+    assert all(text.count(f"{name} = ") == 1 for name in plan.graph.operations)
+    assert text.count("copy of ") == len(find_flows(plan))
+    assert all(f"{name} on {device_name(key)}: " in text for name, key in plan.placement.items())
+    assert len(text.splitlines()) > len(plan.stages) + len(plan.graph.operations)
