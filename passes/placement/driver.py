@@ -15,7 +15,7 @@ import numpy as np
 from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.bounds.milp import bound_by_classes
+from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
@@ -24,11 +24,10 @@ from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
-from graphplan.passes.placement.streaming.streamed import StreamedSearch
+from graphplan.passes.placement.streaming.streamed import StreamedSearch, prove_streamed
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 from graphplan.warnings import warn
 
-_MILP = "integer program over operation classes"
 _NOT_EVEN = (
     "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least "
     "time instead"
@@ -235,7 +234,7 @@ def _place_resident(
         if small and not effort.late:
             with effort.share(0.3) as part:
                 proven = bound_by_classes(search.proving, search.seconds, part, streaming=False)
-            search.bound = search.bound.raised(proven, _MILP)
+            search.bound = search.bound.raised(proven, BY_CLASSES)
         search.improve()
     search.balance()
     evaluation = search.evaluation()
@@ -282,18 +281,6 @@ def _place_evenly(
     return _certified(evaluation, bound, candidate, problem)
 
 
-def _prove(search: StreamedSearch, seconds: float) -> None:
-    """Raise the bound of a streamed search towards ``seconds``, those of a known placement."""
-    if search.effort.late:
-        least = least_seconds(search.arrays)
-        search.bound = search.bound.raised(least.seconds, least.proof)
-        return
-    with search.effort.share(0.1) as part:
-        proven = bound_by_classes(search.proving, seconds, part, streaming=True)
-    search.bound = search.bound.raised(proven, _MILP)
-    search.prove(seconds)
-
-
 def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Bound:
     """Return a bound for all placements, including those that offload though accelerators hold the model.
 
@@ -301,9 +288,8 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
     """
     if not _has_device_operations(problem):
         return _bound_without_operations(_place_without_operations(problem))
-    search = StreamedSearch(problem, limits.work(len(problem.graph.operations), PARAMS.streaming_effort))
-    _prove(search, seconds)
-    return search.bound
+    effort = limits.work(len(problem.graph.operations), PARAMS.streaming_effort)
+    return prove_streamed(Arrays(problem), seconds, effort)
 
 
 def holds_for(scope: Scope, problem: Problem, evaluation: Evaluation) -> bool:
@@ -366,7 +352,9 @@ def _place_streamed(
     if turns is None and not begun:
         return None
     if limits.proves:
-        _prove(search, min(search.seconds, np.inf if turns is None else turns.seconds))
+        unfolded = Arrays(candidate) if search.arrays.folded else search.arrays
+        known = min(search.seconds, np.inf if turns is None else turns.seconds)
+        search.bound = prove_streamed(unfolded, known, effort)
     if not search.proven:
         search.improve()
     if turns is not None:  # only now: beams are steered by the seconds of their own best placement

@@ -22,6 +22,8 @@ from graphplan.passes.placement.bounds.linear_program import LinearProgram, bran
 from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.schedule.prefetch_segments import SMALL
 
+BY_CLASSES = "integer program over operation classes"  # the proof of these bounds
+
 
 @dataclass(frozen=True, slots=True)
 class _Class:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -19,7 +18,8 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.bounds.label_dp import Completion, search_labels, widest
-from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation, relax
+from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
+from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation, least_seconds, relax
 from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
@@ -47,6 +47,8 @@ class StreamedSearch:
         nearest: the placement that exceeds the budgets by least, among those that exceed one.
         arrays: arrays of the problem, folded if it is a training step.
         guide: frontier of these arrays, to read weights from; it gives no bound.
+        coarse: arrays of the coarser problem, which the beams search.
+        slot_sizes: sizes of prefetch slots to try, the largest first.
         activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside
             weights.
     """
@@ -58,6 +60,8 @@ class StreamedSearch:
     nearest: Evaluation | None = None
     arrays: Arrays = field(init=False)
     guide: Frontier = field(init=False)
+    coarse: Arrays = field(init=False)
+    slot_sizes: list[float] = field(init=False)
     activation_needs: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,22 +69,10 @@ class StreamedSearch:
 
     def _search_on(self, arrays: Arrays) -> None:
         self.arrays = arrays
-        for name in ("coarse", "_slot_sizes"):  # cached for other arrays
-            self.__dict__.pop(name, None)
-        self.guide = Frontier(self.arrays, streaming=True, guide=True)
-
-    @cached_property
-    def coarse(self) -> Arrays:
-        """Arrays of the coarser problem, which the beams search."""
-        tied = coarsen(self.arrays)
-        if tied is self.arrays.problem:
-            return self.arrays
-        return Arrays(tied, folded=self.arrays.folded)
-
-    @cached_property
-    def proving(self) -> Arrays:
-        """Arrays of the problem itself, unfolded: what a bound must hold for."""
-        return Arrays(self.problem) if self.arrays.folded else self.arrays
+        tied = coarsen(arrays)
+        self.coarse = arrays if tied is arrays.problem else Arrays(tied, folded=arrays.folded)
+        self.guide = Frontier(arrays, streaming=True, guide=True)
+        self.slot_sizes = _slot_sizes(self.coarse)
 
     @property
     def seconds(self) -> float:
@@ -122,7 +114,7 @@ class StreamedSearch:
             fill = (arrays.weight_bytes <= size) & (arrays.weight_bytes * ratio > size)
             return bool(arrays.weight_bytes[fill].sum() < lacking)
 
-        for size in sorted(self._slot_sizes, key=is_filled_by_few):
+        for size in sorted(self.slot_sizes, key=is_filled_by_few):
             before = self.seconds
             for rounds in _ROUNDS if len(accelerators) > 1 else (1,):
                 if self.effort.over:
@@ -138,7 +130,7 @@ class StreamedSearch:
         A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
         if not self._begin(near) and self.arrays.folded and not self.effort.over:
-            self._search_on(self.proving)
+            self._search_on(Arrays(self.problem))
             self._begin(near)
         return self.best is not None
 
@@ -220,7 +212,7 @@ class StreamedSearch:
         trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
         if self.best is not None:
             trials.append(arrays.devices(self.best.assignment))
-        for size, devices in product(self._slot_sizes, trials):
+        for size, devices in product(self.slot_sizes, trials):
             if self.effort.over:
                 return
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
@@ -308,7 +300,7 @@ class StreamedSearch:
         trials = [
             (stages, frontier, buffers)
             for slots in (2, 1)
-            for size in self._slot_sizes
+            for size in self.slot_sizes
             for frontier, stages in frontiers
             if (buffers := self._buffers(frontier, slots, size)) is not None
         ]
@@ -319,19 +311,6 @@ class StreamedSearch:
                 relaxation = _relaxed(frontier, stages, buffers, part)
             if relaxation.possible:
                 yield relaxation
-
-    @cached_property
-    def _slot_sizes(self) -> list[float]:
-        """A few slot sizes: the largest that a macro-operation needs, and some that are clearly smaller."""
-        frontier = Frontier(self.coarse, streaming=True, guide=True)
-        movable = np.array([step.movable for step in frontier.steps])
-        movable = np.unique(movable[movable > 0])
-        room = self.arrays.room[self.arrays.accelerates].max(initial=0.0)
-        sizes, candidates = list[float](), movable[movable <= room]
-        while len(candidates) and len(sizes) < PARAMS.slot_sizes:
-            sizes.append(float(candidates[-1]))
-            candidates = candidates[candidates * PARAMS.slot_ratio <= candidates[-1]]
-        return sizes
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
         """Return prefetch buffers on each accelerator that holds them beside the least needy operation.
@@ -427,7 +406,7 @@ class StreamedSearch:
         for d in np.flatnonzero(buffers.slots).tolist():
             limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
             for slots in (1, 2, 3):
-                for size in self._slot_sizes:
+                for size in self.slot_sizes:
                     if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:
                         changed = buffers.slots.copy(), buffers.nbytes.copy()
                         changed[0][d], changed[1][d] = slots, size
@@ -443,15 +422,35 @@ class StreamedSearch:
                 return
             best = self._search(best, width, effort) or best
 
-    # -- the bound -----------------------------------------------------------------------------------
 
-    def prove(self, enough: float) -> None:
-        """Raise the bound by the Lagrangian bound of the problem itself, for buffers of any size."""
-        with self.effort.share(0.15) as part:
-            relaxations = relax(self.proving, enough, part, streaming=True)
-        least = min((relaxation.bound for relaxation in relaxations), default=np.inf)
-        if np.isfinite(least):
-            self.bound = self.bound.raised(least * (1 - ROUNDING), relaxations[0].proof)
+def _slot_sizes(arrays: Arrays) -> list[float]:
+    """Return a few slot sizes: the largest that a macro-operation needs, and some clearly smaller."""
+    movable = np.array([step.movable for step in Frontier(arrays, streaming=True, guide=True).steps])
+    movable = np.unique(movable[movable > 0])
+    sizes, candidates = list[float](), movable[movable <= arrays.room[arrays.accelerates].max(initial=0.0)]
+    while len(candidates) and len(sizes) < PARAMS.slot_sizes:
+        sizes.append(float(candidates[-1]))
+        candidates = candidates[candidates * PARAMS.slot_ratio <= candidates[-1]]
+    return sizes
+
+
+def prove_streamed(arrays: Arrays, enough: float, effort: Effort) -> Bound:
+    """Return a lower bound for every placement, with prefetch buffers of any size.
+
+    ``arrays`` are those of the problem itself, unfolded. A bound of ``enough`` seconds is not raised further.
+    """
+    if effort.late:
+        least = least_seconds(arrays)
+        return Bound().raised(least.seconds, least.proof)
+    with effort.share(0.1) as part:
+        proven = bound_by_classes(arrays, enough, part, streaming=True)
+    bound = Bound().raised(proven, BY_CLASSES)
+    with effort.share(0.15) as part:
+        relaxations = relax(arrays, enough, part, streaming=True)
+    lowest = min(relaxations, key=lambda relaxation: relaxation.bound, default=None)
+    if lowest is None or not np.isfinite(lowest.bound):
+        return bound
+    return bound.raised(lowest.bound * (1 - ROUNDING), lowest.proof)
 
 
 def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:
