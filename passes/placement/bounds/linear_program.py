@@ -14,7 +14,6 @@ solving discrete programming problems", 1960).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -29,7 +28,7 @@ from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 _WHOLE = 1e-6  # a value that differs less from an integer counts as integer
 _VIOLATED = 1e-6  # infeasible if the least violation, summed over rows, is proven to be above this
 
-Terms = Sequence[tuple[int, float]]
+Terms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)

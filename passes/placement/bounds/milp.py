@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import Frontier
-from graphplan.passes.placement.bounds.linear_program import LinearProgram, branch_and_bound
+from graphplan.passes.placement.bounds.linear_program import LinearProgram, Terms, branch_and_bound
 from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.schedule.prefetch_segments import SMALL
 
@@ -44,6 +44,32 @@ class _Class:
     nbytes: float
     read: float
     shared: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Place:
+    """A device, or several exchangeable ones: the variables of what happens there, and terms of its rows.
+
+    Attributes:
+        devices: their indices.
+        runs: for each class, how many of its operations run there.
+        slots: for each slot size, how many of the devices have one of at least this size; none on the CPU.
+        homes: large shared weight -> whether it resides there.
+        memory: terms of resident bytes, in scaled units.
+        queue: window -> terms of seconds of copying.
+    """
+
+    devices: list[int]
+    runs: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    homes: dict[int, int] = field(default_factory=dict)
+    memory: Terms = field(default_factory=list)
+    queue: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def first(self) -> int:
+        """The device that stands for all."""
+        return self.devices[0]
 
 
 def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
@@ -119,11 +145,11 @@ class _Program:
         begun = np.searchsorted(starts, first, side="right")
         return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
 
-    def _places(self) -> list[list[int]]:
+    def _places(self) -> list[_Place]:
         """Return each device as a place; or each device class, if there are many variables."""
         if len(self.classes) * self.frontier.devices <= PARAMS.milp_variables:
-            return [[d] for d in range(self.frontier.devices)]
-        return self.frontier.classes
+            return [_Place([d]) for d in range(self.frontier.devices)]
+        return list(map(_Place, self.frontier.classes))
 
     # -- rows ----------------------------------------------------------------------------------------
 
@@ -131,26 +157,27 @@ class _Program:
         program = self.program
         self.makespan = program.variable(10.0)
         self.elapsed = [program.variable(10.0) for _ in range(self.windows)]
-        self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        self.on_cpu: list[tuple[int, float]] = []  # bytes in CPU memory, in scaled units
-        self.sizes = self._buffer_sizes()
-        self.homes = {
-            item: [program.variable(1.0, integer=True) for _ in self.places]
-            for item in sorted({item for c in self.classes for item in c.shared})
-        }
-        for variables in self.homes.values():
-            program.equal([(v, 1.0) for v in variables], 1.0)
-        self.x: list[list[int]] = []
-        memory = [self._add_place(place, number) for number, place in enumerate(self.places)]
-        for number, (place, terms) in enumerate(zip(self.places, memory, strict=True)):
-            room = self.room[place[0]] * len(place) / self.byte_scale
-            if self.cpu in place:
-                terms = terms + self.on_cpu
-            program.at_most(terms, room)
-            if len(place) == 1:
-                self._working_sets(place[0], number, terms, room)
+        self.clock: dict[int, Terms] = defaultdict(list)
+        self.on_cpu: Terms = []  # bytes in CPU memory, in scaled units
+        shared = sorted({item for each in self.classes for item in each.shared})
+        # slot sizes that streamed weights may need
+        own = {size for each in self.classes for size, *_ in each.sizes}
+        self.sizes = sorted(own | set(map(self.arrays.slot_bytes, shared)))
+        for item in shared:
+            for place in self.places:
+                place.homes[item] = program.variable(1.0, integer=True)
+            program.equal([(place.homes[item], 1.0) for place in self.places], 1.0)
+        for place in self.places:
+            self._add_place(place)
+        for place in self.places:
+            room = self.room[place.first] * len(place.devices) / self.byte_scale
+            if self.cpu in place.devices:
+                place.memory += self.on_cpu
+            program.at_most(place.memory, room)
+            if len(place.devices) == 1:
+                self._working_sets(place, room)
         for index, each in enumerate(self.classes):
-            program.equal([(x[index], 1.0) for x in self.x], float(len(each.units)))
+            program.equal([(place.runs[index], 1.0) for place in self.places], float(len(each.units)))
         self._moves()
         for window, elapsed in enumerate(self.elapsed):
             program.at_most([*self.clock[window], (elapsed, -1.0)], 0.0)
@@ -159,51 +186,38 @@ class _Program:
         program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -constant)
         program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
 
-    def _buffer_sizes(self) -> list[float]:
-        """Return the slot sizes that streamed weights may need, in ascending order."""
-        own = {size for each in self.classes for size, *_ in each.sizes}
-        return sorted(own | {self.arrays.slot_bytes(i) for each in self.classes for i in each.shared})
-
-    def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
-        """Add the variables of what runs on a place and is streamed to it; return the terms of its bytes."""
-        program, frontier, arrays, d, count = self.program, self.frontier, self.arrays, place[0], len(place)
-        memory: list[tuple[int, float]] = []
-        queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        accelerates = arrays.accelerates[d]
-        slots = [program.variable(float(count), integer=True) for _ in self.sizes] if accelerates else []
-        for narrower, wider in pairwise(slots):
+    def _add_place(self, place: _Place) -> None:
+        """Add the variables of what runs on a place and is streamed to it, with their rows."""
+        program, frontier, d = self.program, self.frontier, place.first
+        accelerates = self.arrays.accelerates[d]
+        if accelerates:
+            count = float(len(place.devices))
+            place.slots = [program.variable(count, integer=True) for _ in self.sizes]
+        for narrower, wider in pairwise(place.slots):
             program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)
-        x: list[int] = []
         for each in self.classes:
             units, unit = len(each.units), each.units[0]
             able = bool(np.isfinite(frontier.clock[d, unit]))
-            variable = program.variable(float(units) if able else 0.0, integer=True)
-            x.append(variable)
+            running = program.variable(float(units) if able else 0.0, integer=True)
+            place.runs.append(running)
             if able and frontier.clock[d, unit]:
-                self.clock[each.window].append((variable, frontier.clock[d, unit] / self.scale))
+                self.clock[each.window].append((running, frontier.clock[d, unit] / self.scale))
             if frontier.fixed_queue[d, unit]:
-                queue[each.window].append((variable, frontier.fixed_queue[d, unit] / self.scale))
-            memory.append((variable, each.nbytes / self.byte_scale))
-            if accelerates and able and self.cpu is not None:
-                for size, held, times in each.sizes:
-                    streamed = program.variable(float(units * times), integer=True)
-                    program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
-                    seconds = self._copy_seconds(d, size, each.read)
-                    memory.append((streamed, -held / self.byte_scale))
-                    self.on_cpu.append((streamed, held / self.byte_scale))
-                    if arrays.problem.streaming:
-                        queue[each.window].append((streamed, seconds / self.scale))
-                        self._needs_slot(slots, size, streamed, float(units * times))
-                    else:  # copied one by one, without overlap, into memory that is free again after
-                        self.clock[each.window].append((streamed, seconds / self.scale))
-        self.x.append(x)
-        memory += self._shared(place, number, x, slots, queue)
+                place.queue[each.window].append((running, frontier.fixed_queue[d, unit] / self.scale))
+            place.memory.append((running, each.nbytes / self.byte_scale))
+            for size, held, times in each.sizes if accelerates and able and self.cpu is not None else ():
+                streamed = program.variable(float(units * times), integer=True)
+                program.at_most([(streamed, 1.0), (running, -float(times))], 0.0)
+                place.memory.append((streamed, -held / self.byte_scale))
+                self.on_cpu.append((streamed, held / self.byte_scale))
+                seconds = self._copy_seconds(d, size, each.read)
+                self._stream(place, each.window, streamed, float(units * times), size, seconds)
+        self._shared(place)
         if accelerates:
-            buffers = self._buffers(place, slots)
-            memory.append((buffers, 1.0))
-            if queue:
-                self._in_time(place, queue, buffers)
-        return memory
+            buffers = self._buffers(place)
+            place.memory.append((buffers, 1.0))
+            if place.queue:
+                self._in_time(place, buffers)
 
     def _copy_seconds(self, d: int, nbytes: float, read: float) -> float:
         """Return the queue seconds of a weight: small weights of a segment share one latency."""
@@ -215,82 +229,78 @@ class _Program:
         exact = max(0.0, nbytes - 511.0)
         return exact * per_byte + latency * exact / max(joined, 1.0)
 
-    def _needs_slot(self, slots: list[int], size: float, streamed: int, most: float) -> None:
-        """Add the row that a streamed weight needs a slot of at least its size."""
-        self.program.at_most([(streamed, 1.0), (slots[self.sizes.index(size)], -most)], 0.0)
+    def _stream(
+        self, place: _Place, window: int, streamed: int, most: float, size: float, seconds: float
+    ) -> None:
+        """Charge each of ``streamed`` weights to the copy queue, with a slot of its size, or to the clock."""
+        term = streamed, seconds / self.scale
+        if self.arrays.problem.streaming:
+            place.queue[window].append(term)
+            slot = place.slots[self.sizes.index(size)]
+            self.program.at_most([(streamed, 1.0), (slot, -most)], 0.0)
+        else:  # copied one by one, without overlap, into memory that is free again after
+            self.clock[window].append(term)
 
-    def _buffers(self, place: list[int], slots: list[int]) -> int:
+    def _buffers(self, place: _Place) -> int:
         """Return the variable of prefetch buffer bytes, with the row of at least the largest slot."""
-        problem, keys = self.arrays.problem, self.arrays.keys
-        there = sum(problem.prefetch_bytes.get(keys[d], 0) for d in place)
-        room = float(max(self.room[place[0]], 0.0))
-        most = len(place) * min(room, max(problem.prefetch_limits.get(keys[d], room) for d in place))
+        problem, keys = self.arrays.problem, [self.arrays.keys[d] for d in place.devices]
+        there = sum(problem.prefetch_bytes.get(key, 0) for key in keys)
+        room = float(max(self.room[place.first], 0.0))
+        most = len(keys) * min(room, max(problem.prefetch_limits.get(key, room) for key in keys))
         variable = self.program.variable(max(most, there) / self.byte_scale, low=there / self.byte_scale)
         steps = np.diff([0.0, *self.sizes]) / self.byte_scale
-        terms = [(slot, -float(step)) for slot, step in zip(slots, steps, strict=True)]
+        terms = [(slot, -float(step)) for slot, step in zip(place.slots, steps, strict=True)]
         self.program.at_least([(variable, 1.0), *terms], 0.0)
         return variable
 
-    def _in_time(self, place: list[int], queue: dict[int, list[tuple[int, float]]], buffers: int) -> None:
+    def _in_time(self, place: _Place, buffers: int) -> None:
         """Add the rows that what windows read is loaded while they last, or is in the buffers before."""
-        program, count = self.program, float(len(place))
+        program, count, queue = self.program, float(len(place.devices)), place.queue
         everything = [term for terms in queue.values() for term in terms]
         program.at_most([*everything, (self.makespan, -count)], 0.0)
         assert self.cpu is not None
-        per_byte = float(self.arrays.per_byte[self.cpu, place[0]])
+        per_byte = float(self.arrays.per_byte[self.cpu, place.first])
         credit = buffers, -self.byte_scale * per_byte * (1 + 1 / SMALL) / self.scale
         for start in range(self.windows):
-            terms: list[tuple[int, float]] = [] if start == 0 else [credit]
+            terms: Terms = [] if start == 0 else [credit]
             for window in range(start, self.windows):
                 terms += [*queue.get(window, ()), (self.elapsed[window], -count)]
                 if queue.get(window):
                     program.at_most(list(terms), 0.0)
 
-    def _shared(
-        self,
-        place: list[int],
-        number: int,
-        x: list[int],
-        slots: list[int],
-        queue: dict[int, list[tuple[int, float]]],
-    ) -> list[tuple[int, float]]:
-        """Add the rows of large shared weights, copied to where they are read; return terms of bytes."""
-        program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
-        for item, homes in self.homes.items():
+    def _shared(self, place: _Place) -> None:
+        """Add the rows of large shared weights, copied to where they are read."""
+        program, arrays, d = self.program, self.arrays, place.first
+        for item, home in place.homes.items():
             size, held = self._both_sizes(item)
-            memory.append((homes[number], held / self.byte_scale))
+            place.memory.append((home, held / self.byte_scale))
             taken = program.variable(1.0)
-            for index, each in enumerate(self.classes):
+            for each, running in zip(self.classes, place.runs, strict=True):
                 if item in each.shared:  # a device of the place reads it if a member of the class runs there
-                    program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
+                    program.at_least([(taken, float(len(each.units))), (running, -1.0)], 0.0)
             moved = program.variable(1.0)
-            terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
+            terms = [(taken, 1.0), (home, -1.0), (moved, -1.0)]
             copies = arrays.copy_seconds(item)[: self.frontier.devices, d]
-            seconds = min((s for h, s in enumerate(copies) if h != d or len(place) > 1), default=0.0)
+            alone = len(place.devices) == 1
+            seconds = min((s for h, s in enumerate(copies) if h != d or not alone), default=0.0)
             self.clock[-1].append((moved, float(seconds) / self.scale))
-            if slots and self.frontier.is_streamable(item) and self.cpu is not None:
+            if place.slots and self.frontier.is_streamable(item) and self.cpu is not None:
                 streamed = program.variable(1.0)
                 terms.append((streamed, -1.0))
-                at_cpu = next(n for n, other in enumerate(self.places) if self.cpu in other)
-                program.at_most([(streamed, 1.0), (homes[at_cpu], -1.0)], 0.0)
+                at_cpu = next(other for other in self.places if self.cpu in other.devices)
+                program.at_most([(streamed, 1.0), (at_cpu.homes[item], -1.0)], 0.0)
                 copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
-                if arrays.problem.streaming:
-                    queue[-1].append((streamed, copying / self.scale))
-                    self._needs_slot(slots, size, streamed, 1.0)
-                else:
-                    self.clock[-1].append((streamed, copying / self.scale))
+                self._stream(place, -1, streamed, 1.0, size, copying)
             program.at_most(terms, 0.0)
-        return memory
 
-    def _working_sets(self, d: int, number: int, memory: list[tuple[int, float]], room: float) -> None:
+    def _working_sets(self, place: _Place, room: float) -> None:
         """Add the rows that weights leave room for the needs of each class while it runs."""
-        needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
-        for index in range(len(self.classes)):
-            if needs[index] > PARAMS.negligible * room:
+        for each, running in zip(self.classes, place.runs, strict=True):
+            needs = float(self.needs[place.first, each.units[0]] / self.byte_scale)
+            if needs > PARAMS.negligible * room:
                 there = self.program.variable(1.0, integer=True)
-                count = float(len(self.classes[index].units))
-                self.program.at_least([(there, count), (self.x[number][index], -1.0)], 0.0)
-                self.program.at_most([*memory, (there, float(needs[index]))], room)
+                self.program.at_least([(there, float(len(each.units))), (running, -1.0)], 0.0)
+                self.program.at_most([*place.memory, (there, needs)], room)
 
     def _moves(self) -> None:
         """Add the rows of copies: values read on a device and not made there must arrive."""
@@ -304,8 +314,8 @@ class _Program:
             makers, readers = [each[0] for each in equal], [unit for each in equal for unit in each[1]]
             if len(set(makers)) < len(makers) or len(set(readers)) < len(readers):
                 continue  # an operation reads or makes two of these: counts prove nothing
-            for place, x in zip(self.places, self.x, strict=True):
-                d = place[0]
+            for place in self.places:
+                d, runs = place.first, place.runs
                 costs = [each[2][h, d] for each in equal for h in range(self.frontier.devices) if h != d]
                 seconds = min(costs, default=0.0)
                 if not np.isfinite(seconds) or seconds <= 0:
@@ -314,7 +324,7 @@ class _Program:
                 self.clock[-1].append((arrived, float(seconds) / self.scale))
                 for reader, each in Counter(others).items():
                     beside = len(self.classes[reader].units) - each * len(equal)  # readers of none of these
-                    terms = [(arrived, float(each)), (x[reader], -1.0), (x[maker], float(each))]
+                    terms = [(arrived, float(each)), (runs[reader], -1.0), (runs[maker], float(each))]
                     self.program.at_least(terms, -float(beside))
 
     def solve(self, effort: Effort) -> float:

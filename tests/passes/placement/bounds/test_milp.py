@@ -215,7 +215,8 @@ def test_equal_cards_are_counted_together_and_unequal_links_are_not() -> None:
 
     def places(topology: Topology) -> list[list[int]]:
         with steered(milp, milp_variables=1):
-            return _Program(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False).places
+            program = _Program(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False)
+            return [place.devices for place in program.places]
 
     assert places(equal_cards(8)) == [list(range(8))]
     assert places(cards(8)) == [[d] for d in range(8)]
