@@ -43,6 +43,7 @@ class ResidentSearch:
     seconds: float = np.inf
     bound: Bound = field(default_factory=Bound)
     arrays: Arrays = field(init=False)
+    _proofs: list[Relaxation] = field(default_factory=list)  # of the problem itself
     _climbed: set[bytes] = field(default_factory=set)
     _repaired: set[bytes] = field(default_factory=set)
 
@@ -171,10 +172,11 @@ class ResidentSearch:
         enough = self.seconds * (1 - PARAMS.sufficient_gap / 2)
         with self.effort.share(0.5) as part:
             relaxations = relax(self.arrays, enough, part)
+        self._proofs = relaxations
         if self.arrays.folded:
             with self.effort.share(0.3) as part:
-                self._prove(relax(self.proving, enough, part))
-        self._raise(relaxations)
+                self._proofs = relax(self.proving, enough, part)
+        self._raise_bound()
         return relaxations
 
     def improve(self) -> None:
@@ -190,7 +192,7 @@ class ResidentSearch:
             if not width:
                 break
             still_open = [r for r in still_open if not self._search(r, width)]
-            self._raise(relaxations)
+            self._raise_bound()
         self._exchange()
         self._enumerate(relaxations)
 
@@ -221,15 +223,10 @@ class ResidentSearch:
                 exact &= self._judge((completion,)) or not self._may_fit(completion)
             if exact and self.devices is not None:
                 relaxation.bound, relaxation.proof = self.seconds, _LABELS
-        self._raise(relaxations)
+        self._raise_bound()
 
-    def _raise(self, relaxations: list[Relaxation]) -> None:
-        """Raise the bound by relaxations of the searched arrays, unless these are folded."""
-        if not self.arrays.folded:
-            self._prove(relaxations)
-
-    def _prove(self, relaxations: list[Relaxation]) -> None:
-        least = min(relaxations, key=lambda relaxation: relaxation.bound, default=None)
+    def _raise_bound(self) -> None:
+        least = min(self._proofs, key=lambda relaxation: relaxation.bound, default=None)
         if least is not None:
             self.bound = self.bound.raised(least.bound * (1 - ROUNDING), least.proof)
 

@@ -312,8 +312,7 @@ class SegmentDP:
         stored = {d: self.arrays.specs[d].resident_alone(tables.weights + resident[d]) for d in used}
         needs = {d: stored[d] - resident[d] + tables.activations for d in used}
         costs = [self._seconds(tables, d, needs[d] - space[d], space[d], homes) for d in used]
-        on_cpu = None if self.cpu is None else costs.pop()
-        path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
+        path = _ShortestPath(self, classes, costs, tables).run()
         if path is None:
             return None
         segments = []
@@ -370,17 +369,17 @@ class SegmentDP:
 
 
 class _ShortestPath:
-    """One run of the dynamic program over its states."""
+    """One run of the dynamic program over its states.
 
-    def __init__(
-        self,
-        dp: SegmentDP,
-        classes: list[list[int]],
-        costs: list[Floats],
-        on_cpu: Floats | None,
-        tables: _Tables,
-    ) -> None:
-        self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
+    Args:
+        dp: the problem.
+        classes: the devices of each class.
+        costs: seconds of segments on each class; at the end, those on the CPU if it may run segments.
+        tables: tables of segments.
+    """
+
+    def __init__(self, dp: SegmentDP, classes: list[list[int]], costs: list[Floats], tables: _Tables) -> None:
+        self.dp, self.classes, self.costs, self.tables = dp, classes, costs, tables
         self.cuts = len(dp.cuts)
         self.states = dict.fromkeys(dp.states_of(classes))  # an ordered set
         self.rows: dict[_State, _Row] = {}
@@ -391,10 +390,7 @@ class _ShortestPath:
         start = tuple([0] * len(self.classes))
         self._row((start, -1)).seconds[0] = 0.0
         for state in self.states:
-            for last in [
-                *range(len(self.classes)),
-                -1,
-            ]:  # the CPU last: the others extend into it
+            for last in (*range(len(self.classes)), -1):  # the CPU last: the others extend into it
                 self._extend(state, last)
         ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
@@ -412,9 +408,9 @@ class _ShortestPath:
     def _extend(self, state: tuple[int, ...], last: int) -> None:
         name = state, last
         row = self.rows.get(name)
-        if row is None or not np.isfinite(row.seconds).any():
+        if row is None:
             return
-        if self.on_cpu is not None:  # the CPU may have any number of segments
+        if self.dp.cpu is not None:  # the CPU may have any number of segments
             self._relax(row, self._cost(last, -1), (state, -1))
         for c, members in enumerate(self.classes):
             after = (*state[:c], state[c] + 1, *state[c + 1 :])
@@ -425,10 +421,10 @@ class _ShortestPath:
         """(cuts, reach) seconds of segments by their end; column ``t`` starts at cut ``end - reach + t``."""
         key = (last, target) if not self.dp._uniform else (min(last, 0), target)
         if key not in self._by_end:
-            base = self.on_cpu if target < 0 else self.costs[target]
-            assert base is not None
             latency, per_byte = self._link(last, target)
-            seconds = base + self.tables.peer_count * latency + self.tables.peer_bytes * per_byte
+            seconds = (
+                self.costs[target] + self.tables.peer_count * latency + self.tables.peer_bytes * per_byte
+            )
             reach = seconds.shape[1]
             padded = np.full((len(seconds) + reach, reach), np.inf)
             padded[reach:] = seconds
