@@ -7,8 +7,9 @@ the fastest placement is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -88,9 +89,8 @@ def probe(
         deadline: ``time.monotonic()`` at which to stop, if no effort is given.
         climbs: whether to improve a placement that streams weights, with half of the default work.
     """
-    if not _has_device_operations(problem):
-        trivial = _place_without_operations(problem)
-        return trivial if trivial.feasible else None
+    if (trivial := _without_operations(problem)) is not None:
+        return trivial.evaluation if trivial.evaluation.feasible else None
     visits = PARAMS.visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem):
@@ -107,20 +107,16 @@ def probe(
     return None
 
 
-def _has_device_operations(problem: Problem) -> bool:
-    """Whether any operation does more than make host scalars."""
-    return any(not operation.host_only for operation in problem.graph.operations.values())
+def _without_operations(problem: Problem) -> Solution | None:
+    """Return the placement of a model that only returns inputs, weights or sizes of them; None for others.
 
-
-def _place_without_operations(problem: Problem) -> Evaluation:
-    """Return the placement of a model that returns its inputs or weights as they are, or sizes of them."""
+    A placement that takes no time has a tight bound; otherwise another home may be faster.
+    """
+    if not all(operation.host_only for operation in problem.graph.operations.values()):
+        return None
     key = problem.topology.computing[0].key
-    return evaluate_filled(problem, on_one_device(problem, key), unread_weights(problem))
-
-
-def _bound_without_operations(evaluation: Evaluation) -> Bound:
-    """Return a tight bound of zero if the placement takes no time, else none: another home may be faster."""
-    return Bound(0.0, "no operations") if evaluation.seconds == 0.0 else Bound()
+    evaluation = evaluate_filled(problem, on_one_device(problem, key), unread_weights(problem))
+    return Solution(evaluation, Bound(0.0, "no operations") if evaluation.seconds == 0.0 else Bound())
 
 
 def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
@@ -175,9 +171,8 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
 
 def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
     """Return the solution as :func:`place`, without further search; None if nothing is found."""
-    if not _has_device_operations(problem):
-        trivial = _place_without_operations(problem)
-        return certify(trivial, _bound_without_operations(trivial)) if trivial.feasible else None
+    if (trivial := _without_operations(problem)) is not None:
+        return trivial if trivial.evaluation.feasible else None
     for candidate, streaming in _attempts(problem):
         if streaming:
             if candidate.balance:
@@ -221,7 +216,10 @@ def _place_resident(
 ) -> Solution | None:
     """Place without streaming: segments and local search, then label setting and bounds, then head-room."""
     if candidate.balance and len(candidate.topology.accelerators) > 1:
-        return _place_evenly(candidate, problem, limits, near)
+        even = _place_evenly(candidate, problem, limits)
+        if even is not None:
+            return even
+        warn(_NOT_EVEN)
     own_limits = (
         limits.until(0.5) if limits.seconds_left is not None and _may_stream_anyway(problem) else limits
     )
@@ -249,33 +247,30 @@ def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> 
 
     A small effort is raised to the default if nothing is found: an error costs the caller more than time.
     """
-    whole = search.effort
+    whole, deadline = search.effort, search.effort.until(0.5)
     default = PARAMS.visits(len(search.problem.graph.operations))
-    search.effort = replace(whole, deadline=whole.until(0.5))
-    fits = search.begin(near)
-    whole.charge(search.effort.done)
-    if not fits and whole.total < default:
-        search.effort = replace(search.effort, visits=default)
-        fits = search.begin(near)
+
+    def found(step: Callable[[], object], visits: float) -> bool:
+        search.effort = Effort(visits, deadline)
+        step()
         whole.charge(search.effort.done)
-    if not fits:
-        search.effort = replace(search.effort, visits=max(whole.visits, default) / 2)
-        search.improve()
-        whole.charge(search.effort.done)
+        return bool(np.isfinite(search.seconds))
+
+    begin = partial(search.begin, near)
+    fits = found(begin, whole.visits)
+    fits = fits or (whole.total < default and found(begin, default))
+    fits = fits or found(search.improve, max(whole.visits, default) / 2)
     search.effort = whole
-    return bool(np.isfinite(search.seconds))
+    return fits
 
 
-def _place_evenly(
-    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
-) -> Solution | None:
+def _place_evenly(candidate: Problem, problem: Problem, limits: Limits) -> Solution | None:
     """Place segments with the shortest longest one; the bound is of the fastest placement."""
     effort = limits.work(len(candidate.graph.operations))
     search = ResidentSearch(candidate, effort)
     evaluation = search.evaluation() if search.begin() else None
     if evaluation is None or not evaluation.feasible:
-        warn(_NOT_EVEN)
-        return _place_resident(replace(candidate, balance=False), problem, limits, near)
+        return None
     search.relax()
     bound = replace(search.bound, proof=f"{search.bound.proof}, of the fastest placement, even or not")
     return _certified(evaluation, bound, candidate, problem)
@@ -286,8 +281,8 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
 
     ``seconds`` are those of a known placement.
     """
-    if not _has_device_operations(problem):
-        return _bound_without_operations(_place_without_operations(problem))
+    if (trivial := _without_operations(problem)) is not None:
+        return trivial.bound
     effort = limits.work(len(problem.graph.operations), PARAMS.streaming_effort)
     return prove_streamed(Arrays(problem), seconds, effort)
 

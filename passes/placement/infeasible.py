@@ -36,30 +36,36 @@ def smallest_budgets(
     """Return a placement within the smallest proportional growth of all budgets that is found in time.
 
     Growth begins where the weights fit, continues with an eighth for activations, and doubles its steps until
-    ``probe``, a short search, finds a placement. If ``closely``, the last two steps are bisected.
+    ``probe``, a short search, finds a placement. If ``closely``, the last two steps are bisected, and the
+    budgets are that placement's peaks if a placement is found within them.
     """
     # a budget of zero cannot grow in proportion: it starts at one allocation
     empty = {s.key: ALIGNMENT for s in problem.topology.computing if s.memory == 0}
     topology, step = problem.topology.with_memory(empty), 0.125
     capacity = sum(spec.room for spec in topology.devices)
     low = high = max(1.0, problem.graph.held_bytes / max(1, capacity))
-    best = probe(replace(problem, topology=topology.scaled(high)), effort)
+
+    def placed(growth: float) -> Evaluation | None:
+        return probe(replace(problem, topology=topology.scaled(growth)), effort)
+
+    best = placed(high)
     while best is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
         step *= 2
-        best = probe(replace(problem, topology=topology.scaled(high)), effort)
+        best = placed(high)
     while closely and best is not None and high / low > 1 + 2 * PARAMS.negligible and not effort.over:
         middle = (low + high) / 2.0
-        closer = probe(replace(problem, topology=topology.scaled(middle)), effort)
+        closer = placed(middle)
         if closer is None:
             low = middle
         else:
             high, best = middle, closer
     if best is None:
         return _everything_on_one(problem)
-    if not closely:
-        return Advice(best, topology.scaled(high).budgets)
-    return _sufficient(problem, best, topology.scaled(high), effort, probe)
+    peaks = peaks_or_given(problem.topology, best)
+    exactly = replace(problem, topology=problem.topology.with_memory(peaks))
+    suffices = closely and not effort.over and probe(exactly, effort) is not None
+    return Advice(best, peaks if suffices else topology.scaled(high).budgets)
 
 
 def _everything_on_one(problem: Problem) -> Advice | None:
@@ -76,15 +82,6 @@ def peaks_or_given(topology: Topology, best: Evaluation) -> dict[DeviceKey, int]
     return {
         spec.key: max(spec.memory, best.peak(spec.key).nbytes + spec.withheld) for spec in topology.devices
     }
-
-
-def _sufficient(problem: Problem, best: Evaluation, limit: Topology, effort: Effort, probe: Probe) -> Advice:
-    """Return the placement's peaks as budgets if a placement is found within them, else the grown budgets."""
-    budgets = peaks_or_given(problem.topology, best)
-    exactly = replace(problem, topology=problem.topology.with_memory(budgets))
-    if not effort.over and probe(exactly, effort) is not None:
-        return Advice(best, budgets)
-    return Advice(best, limit.budgets)
 
 
 def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleError:
