@@ -63,11 +63,12 @@ class Streamed:
 
 @dataclass(slots=True)
 class _Span:
-    """Weights that are needed on a device from one step to another, both included."""
+    """Weights that are needed on a device from one step to another, both included, and their slot."""
 
     weights: list[str]
     start: int
     end: int
+    slot: int = -1
 
 
 class _HostOrder:
@@ -106,6 +107,7 @@ def add_streams(
     graph: Graph,
     topology: Topology,
     assignment: Assignment,
+    streamed: Streamed,
     steps: Sequence[Run | Move],
     backward: int,
     least: Mapping[DeviceKey, int],
@@ -116,11 +118,14 @@ def add_streams(
         graph: to schedule.
         topology: the devices and links.
         assignment: devices of weights, and slots of prefetch buffers.
+        streamed: the weights that devices read from their prefetch buffers.
         steps: without the copies of streamed weights.
         backward: number of steps of the forward pass.
         least: device -> bytes of an existing prefetch buffer.
     """
-    uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
+    uses = _find_uses(graph, streamed, steps)
+    # inputs move first: they must not queue behind whole segments
+    first_run = next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
     extra: dict[int, list[Step]] = defaultdict(list)
     prefetch_buffers, order = [], _HostOrder(graph, assignment)
     for spec in topology.devices:
@@ -130,9 +135,9 @@ def add_streams(
         if not spans and not least.get(spec.key):
             continue
         source = order.source(topology, spans)
-        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
-        buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(buffer, spans, order, _leading_moves(steps), backward, extra)
+        _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
+        buffer = _prefetch_buffer(graph, spec.key, source, spans, least.get(spec.key, 0))
+        _place_steps(buffer, spans, order, first_run, backward, extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
 
@@ -218,7 +223,7 @@ def _merge_small(
         return []
     graph = order.graph
     link = topology.link(order.source(topology, spans), spec.key)
-    sizes = [_bytes(graph, span.weights) for span in spans]
+    sizes = [_offsets(graph, span.weights)[-1] for span in spans]
     limit = min(SMALL * link.latency * link.bandwidth, max(sizes))
     merged, nbytes = [spans[0]], sizes[0]
     for span, size in zip(spans[1:], sizes[1:], strict=True):
@@ -242,46 +247,29 @@ def _offsets(graph: Graph, weights: Iterable[str]) -> list[int]:
     return [*offsets, end]
 
 
-def _bytes(graph: Graph, weights: Iterable[str]) -> int:
-    return _offsets(graph, weights)[-1]
-
-
-def _choose_slots(spans: Sequence[_Span], wanted: int) -> list[int]:
-    """Return a slot for each span: a new one up to ``wanted`` or if none is free, else the longest free."""
-    slots: list[int] = []
+def _choose_slots(spans: Sequence[_Span], wanted: int) -> None:
+    """Give each span a slot: a new one up to ``wanted`` or if none is free, else the longest free."""
     busy: list[int] = []  # the step at which each slot is last read
     for span in spans:
-        slot = min(range(len(busy)), key=busy.__getitem__, default=0)
-        if len(busy) < wanted or busy[slot] >= span.start:
-            slot = len(busy)
+        span.slot = min(range(len(busy)), key=busy.__getitem__, default=0)
+        if len(busy) < wanted or busy[span.slot] >= span.start:
+            span.slot = len(busy)
             busy.append(span.end)
-        busy[slot] = span.end
-        slots.append(slot)
-    return slots
+        busy[span.slot] = span.end
 
 
 def _prefetch_buffer(
-    graph: Graph,
-    spec: DeviceSpec,
-    source: DeviceKey,
-    spans: Sequence[_Span],
-    slot_of: Sequence[int],
-    least: int,
+    graph: Graph, device: DeviceKey, source: DeviceKey, spans: Sequence[_Span], least: int
 ) -> PrefetchBuffer:
-    sizes = [0] * (max(slot_of, default=-1) + 1)
-    last: dict[int, int] = {slot: index for index, slot in enumerate(slot_of)}
+    last = {span.slot: index for index, span in enumerate(spans)}
+    sizes = [0] * len(last)
     segments = []
-    for index, (span, slot) in enumerate(zip(spans, slot_of, strict=True)):
+    for index, span in enumerate(spans):
         *offsets, nbytes = _offsets(graph, span.weights)
-        segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
-        sizes[slot] = max(sizes[slot], round_up(nbytes))
-        last[slot] = index
-    return PrefetchBuffer(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
-
-
-def _leading_moves(steps: Sequence[Run | Move]) -> int:
-    """Return the number of leading moves of inputs, which must not queue behind whole segments."""
-    return next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
+        before, last[span.slot] = last[span.slot], index
+        segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, span.slot, before))
+        sizes[span.slot] = max(sizes[span.slot], round_up(nbytes))
+    return PrefetchBuffer(device, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
 
 
 def _place_steps(
@@ -297,9 +285,8 @@ def _place_steps(
     ``extra[i]`` comes right before step ``i``. Nothing is loaded before step ``load_at``, and nothing of the
     backward pass before step ``backward``.
     """
-    for index, span in enumerate(spans):
-        extra[span.end + 1].append(Release(index, buffer.device))
     for index, (span, segment) in enumerate(zip(spans, buffer.segments, strict=True)):
+        extra[span.end + 1].append(Release(index, buffer.device))
         if segment.previous < index:
             load_at = max(load_at, spans[segment.previous].end + 1)
         if span.start >= backward:
@@ -310,8 +297,6 @@ def _place_steps(
 
 
 def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
-    if not extra:
-        return tuple(steps)
     result: list[Step] = []
     start = 0
     for index in sorted(extra):

@@ -62,7 +62,9 @@ def build_schedule(
         if operation.backward:
             writer.run(operation)
             writer.bring_gradients(operation)
-    steps, buffers = add_streams(graph, topology, assignment, writer.steps, backward, prefetch_bytes or {})
+    steps, buffers = add_streams(
+        graph, topology, assignment, writer.streamed, writer.steps, backward, prefetch_bytes or {}
+    )
     return Schedule(steps, assignment, host, returns_to_host, buffers)
 
 

@@ -318,13 +318,7 @@ def _undominated(labels: _Labels, order: Ints) -> Ints:
     by_hash = np.argsort(hashes, kind="stable")
     same = np.ones(max(0, len(by_hash) - 1), dtype=bool)
     for row in (hashes, *rows):
-        same &= _same_as_next(row[by_hash])
+        same &= row[by_hash[:-1]] == row[by_hash[1:]]
     keep = np.ones(len(order), dtype=bool)
     keep[by_hash[1:][same]] = False
     return order[keep]
-
-
-def _same_as_next(row: npt.NDArray[Any]) -> Bools:
-    """(entries - 1,) whether each entry equals the next."""
-    equal: Bools = row[:-1] == row[1:]
-    return equal

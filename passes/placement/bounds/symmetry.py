@@ -27,9 +27,10 @@ def device_classes(arrays: Arrays) -> list[list[int]]:
 
 
 def _exchangeable(arrays: Arrays, one: int, other: int) -> bool:
-    if _properties(arrays.problem, arrays.specs[one]) != _properties(arrays.problem, arrays.specs[other]):
+    problem = arrays.problem
+    if _properties(problem, arrays.specs[one]) != _properties(problem, arrays.specs[other]):
         return False
-    if not _named_devices(arrays.problem).isdisjoint((arrays.keys[one], arrays.keys[other])):
+    if not {problem.host, *problem.fixed_weights.values()}.isdisjoint((arrays.keys[one], arrays.keys[other])):
         return False
     swapped = list(range(len(arrays.keys)))
     swapped[one], swapped[other] = other, one
@@ -43,8 +44,3 @@ def _properties(problem: Problem, spec: DeviceSpec) -> object:
     """Return the properties of a device itself, apart from links and seconds of operations."""
     buffers, limits = problem.prefetch_bytes.get(spec.key), problem.prefetch_limits.get(spec.key)
     return spec.type, spec.room, buffers, limits
-
-
-def _named_devices(problem: Problem) -> set[object]:
-    """Return the devices that the problem names: the host, and homes of fixed weights."""
-    return {problem.host, *problem.fixed_weights.values()}
