@@ -38,8 +38,6 @@ from graphplan.passes.placement.infeasible import smallest_budgets
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
-Find = Callable[[Problem], Evaluation | None]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -95,7 +93,8 @@ def place_jointly(
         InfeasibleError: no placement of one pass alone, or of all of them together, was found.
     """
     calls = [replace(call, problem=replace(call.problem, further_calls=len(calls) > 1)) for call in calls]
-    problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
+    pinned, weights = _pinned(calls), [call.weight for call in calls]
+    problems = [call.with_homes(pinned) for call in calls]
     nears: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
     part = replace(part, effort=part.effort * PARAMS.call_effort)
@@ -109,8 +108,8 @@ def place_jointly(
     if near is not None and _feasible(together := fit_together(problems, near)):
         starts.append(together)
     evaluations = [solution.evaluation for solution in alone]
-    for number, start in enumerate(_starts(calls, evaluations, find)):
-        if start is not None and _feasible(start):
+    for number, start in enumerate(_Starts(calls, pinned, find).each(evaluations)):
+        if start is not None:
             starts.append(start)
         if starts and (number or limits.over):
             break  # further starts are for budgets that are hard to keep
@@ -146,24 +145,65 @@ def _feasible(evaluations: Sequence[Evaluation]) -> bool:
     return all(evaluation.feasible for evaluation in evaluations)
 
 
-def _starts(
-    calls: Sequence[Call], alone: Sequence[Evaluation], find: Find
-) -> Iterator[list[Evaluation] | None]:
-    """Yield starts: each pass first, without and with room for the others; at last, all weights streamed."""
-    pinned = _pinned(calls)
-    heaviest = sorted(range(len(calls)), key=lambda index: -calls[index].weight * alone[index].seconds)
-    for first in heaviest:
-        order = [first, *(index for index in heaviest if index != first)]
-        yield _place_in_turn(calls, order, pinned, alone[first], find)
-        problem = calls[first].with_homes(pinned)
-        smaller = _with_room(problem, alone[first], [alone[index] for index in order[1:]])
-        placed = find(smaller) if smaller.topology != problem.topology else None
-        yield _place_in_turn(calls, order, pinned, placed, find) if placed is not None else None
-    problem = calls[0].with_homes(pinned)
-    cpu = problem.topology.cpu
-    if cpu is not None and problem.offload:
-        streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
-        yield _place_in_turn(calls, heaviest, {**dict.fromkeys(streamable, cpu), **pinned}, None, find)
+@dataclass(frozen=True, slots=True)
+class _Starts:
+    """Finds placements of all passes over the same homes of weights.
+
+    Attributes:
+        calls: the passes.
+        pinned: weight -> its home by the caller's pins or an earlier plan.
+        find: function that places one pass.
+    """
+
+    calls: Sequence[Call]
+    pinned: Mapping[str, DeviceKey]
+    find: Callable[[Problem], Evaluation | None]
+
+    def each(self, alone: Sequence[Evaluation]) -> Iterator[list[Evaluation] | None]:
+        """Yield starts: each pass first, without and with room for the others; at last, all weights streamed.
+
+        None stands for one that was not found, or exceeds a budget.
+        """
+        calls, pinned = self.calls, self.pinned
+        heaviest = sorted(range(len(calls)), key=lambda index: -calls[index].weight * alone[index].seconds)
+        for first in heaviest:
+            order = [first, *(index for index in heaviest if index != first)]
+            yield self._in_turn(order, pinned, alone[first])
+            problem = calls[first].with_homes(pinned)
+            smaller = _with_room(problem, alone[first], [alone[index] for index in order[1:]])
+            placed = self.find(smaller) if smaller.topology != problem.topology else None
+            yield None if placed is None else self._in_turn(order, pinned, placed)
+        problem = calls[0].with_homes(pinned)
+        if problem.topology.cpu is not None and problem.offload:
+            streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
+            yield self._in_turn(heaviest, {**dict.fromkeys(streamable, problem.topology.cpu), **pinned}, None)
+
+    def _in_turn(
+        self, order: Sequence[int], homes: Mapping[str, DeviceKey], first: Evaluation | None
+    ) -> list[Evaluation] | None:
+        """Place passes in this order, each over the homes of weights that those before it have decided.
+
+        ``homes`` are decided from the start; ``first`` is a placement of the first in order, if there is one.
+        """
+        decided, placed = dict(homes), dict[int, Evaluation]()
+        for index in order:
+            evaluation = None if placed else first
+            if evaluation is None:
+                problem = self.calls[index].with_homes(decided)
+                evaluation = self.find(beside(problem, list(placed.values())))
+            if evaluation is None:
+                return None
+            placed[index] = evaluation
+            read = self.calls[index].read()
+            decided |= {name: evaluation.assignment.weights[name] for name in read}
+        for evaluation in placed.values():  # homes of unread weights
+            decided = {**evaluation.assignment.weights, **decided}
+        assignments = [placed[index].assignment for index in range(len(self.calls))]
+        together = fit_together(
+            [call.with_homes(decided) for call in self.calls],
+            [replace(one, weights={name: decided[name] for name in one.weights}) for one in assignments],
+        )
+        return together if _feasible(together) else None
 
 
 def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) -> Problem:
@@ -174,34 +214,6 @@ def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) 
         more = max(needs) - needs[0] if spec.is_accelerator else 0
         memory[spec.key] = max(0, spec.memory - more)
     return replace(problem, topology=problem.topology.with_memory(memory))
-
-
-def _place_in_turn(
-    calls: Sequence[Call],
-    order: Sequence[int],
-    homes: Mapping[str, DeviceKey],
-    first: Evaluation | None,
-    find: Find,
-) -> list[Evaluation] | None:
-    """Place passes in this order, each over the homes of weights that those before it have decided.
-
-    ``homes`` are decided from the start; ``first`` is a placement of the first in order, if there is one.
-    """
-    decided, placed = dict(homes), dict[int, Evaluation]()
-    for index in order:
-        evaluation = first if index == order[0] else None
-        evaluation = evaluation or find(beside(calls[index].with_homes(decided), list(placed.values())))
-        if evaluation is None:
-            return None
-        placed[index] = evaluation
-        decided |= {name: evaluation.assignment.weights[name] for name in calls[index].read()}
-    for evaluation in placed.values():  # homes of unread weights
-        decided = {**evaluation.assignment.weights, **decided}
-    assignments = [placed[index].assignment for index in range(len(calls))]
-    return fit_together(
-        [call.with_homes(decided) for call in calls],
-        [replace(one, weights={name: decided[name] for name in one.weights}) for one in assignments],
-    )
 
 
 def _place_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
@@ -230,7 +242,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     nearest = None
     if limits.advises:
         effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
-        nearest = smallest_budgets(problem, effort, lambda one, left: _probe_jointly(calls, one, left))
+        nearest = smallest_budgets(problem, effort, partial(_probe_jointly, calls))
     if nearest is None:
         return InfeasibleError(said)
     available = problem.topology.budgets
@@ -244,12 +256,13 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
 def _probe_jointly(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluation | None:
     """Return the first pass's placement on the problem's devices, with the highest peaks of all passes."""
     grown = [call.on(problem.topology) for call in calls]
-    alone = [probe(call.with_homes(_pinned(grown)), effort) for call in grown]
+    pinned = _pinned(grown)
+    alone = [probe(call.with_homes(pinned), effort) for call in grown]
     possible = [evaluation for evaluation in alone if evaluation is not None]
     if len(possible) < len(calls):
         return None
-    starts = _starts(grown, possible, lambda one: probe(one, effort))
-    joint = next((start for start in starts if start and _feasible(start)), None)
+    starts = _Starts(grown, pinned, partial(probe, effort=effort)).each(possible)
+    joint = next((start for start in starts if start is not None), None)
     if joint is None:
         return None
     peaks = {
