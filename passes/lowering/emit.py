@@ -300,21 +300,12 @@ def _readable(name: str) -> str:
 
 
 def _set_device(node: fx.Node, device: torch.device) -> None:
-    """Replace the devices that the trace baked into an operation."""
-    for name in _device_arguments(node):
-        if isinstance(name, int):
-            node.update_arg(name, device)
-        else:
-            node.update_kwarg(name, device)
-
-
-def _device_arguments(node: fx.Node) -> list[int | str]:
-    arguments: list[int | str] = [
-        index for index, value in enumerate(node.args) if isinstance(value, torch.device)
-    ]
-    arguments += [name for name, value in node.kwargs.items() if isinstance(value, torch.device)]
-    if arguments or not isinstance(node.target, torch._ops.OpOverload):
-        return arguments
-    schema = node.target._schema.arguments
-    is_factory = not any(isinstance(a, fx.Node) for a in node.all_input_nodes)
-    return [a.name for a in schema if a.name == "device" and is_factory and a.name not in node.kwargs]
+    """Replace the devices that the trace baked into an operation; a factory without one gets it."""
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args = tuple(device if isinstance(value, torch.device) else value for value in node.args)
+        named = node.kwargs.items()
+        node.kwargs = {name: device if isinstance(value, torch.device) else value for name, value in named}
+    elif isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
+        takes_device = any(argument.name == "device" for argument in node.target._schema.arguments)
+        if takes_device and "device" not in node.kwargs:
+            node.update_kwarg("device", device)

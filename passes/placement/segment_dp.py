@@ -183,18 +183,16 @@ class SegmentDP:
         decided = np.array([arrays.names[item] in homes for item in self.read_item], dtype=bool)
         undecided = self.is_weight & ~decided & ~self.is_fixed
         sizes = np.zeros(len(self.read_item))
-        stored = arrays.weight_bytes
-        sizes[self.is_weight] = stored[self.read_item[self.is_weight] - arrays.values]
+        sizes[self.is_weight] = arrays.weight_bytes[self.read_item[self.is_weight] - arrays.values]
         fresh = undecided & (self.previous < 0)
         reach = self._reach(fresh, sizes)
         tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
-        made, copied, workspace = arrays.made_bytes, arrays.copied_bytes, arrays.workspace
-        spec = self.classes[0][0]
+        device = self.classes[0][0]
         own = np.flatnonzero(arrays.source[: arrays.values] >= 0)
         own = own[np.argsort(arrays.source[own], kind="stable")]
-        birth, death, size = arrays.source[own], self.last[own], made[own, spec]
-        copies, until = copied[self.read_item, spec], self.last[self.read_item]
-        moved = arrays.nbytes[self.read_item]
+        birth, death, size = arrays.source[own], self.last[own], arrays.made_bytes[own, device]
+        copies, until = arrays.copied_bytes[self.read_item, device], self.last[self.read_item]
+        moved, ones = arrays.nbytes[self.read_item], np.ones(len(self.read_item))
         from_host = (~self.is_weight | self.is_fixed) & (self.previous < 0)
         again = ~decided & (self.previous >= 0)
         per_operation = np.bincount(self.read_by[undecided], sizes[undecided], n)
@@ -207,21 +205,21 @@ class SegmentDP:
             columns = slice(0, len(at))
             r, b = slice(reads[row], reads[last_row]), slice(births[row], births[last_row])
             reader, peer = self.read_by[r] - start, again[r] & (self.previous[r] < start)
-            for chosen, nbytes, number in (
-                (from_host[r], tables.host_bytes, tables.host_count),
-                (peer, tables.peer_bytes, tables.peer_count),
+            for table, chosen, amounts in (
+                (tables.host_bytes, from_host[r], moved),
+                (tables.host_count, from_host[r], ones),
+                (tables.peer_bytes, peer, moved),
+                (tables.peer_count, peer, ones),
+                (tables.weights, fresh[r], sizes),
             ):
-                nbytes[row, columns] = np.bincount(reader[chosen], moved[r][chosen], count).cumsum()[at]
-                number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
-            read = fresh[r]
-            tables.weights[row, columns] = np.bincount(reader[read], sizes[r][read], count).cumsum()[at]
+                table[row, columns] = np.bincount(reader[chosen], amounts[r][chosen], count).cumsum()[at]
             copy = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # copies of shared weights too
             change = np.zeros(count + 1)
             change += np.bincount(reader[copy], copies[r][copy], count + 1)
             change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
             change += np.bincount(birth[b] - start, size[b], count + 1)
             change -= np.bincount(np.minimum(death[b] + 1 - start, count), size[b], count + 1)
-            live = change.cumsum()[:-1] + workspace[spec, start:end]
+            live = change.cumsum()[:-1] + arrays.workspace[device, start:end]
             tables.activations[row, columns] = np.maximum.accumulate(live)[at]
             tables.widest[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
         self.effort.charge(3000.0 * len(cuts))

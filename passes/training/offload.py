@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
-from graphplan.passes.training.weight_views import VIEWS, backward_readers, view_anew
+from graphplan.passes.training.weight_views import VIEWS, backward_readers, view_anew, view_chain
 
 _SMALLEST = 1 << 10  # bytes of the smallest value that is worth two copies
 
@@ -32,7 +32,9 @@ def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
     """Keep the saved values of these segments of a training step in CPU memory, in place."""
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for segment in segments:
-        _views_anew(segment, order)
+        views = _own_views(segment)  # the backward pass takes them by itself
+        for view in [node for node in saved_nodes(segment) if node in views]:
+            view_anew(view, views, order)
         for node in offloadable(segment):
             _keep(capture.graph, node, order)
     capture.graph.lint()
@@ -41,33 +43,14 @@ def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
 def offloadable(segment: ModuleSegment) -> list[fx.Node]:
     """Return the saved values of a segment, views replaced by bases, that may and should wait on the CPU."""
     written, views = written_nodes(segment.nodes), _own_views(segment)
-    bases = dict.fromkeys(_base(node, views) for node in saved_nodes(segment))
-    return [node for node in bases if _may_wait(node) and node not in written]
-
-
-def _may_wait(node: fx.Node) -> bool:
-    returned = any(user.op == "output" for user in node.users)
-    return not returned and _nbytes(node) >= _SMALLEST
+    bases = dict.fromkeys(view_chain(node, views)[-1] for node in saved_nodes(segment))
+    kept = (node for node in bases if node not in written and _nbytes(node) >= _SMALLEST)
+    return [node for node in kept if not any(user.op == "output" for user in node.users)]
 
 
 def _own_views(segment: ModuleSegment) -> set[fx.Node]:
     inside = set(segment.nodes)
     return {node for node in segment.nodes if node.target in VIEWS and node.args[0] in inside}
-
-
-def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    while node in views:
-        base = node.args[0]
-        assert isinstance(base, fx.Node)
-        node = base
-    return node
-
-
-def _views_anew(segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
-    """Let the backward pass take the views that the segment saves by itself."""
-    views = _own_views(segment)
-    for view in [node for node in saved_nodes(segment) if node in views]:
-        view_anew(view, views, order)
 
 
 def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:

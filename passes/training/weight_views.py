@@ -13,7 +13,7 @@ from the forward pass to the backward pass. Before and after::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -48,13 +48,20 @@ def read_weights_anew(capture: Capture) -> None:
     capture.graph.lint()
 
 
-def view_anew(view: fx.Node, views: Collection[fx.Node], order: dict[fx.Node, int]) -> None:
+def view_anew(view: fx.Node, views: Container[fx.Node], order: dict[fx.Node, int]) -> None:
     """Let the backward pass take a view of its own, from the base of the chain of ``views``."""
-    chain = [view]
-    while (base := chain[-1].args[0]) in views:
+    *chain, _ = view_chain(view, views)
+    make_again(chain[::-1], [view], order)
+
+
+def view_chain(node: fx.Node, views: Container[fx.Node]) -> list[fx.Node]:
+    """Return the node, what it is a view of, and so on, to the first that is not among ``views``."""
+    chain = [node]
+    while chain[-1] in views:
+        base = chain[-1].args[0]
         assert isinstance(base, fx.Node)
         chain.append(base)
-    make_again(chain[::-1], [view], order)
+    return chain
 
 
 def make_again(

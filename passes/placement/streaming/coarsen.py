@@ -73,10 +73,8 @@ def _placed_alone(arrays: Arrays, nbytes: Floats) -> Bools:
     shared = np.zeros(arrays.count + 1, dtype=bool)
     shared[arrays.reader[np.isin(arrays.item, several)]] = True
     shared = shared[:-1]  # without the end, which reads the results
-    if arrays.cpu is None:
-        return shared
-    per_byte = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates]
-    fastest = per_byte.min() if len(per_byte) else 0.0
+    assert arrays.cpu is not None
+    fastest = arrays.per_byte[arrays.cpu, : arrays.computing][arrays.accelerates].min()
     sources = arrays.source[: arrays.values]
     results = np.bincount(sources[sources >= 0], arrays.nbytes[: arrays.values][sources >= 0], arrays.count)
     return np.asarray(shared | (arrays.compute[arrays.cpu] < (nbytes - results) * fastest))

@@ -179,23 +179,20 @@ class StreamedSearch:
 
     def _adopt(self, near: Assignment) -> Assignment | None:
         """Return a given placement under this problem's rules; None if it separates tied operations."""
-        arrays, problem, cpu = self.arrays, self.problem, self.guide.cpu
+        arrays, problem, cpu = self.arrays, self.problem, self.problem.topology.cpu
         if near.operations.keys() != problem.graph.operations.keys():
             return None
         operations = problem.obey(near.operations)
         if any(len({operations[name] for name in group}) > 1 for group in problem.graph.together):
             return None
         streamed = [
-            arrays.names[item]
-            for item in range(arrays.values, len(arrays.names))
-            if cpu is not None and self.guide.is_streamable(item)
-            if near.weights.get(arrays.names[item]) == arrays.keys[cpu]
+            name
+            for item, name in enumerate(arrays.names)
+            if item >= arrays.values and near.weights.get(name) == cpu and self.guide.is_streamable(item)
         ]
-        homes = {}
-        for item in arrays.shared:
-            name = arrays.names[item]
-            if near.weights.get(name) in {operations[reader] for reader in problem.graph.readers[name]}:
-                homes[name] = near.weights[name]
+        shared = [arrays.names[item] for item in arrays.shared if arrays.names[item] in near.weights]
+        readers = problem.graph.readers
+        homes = {n: near.weights[n] for n in shared if near.weights[n] in map(operations.get, readers[n])}
         return replace(reside(problem, operations, streamed, homes), slots=near.slots)
 
     def _try_device(self, device: int) -> None:
