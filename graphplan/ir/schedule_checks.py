@@ -38,20 +38,51 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
     return memory
 
 
+def _check_ties(graph: Graph, schedule: Schedule) -> None:
+    device = schedule.assignment.operations
+    for group in graph.together:
+        if len({device[name] for name in group}) > 1:
+            raise VerificationError(f"operations {sorted(group)} share written memory, but not a device")
+    for operation in graph.operations.values():
+        for name in operation.inputs:
+            weight = graph.weights.get(name)
+            if weight is None or weight.streamable or operation.host_only:
+                continue
+            home = schedule.assignment.weights[name]
+            if home != device[operation.name]:
+                raise VerificationError(
+                    f"{operation.name!r} runs on {device[operation.name]!r}, but its weight {name!r}, "
+                    f"which cannot be streamed, resides on {home!r}"
+                )
+
+
+@dataclass(slots=True)
+class _BufferState:
+    buffer: PrefetchBuffer
+    loaded: int = 0  # number of segments loaded so far; they come in order
+    tenant: dict[int, int] = field(default_factory=dict)  # slot -> its segment that is not released yet
+    waited: set[int] = field(default_factory=set)  # segments that may be read
+
+
 class _Walk:
+    """Follows the steps of one call. A method for a step returns what is wrong with it, or None.
+
+    A slot is loaded before it is read, never while. This holds across calls too, since each segment names the
+    one that was in its slot before it.
+    """
+
     def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
-        self.graph, self.schedule = graph, schedule
-        self.present: set[tuple[str, DeviceKey]] = set()
-        for name, key in schedule.assignment.weights.items():
-            self.present.add((name, key))
-        self.present.update(read_in_place(topology, schedule.assignment))
-        for name in graph.inputs:
-            self.present.add((name, schedule.host))
+        self.graph, self.schedule, self.home = graph, schedule, schedule.assignment.weights
+        # instances: a value or weight on a device
+        self.present = {*self.home.items(), *read_in_place(topology, schedule.assignment)}
+        self.present |= {(name, schedule.host) for name in graph.inputs}
         self.pending = list(reversed(graph.operations))
-        self.slots = _SlotCheck(graph, schedule)
+        self.buffers = {buffer.device: _BufferState(buffer) for buffer in schedule.prefetch_buffers}
+        # instances whose bytes are in a slot, streamed weights and views of them -> their segment
+        self.inside: dict[tuple[str, DeviceKey], int] = {}
 
     def run(self) -> None:
-        if missing := set(self.graph.weights) - set(self.schedule.assignment.weights):
+        if missing := set(self.graph.weights) - set(self.home):
             raise VerificationError(f"weight {sorted(missing)[0]!r} has no place")
         for index, step in enumerate(self.schedule.steps):
             if isinstance(step, Move):
@@ -59,18 +90,19 @@ class _Walk:
             elif isinstance(step, Run):
                 problem = self._operate(step)
             else:
-                problem = self.slots.visit(step, self.present)
+                problem = self._stream(step)
             if problem:
                 where = lines_around(str(self.schedule).splitlines(), index)
                 raise VerificationError(f"step {index}: {problem}\n{where}")
         if self.pending:
             raise VerificationError(f"operation {self.pending[-1]!r} never runs")
         for value in self.graph.values.values():
-            home = self.schedule.assignment.weights.get(value.gradient_of)
+            home = self.home.get(value.gradient_of)
             if value.gradient_of and (home is None or (value.name, home) not in self.present):
                 raise VerificationError(f"the gradient of {value.gradient_of!r} does not reach {home!r}")
-        if problem := self.slots.finish():
-            raise VerificationError(problem)
+        for state in self.buffers.values():
+            if problem := _incomplete(state):
+                raise VerificationError(problem)
 
     def _move(self, step: Move) -> str | None:
         if (step.value, step.source) not in self.present:
@@ -98,61 +130,19 @@ class _Walk:
                 if not scalar and (name, step.device) not in self.present:
                     return f"{step.operation!r} runs on {step.device!r}, where {name!r} is not"
         self.present.update((name, step.device) for name in operation.outputs)
-        return self.slots.operate(operation, step.device)
+        return self._follow_views(operation, step.device)
 
+    # -- prefetch buffers ------------------------------------------------------------------------------
 
-def _check_ties(graph: Graph, schedule: Schedule) -> None:
-    device = schedule.assignment.operations
-    for group in graph.together:
-        if len({device[name] for name in group}) > 1:
-            raise VerificationError(f"operations {sorted(group)} share written memory, but not a device")
-    for operation in graph.operations.values():
-        for name in operation.inputs:
-            weight = graph.weights.get(name)
-            if weight is None or weight.streamable or operation.host_only:
-                continue
-            home = schedule.assignment.weights[name]
-            if home != device[operation.name]:
-                raise VerificationError(
-                    f"{operation.name!r} runs on {device[operation.name]!r}, but its weight {name!r}, "
-                    f"which cannot be streamed, resides on {home!r}"
-                )
-
-
-# -- prefetch buffers ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _BufferState:
-    buffer: PrefetchBuffer
-    loaded: int = 0  # number of segments loaded so far; they come in order
-    tenant: dict[int, int] = field(default_factory=dict)  # slot -> its segment that is not released yet
-    waited: set[int] = field(default_factory=set)  # segments that may be read
-
-
-class _SlotCheck:
-    """Checks the loads, waits and releases of one call: a slot is loaded before it is read, never while.
-
-    This holds across calls too, since each segment names the one that was in its slot before it.
-    """
-
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.graph = graph
-        self.home = schedule.assignment.weights
-        self.prefetch_buffers = {buffer.device: _BufferState(buffer) for buffer in schedule.prefetch_buffers}
-        # instances whose bytes are in a slot: streamed weights and views of them
-        self.inside: dict[tuple[str, DeviceKey], int] = {}
-
-    def visit(self, step: Load | Wait | Release, present: set[tuple[str, DeviceKey]]) -> str | None:
-        """Follow one step; return what is wrong with it, or None."""
-        state = self.prefetch_buffers.get(step.device)
+    def _stream(self, step: Load | Wait | Release) -> str | None:
+        state = self.buffers.get(step.device)
         if state is None or not 0 <= step.segment < len(state.buffer.segments):
             return f"segment {step.segment} of {step.device!r} is in no prefetch buffer"
         if isinstance(step, Load):
             return self._load(step, state)
         if isinstance(step, Wait):
-            return self._wait(step, state, present)
-        return self._release(step, state, present)
+            return self._wait(step, state)
+        return self._release(step, state)
 
     def _load(self, step: Load, state: _BufferState) -> str | None:
         buffer, segment = state.buffer, state.buffer.segments[step.segment]
@@ -185,35 +175,34 @@ class _SlotCheck:
             return f"segment {step.segment} has {end} bytes, its load says {segment.nbytes}"
         return None
 
-    def _wait(self, step: Wait, state: _BufferState, present: set[tuple[str, DeviceKey]]) -> str | None:
+    def _wait(self, step: Wait, state: _BufferState) -> str | None:
         segment = state.buffer.segments[step.segment]
         if state.tenant.get(segment.slot) != step.segment:
             return f"segment {step.segment} is waited for before it is loaded"
         if step.segment in state.waited:
             return f"segment {step.segment} is waited for twice"
         for name in segment.weights:
-            if (name, step.device) in present:
+            if (name, step.device) in self.present:
                 return f"{name!r} is loaded to {step.device!r}, where it is already"
-            present.add((name, step.device))
+            self.present.add((name, step.device))
             self.inside[name, step.device] = step.segment
         state.waited.add(step.segment)
         return None
 
-    def _release(self, step: Release, state: _BufferState, present: set[tuple[str, DeviceKey]]) -> str | None:
+    def _release(self, step: Release, state: _BufferState) -> str | None:
         segment = state.buffer.segments[step.segment]
         if step.segment not in state.waited or state.tenant.get(segment.slot) != step.segment:
             return f"segment {step.segment} is released before it is read"
         del state.tenant[segment.slot]
-        released = {
-            place for place, index in self.inside.items() if place[1] == step.device and index == step.segment
-        }
-        for place in released:
+        for place in [
+            one for one, index in self.inside.items() if (one[1], index) == (step.device, step.segment)
+        ]:
             del self.inside[place]
-        present -= released
+            self.present.discard(place)
         return None
 
-    def operate(self, operation: Operation, device: DeviceKey) -> str | None:
-        """Follow the views that an operation makes of weights in a slot; return what is wrong, or None."""
+    def _follow_views(self, operation: Operation, device: DeviceKey) -> str | None:
+        """Follow the views that an operation makes of weights in a slot, which it must not write to."""
         for name in operation.mutates:
             if (name, device) in self.inside:
                 return f"{operation.name!r} writes to {name!r}, which is in a slot"
@@ -224,18 +213,17 @@ class _SlotCheck:
                 self.inside[name, device] = self.inside[base, device]
         return None
 
-    def finish(self) -> str | None:
-        """Return what is wrong at the end of the call, or None."""
-        for key, state in self.prefetch_buffers.items():
-            segments = state.buffer.segments
-            if state.loaded != len(segments) or state.tenant or len(state.waited) != len(segments):
-                return f"not every segment of the prefetch buffer of {key!r} is loaded and released"
-            if sum(state.buffer.slots) > state.buffer.nbytes:
-                slots = sum(state.buffer.slots)
-                return f"the prefetch buffer of {key!r} has {state.buffer.nbytes} bytes, its slots {slots}"
-            last = {segment.slot: index for index, segment in enumerate(segments)}
-            for index, segment in enumerate(segments):
-                if segment.previous != last[segment.slot]:
-                    return f"segment {index} of {key!r} does not follow the last reader of its slot"
-                last[segment.slot] = index
-        return None
+
+def _incomplete(state: _BufferState) -> str | None:
+    """Return what is wrong with a prefetch buffer at the end of the call, or None."""
+    buffer, segments, slots = state.buffer, state.buffer.segments, sum(state.buffer.slots)
+    if state.loaded != len(segments) or state.tenant or len(state.waited) != len(segments):
+        return f"not every segment of the prefetch buffer of {buffer.device!r} is loaded and released"
+    if slots > buffer.nbytes:
+        return f"the prefetch buffer of {buffer.device!r} has {buffer.nbytes} bytes, its slots {slots}"
+    last = {segment.slot: index for index, segment in enumerate(segments)}
+    for index, segment in enumerate(segments):
+        if segment.previous != last[segment.slot]:
+            return f"segment {index} of {buffer.device!r} does not follow the last reader of its slot"
+        last[segment.slot] = index
+    return None
