@@ -245,6 +245,11 @@ class Graph:
         """Return the weight that has this name, if any; a shared weight has several names."""
         return next((w for w in self.weights.values() if name == w.name or name in w.names), None)
 
+    def copy_bytes(self, name: str) -> int:
+        """Return the bytes of a copy of a value or weight."""
+        weight = self.weights.get(name)
+        return self.values[name].copy_bytes if weight is None else weight.nbytes
+
     def root(self, name: str) -> str:
         """Return the value or weight whose storage ``name`` is a view of, itself included."""
         return storage_root(self.values, name)

@@ -109,8 +109,7 @@ class _Walk:
             return f"{step.value!r} is moved from {step.source!r}, where it is not"
         if (step.value, step.destination) in self.present and step.kind != "writeback":
             return f"{step.value!r} is moved to {step.destination!r}, where it is already"
-        weight = self.graph.weights.get(step.value)
-        expected = self.graph.values[step.value].copy_bytes if weight is None else weight.nbytes
+        expected = self.graph.copy_bytes(step.value)
         if step.nbytes != expected:
             return f"{step.value!r} has {expected} bytes, the move says {step.nbytes}"
         self.present.add((step.value, step.destination))

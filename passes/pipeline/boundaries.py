@@ -11,6 +11,7 @@ and views of weights and of the model's inputs, which every machine has::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,23 +96,22 @@ class Boundaries:
     @cached_property
     def crossing_bytes(self) -> NDArray[np.float64]:
         """(operations + 1,) bytes that cross each position."""
-        return self._per_position({name: float(self.graph.values[name].copy_bytes) for name in self._spans})
+        return self._per_position([self.graph.values[name].copy_bytes for name in self._spans])
 
     @cached_property
     def crossing_count(self) -> NDArray[np.float64]:
         """(operations + 1,) tensors that cross each position."""
-        return self._per_position(dict.fromkeys(self._spans, 1.0))
+        return self._per_position([1] * len(self._spans))
 
     def seconds(self, link: Link) -> NDArray[np.float64]:
         """Return (operations + 1,) seconds of a link for the tensors that cross each position."""
         return self.crossing_count * link.latency + self.crossing_bytes / link.bandwidth
 
-    def _per_position(self, amounts: dict[str, float]) -> NDArray[np.float64]:
+    def _per_position(self, amounts: Sequence[int]) -> NDArray[np.float64]:
+        starts, ends = self._span_ends
         change = np.zeros(len(self.graph.operations) + 2)
-        for name, amount in amounts.items():
-            start, end = self._spans[name]
-            change[start + 1] += amount
-            change[end + 1] -= amount
+        np.add.at(change, starts + 1, amounts)
+        np.subtract.at(change, ends + 1, amounts)
         return change.cumsum()[:-1]
 
     @cached_property

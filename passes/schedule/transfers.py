@@ -101,16 +101,12 @@ class _ScheduleWriter:
         if self.home[name] == device or (name, device) in self.copied:
             return
         self.copied.add((name, device))
-        self.steps.append(Move(name, self.home[name], device, self._bytes(name), kind))
+        self.steps.append(Move(name, self.home[name], device, self.graph.copy_bytes(name), kind))
 
     def write_back(self, name: str, host: DeviceKey) -> None:
         # operations on a changed input share a device, so at most one other device has a copy
         for device in {key for value, key in self.copied if value == name} - {host}:
-            self.steps.append(Move(name, device, host, self._bytes(name), "writeback"))
-
-    def _bytes(self, name: str) -> int:
-        weight = self.graph.weights.get(name)
-        return self.graph.values[name].copy_bytes if weight is None else weight.nbytes
+            self.steps.append(Move(name, device, host, self.graph.copy_bytes(name), "writeback"))
 
     def _kind(self, name: str) -> MoveKind:
         root = self.graph.root(name)
