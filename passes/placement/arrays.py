@@ -462,15 +462,12 @@ class Arrays:
 
         Row 0: where it updates weights one by one. Row 1: each weight's share where it updates all at once.
         """
-        return np.array(
-            [
-                [[self._allocated(spec, w.step_bytes) for w in self.weights] for spec in self.specs],
-                [
-                    [self._allocated(spec, w.together_bytes) * steps_together(spec) for w in self.weights]
-                    for spec in self.specs
-                ],
-            ]
-        ).reshape(2, self.computing, len(self.weights))
+        alone = [[self._allocated(s, w.step_bytes) for w in self.weights] for s in self.specs]
+        together = [
+            [self._allocated(s, w.together_bytes) if steps_together(s) else 0 for w in self.weights]
+            for s in self.specs
+        ]
+        return np.array([alone, together]).reshape(2, self.computing, len(self.weights))
 
     def _optimizer_peak(self, home: Ints) -> Floats:
         """(devices that compute,) peak bytes of the optimizer for the weights that reside there."""

@@ -198,33 +198,30 @@ class LocalSearch:
         own = arrays.compute[self.devices, np.arange(count)]
         with np.errstate(invalid="ignore"):
             change = np.where(np.isfinite(arrays.compute), arrays.compute - own, np.inf)
-        barred = np.concatenate([np.zeros((arrays.computing, 1)), np.isinf(change).cumsum(axis=1)], axis=1)
-        total = np.where(np.isinf(change), 0.0, change)
-        total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
-        saved = np.concatenate([[0.0], self._copies_at().cumsum()])
+        barred = _summed_before(np.isinf(change))
+        total = _summed_before(np.where(np.isinf(change), 0.0, change))
+        saved = _summed_before(self._copies_at())
         free_bytes = arrays.room - arrays.resident(np.array(self.home))
-        added = np.where(self.devices == np.arange(arrays.computing)[:, None], 0.0, self.own_bytes)
-        added = np.concatenate([np.zeros((arrays.computing, 1)), added.cumsum(axis=1)], axis=1)
+        elsewhere = self.devices != np.arange(arrays.computing)[:, None]
+        added = _summed_before(np.where(elsewhere, self.own_bytes, 0.0))
+        around = np.concatenate([[-1], self.devices, [-1]])
         length = 1
         while length <= count:
             starts = np.arange(count - length + 1)
             starts = starts[:: max(1, len(starts) // 2048)]
             self.effort.charge(arrays.computing * len(starts))
+            ends = starts + length
+            first, last = self.devices[starts], self.devices[ends - 1]
             for device in range(arrays.computing):
-                seconds = total[device, starts + length] - total[device, starts]
-                fine = barred[device, starts + length] == barred[device, starts]
-                fine &= added[device, starts + length] - added[device, starts] <= free_bytes[device]
-                left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
-                right = np.where(
-                    starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1
-                )
-                ends = (self.devices[starts] != device) | (self.devices[starts + length - 1] != device)
+                seconds = total[device, ends] - total[device, starts]
+                fine = barred[device, ends] == barred[device, starts]
+                fine &= added[device, ends] - added[device, starts] <= free_bytes[device]
+                joins = (around[starts] == device) | (around[ends + 1] == device) | (length <= 2)
                 if off is None:  # a move saves at most the copies of what it touches
-                    fine &= (seconds < saved[starts + length] - saved[starts]) & ends
-                    fine &= (left == device) | (right == device) | (length <= 2)
+                    fine &= (seconds < saved[ends] - saved[starts]) & ((first != device) | (last != device))
+                    fine &= joins
                 else:
-                    fine &= off[self.devices[starts]] | off[self.devices[starts + length - 1]]
-                    fine &= (left == device) | (right == device) | (length <= 2) | (starts % length == 0)
+                    fine &= (off[first] | off[last]) & (joins | (starts % length == 0))
                 for index in np.flatnonzero(fine).tolist():
                     yield _Move(float(seconds[index]), int(starts[index]), length, device)
             length *= 2
@@ -301,6 +298,12 @@ class LocalSearch:
         self.devices = trial
         self._reset()
         return True
+
+
+def _summed_before(amounts: Floats | Bools) -> Floats:
+    """(..., operations + 1) sum of the amounts of all operations before each, along the last axis."""
+    start = np.zeros((*amounts.shape[:-1], 1))
+    return np.concatenate([start, amounts.cumsum(axis=-1)], axis=-1)
 
 
 def _used(arrays: Arrays, peaks: Floats) -> Floats:
