@@ -51,6 +51,11 @@ class Buffers:
         """(devices,) bytes of all slots."""
         return self.slots * self.nbytes
 
+    @property
+    def key(self) -> tuple[float, ...]:
+        """Number and bytes of the slots of each device."""
+        return (*self.slots.tolist(), *self.nbytes.tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -100,6 +105,12 @@ class Relaxation:
         self.bound, self.proof, self.rest = 0.0, "Lagrangian relaxation", list[Floats]()
         self.prices = Prices(np.zeros(count), np.zeros(count))
         self.possible = has_room and all(len(stage.states) for stage in stages)
+
+    @property
+    def reserved(self) -> Buffers:
+        """The reserved prefetch buffers."""
+        assert self.buffers is not None
+        return self.buffers
 
     def _set_room(self) -> bool:
         """Set the room for weights; return whether the prefetch buffers fit."""

@@ -329,14 +329,11 @@ class StreamedSearch:
 
         Where exact peaks exceed a budget, more is reserved for activations, and prices are computed anew.
         """
-        before, requested = self.seconds, relaxation.buffers
-        assert requested is not None
-        configuration = (relaxation.frontier, *requested.slots.tolist(), *requested.nbytes.tolist())
-        if (measured := self.activation_needs.get(configuration)) is not None and (
-            measured > requested.activation_bytes
-        ).any():
-            tighter = replace(requested, activation_bytes=np.maximum(measured, requested.activation_bytes))
-            relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
+        before, requested = self.seconds, relaxation.reserved.activation_bytes
+        configuration = relaxation.frontier, relaxation.reserved.key
+        needed = np.maximum(self.activation_needs.get(configuration, requested), requested)
+        if (needed > requested).any():
+            relaxation = _reserving(relaxation, needed, effort)
         for _ in range(1 + PARAMS.retries):
             width = min(width, widest(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
@@ -349,15 +346,12 @@ class StreamedSearch:
                 break
             if min(first.seconds, result.completions[0].seconds) > self.seconds:
                 break
-            buffers = relaxation.buffers
-            assert buffers is not None
-            nbytes = np.maximum(buffers.activation_bytes, relaxation.least)
+            needed = np.maximum(relaxation.reserved.activation_bytes, relaxation.least)
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
-                nbytes[d] += over + max(0.0, float(result.completions[0].spare[d]))
-            self.activation_needs[configuration] = nbytes
-            tighter = replace(buffers, activation_bytes=nbytes)
-            relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
+                needed[d] += over + max(0.0, float(result.completions[0].spare[d]))
+            self.activation_needs[configuration] = needed
+            relaxation = _reserving(relaxation, needed, effort)
         return relaxation if self.seconds < before else None
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
@@ -374,32 +368,35 @@ class StreamedSearch:
             arrays.names[item]: arrays.keys[d]
             for item, d in zip(frontier.shared, completion.device[frontier.units :].tolist(), strict=True)
         }
-        assert relaxation.buffers is not None
-        slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.buffers.slots) if n}
+        slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.reserved.slots) if n}
         return self._evaluate(replace(reside(self.problem, operations, streamed, homes), slots=slots))
 
     def _search_neighbours(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Search neighbours: change the buffers of one accelerator at a time, while that helps."""
-        tried, improved, gap = set[tuple[float, ...]](), True, PARAMS.sufficient_gap
-        while improved and not effort.over:
-            improved = False
-            for trial in self._neighbours(best):
-                key = (*trial.slots.tolist(), *trial.nbytes.tolist())
-                if key in tried or effort.over:
-                    continue
-                tried.add(key)
-                relaxation = _relaxed(best.frontier, best.stages, trial, effort)
-                if not relaxation.possible or relaxation.bound >= self.seconds * (1 - gap):
-                    continue
-                better = self._search(relaxation, PARAMS.first_width, effort)
-                if better is not None:
-                    best, improved = better, True
-                    break
+        tried = set[tuple[float, ...]]()
+        while (better := self._better_neighbour(best, tried, effort)) is not None:
+            best = better
         return best
 
-    def _neighbours(self, best: Relaxation) -> Iterator[Buffers]:
-        buffers = best.buffers
-        assert buffers is not None
+    def _better_neighbour(
+        self, best: Relaxation, tried: set[tuple[float, ...]], effort: Effort
+    ) -> Relaxation | None:
+        """Return the first neighbour, of those not ``tried``, that improves the best placement."""
+        for trial in self._neighbours(best.reserved):
+            if effort.over:
+                return None
+            if trial.key in tried:
+                continue
+            tried.add(trial.key)
+            relaxation = _relaxed(best.frontier, best.stages, trial, effort)
+            if not relaxation.possible or relaxation.bound >= self.seconds * (1 - PARAMS.sufficient_gap):
+                continue
+            better = self._search(relaxation, PARAMS.first_width, effort)
+            if better is not None:
+                return better
+        return None
+
+    def _neighbours(self, buffers: Buffers) -> Iterator[Buffers]:
         for d in np.flatnonzero(buffers.slots).tolist():
             limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
             for slots in (1, 2, 3):
@@ -448,6 +445,12 @@ def prove_streamed(arrays: Arrays, enough: float, effort: Effort) -> Bound:
     if lowest is None or not np.isfinite(lowest.bound):
         return bound
     return bound.raised(lowest.bound * (1 - ROUNDING), lowest.proof)
+
+
+def _reserving(relaxation: Relaxation, activation_bytes: Floats, effort: Effort) -> Relaxation:
+    """Return the relaxation of the same configuration with so many (devices,) bytes for activations."""
+    buffers = replace(relaxation.reserved, activation_bytes=activation_bytes)
+    return _relaxed(relaxation.frontier, relaxation.stages, buffers, effort)
 
 
 def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:
