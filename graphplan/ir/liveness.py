@@ -73,7 +73,7 @@ def measure_memory(
     Raises:
         VerificationError: a step reads a value that is not on its device.
     """
-    return _Sweep(graph, topology, schedule).memory(with_profile)
+    return _Sweep(graph, topology, schedule).memory(with_profile=with_profile)
 
 
 def saved_bytes(graph: Graph, topology: Topology, schedule: Schedule) -> dict[DeviceKey, int]:
@@ -237,7 +237,7 @@ class _Sweep:
         for name in self.graph.staying:
             self._use(end, name, homes.get(values[name].gradient_of, self.home[name]))
 
-    def memory(self, with_profile: bool) -> Memory:
+    def memory(self, *, with_profile: bool) -> Memory:
         steps, host, resident, caller = self.schedule.steps, self.schedule.host, self.resident, self.caller
         number_of = {key: number for number, key in enumerate(self.specs)}
         count, width = len(number_of), len(steps) + 2

@@ -173,20 +173,11 @@ class Frontier:
         self.constant = 0.0
         for item in range(len(arrays.names)):
             seconds = self._copy_seconds(item)
-            maker = -1
-            if arrays.fixed[item] < 0 and item < arrays.values:
-                maker = int(arrays.unit_of[arrays.source[item]])
+            maker = self._maker(item)
             if item in returned:
-                if maker >= 0:
-                    self.clock[:, maker] += seconds[:count, arrays.host]
-                elif item in arrays.returned_weights:  # a bound takes its fastest copy
-                    self.constant += float(seconds[:count, arrays.host].min())
-                elif item < arrays.values or arrays.fixed[item] >= 0:
-                    self.constant += seconds[arrays.fixed[item], arrays.host]
+                self._charge_return(item, maker, seconds[:, arrays.host])
                 seconds[:, arrays.host] = 0.0
-            if item in self.shared:
-                maker = self.units + self.shared.index(item)
-            elif item >= arrays.values and arrays.fixed[item] < 0:
+            if maker is None:  # a weight that resides with its only reader
                 continue
             readers = tuple(unit for unit in self.readers.get(item, ()) if unit != maker)
             if not readers:
@@ -200,6 +191,24 @@ class Frontier:
             before = summed.get(key)
             summed[key] = seconds[:count, :count] + (0.0 if before is None else before)
         return [_Value(*key, seconds) for key, seconds in summed.items() if seconds.any()]
+
+    def _maker(self, item: int) -> int | None:
+        """Return the variable that makes an item; -1 for a fixed source, None for its reader's own weight."""
+        arrays = self.arrays
+        if item in self.shared:
+            return self.units + self.shared.index(item)
+        if arrays.fixed[item] >= 0:
+            return -1
+        return int(arrays.unit_of[arrays.source[item]]) if item < arrays.values else None
+
+    def _charge_return(self, item: int, maker: int | None, seconds: Floats) -> None:
+        """Charge the copy of a result to the caller, (devices,) seconds, to its maker or to all."""
+        if maker is not None and 0 <= maker < self.units:
+            self.clock[:, maker] += seconds[: self.devices]
+        elif item in self.arrays.returned_weights:  # a bound takes its fastest copy
+            self.constant += float(seconds[: self.devices].min())
+        elif maker == -1:
+            self.constant += seconds[self.arrays.fixed[item]]
 
     def _copy_seconds(self, item: int) -> Floats:
         """(devices, devices) seconds of a copy; 0 for streaming from the CPU, unless a guide prices it."""
@@ -307,10 +316,11 @@ class Frontier:
     def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
         maker = -1 if value.maker < 0 else place[value.maker]
         if maker == i:
-            return Touch(slot, True, value.seconds if value.first < i else None)
+            return Touch(slot, makes=True, seconds=value.seconds if value.first < i else None)
         if maker > i:
-            return Touch(slot, False, None)
-        return Touch(slot, False, value.seconds if self.needs_home else self._same_from_all(value))
+            return Touch(slot, makes=False, seconds=None)
+        seconds = value.seconds if self.needs_home else self._same_from_all(value)
+        return Touch(slot, makes=False, seconds=seconds)
 
     def _same_from_all(self, value: _Value) -> Floats:
         """(1, devices) seconds of a copy if they do not depend on its source."""
