@@ -11,7 +11,7 @@ is kept. Before and after, for a CPU that holds two of three weights::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
@@ -52,30 +52,44 @@ def place_or_map(
     return _DiskPlacement(problem, mappable, limits).run()
 
 
-@dataclass(slots=True)
+@dataclass
 class _DiskPlacement:
+    """Places one problem.
+
+    Attributes:
+        problem: the problem.
+        mappable: the parameters that can stay on disk; None for all.
+        limits: when to stop.
+        settled: weights that an earlier plan has left on disk.
+        free: weights that may leave the CPU for the disk.
+        extra: most bytes of both on disk.
+    """
+
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
 
+    def __post_init__(self) -> None:
+        weights, fixed = self.problem.graph.weights, self.problem.fixed_weights
+        self.disk, self.cpu = self.problem.topology[DISK], self.problem.topology.cpu
+        self.settled = [name for name, key in fixed.items() if key == DISK and name in weights]
+        self.free = [name for name in weights if self._may_leave(name)]
+        sizes = (round_up(weights[name].nbytes) for name in [*self.settled, *self.free])
+        self.extra = min(self.disk.room, sum(sizes))
+
     def run(self) -> Solution:
-        problem, disk = self.problem, self.problem.topology[DISK]
-        weights = problem.graph.weights
-        settled = [n for n, key in problem.fixed_weights.items() if key == DISK and n in weights]
-        free = [name for name in weights if self._may_leave(name)]
-        extra = min(disk.room, sum(round_up(weights[name].nbytes) for name in [*settled, *free]))
-        if not extra:
+        if not self.extra:
             try:
                 return self._in_memory()
             except InfeasibleError as error:
-                raise self._infeasible(error, extra) from None
-        wider = self._widened(extra, settled)
-        if not settled:
-            in_memory = self._in_memory_if_it_fits()
-            if in_memory is not None and in_memory.bound.scope is Scope.WITHOUT_OFFLOAD:
+                raise self._infeasible(error) from None
+        wider = self._widened()
+        in_memory = None if self.settled else self._in_memory_if_it_fits()
+        if in_memory is not None:
+            if in_memory.bound.scope is Scope.WITHOUT_OFFLOAD:
                 return in_memory
-            if in_memory is not None:  # a placement with weights on disk may be faster: the CPU has more room
-                return certify(in_memory.evaluation, self._bound(wider[0], in_memory.evaluation))
+            # a placement with weights on disk may be faster: the CPU has more room
+            return certify(in_memory.evaluation, self._bound(wider[0], in_memory.evaluation))
         failure: InfeasibleError | None = None
         nearest: list[Evaluation] = []
         for wide in wider:
@@ -84,11 +98,11 @@ class _DiskPlacement:
             except InfeasibleError as error:
                 failure = failure or error.with_traceback(None)
                 continue
-            evaluation = self._spill(solution.evaluation.assignment, free, settled)
+            evaluation = self._spill(solution.evaluation.assignment)
             if evaluation.feasible:
                 return certify(evaluation, self._bound(wider[0], evaluation))
             nearest.append(evaluation)
-        raise self._infeasible(failure, extra, nearest)
+        raise self._infeasible(failure, nearest)
 
     def _bound(self, wide: Problem, evaluation: Evaluation) -> Bound:
         """Return the bound of the problem in which the disk is as fast as the CPU's memory."""
@@ -97,9 +111,8 @@ class _DiskPlacement:
 
     def _may_leave(self, name: str) -> bool:
         weight = self.problem.graph.weights[name]
-        mappable = self.mappable is None or name in self.mappable
         return (
-            mappable
+            (self.mappable is None or name in self.mappable)
             and weight.kind == "parameter"
             and weight.streamable
             and weight.nbytes > 0
@@ -121,35 +134,33 @@ class _DiskPlacement:
         solution = place(replace(self.problem, topology=topology), self.limits)
         return replace(solution, evaluation=evaluate(self.problem, solution.evaluation.assignment))
 
-    def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
+    def _widened(self) -> list[Problem]:
         """Return problems with the disk as part of the CPU: as given, without CPU compute, all on the CPU."""
-        problem, topology = self.problem, self.problem.topology
-        cpu = topology.cpu
+        problem, topology, cpu = self.problem, self.problem.topology, self.cpu
         accelerators = topology.accelerator_keys
         if cpu is None:
-            disk = topology[DISK]
             staging = 2 * STAGED_BYTES * len(topology.devices)  # which the evaluator counts there too
-            memory = DeviceSpec(DISK, CPU, extra + staging + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
+            nbytes, reserve = self.extra + staging + self.disk.reserve, self.disk.reserve
+            memory = DeviceSpec(DISK, CPU, nbytes, 1.0, 1.0, 1.0, reserve)
             devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
             alone = replace(problem, topology=replace(topology, devices=devices))
             return [alone.on(accelerators)]
-        larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + extra})
-        fixed = {**problem.fixed_weights, **dict.fromkeys(settled, cpu)}
+        larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + self.extra})
+        fixed = {**problem.fixed_weights, **dict.fromkeys(self.settled, cpu)}
         wide = replace(problem, topology=larger, fixed_weights=fixed)
         return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))] if accelerators else [wide]
 
-    def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
+    def _spill(self, assignment: Assignment) -> Evaluation:
         """Move the weights that cost least on disk off the CPU, until its budget is kept."""
-        cpu = self.problem.topology.cpu
-        homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
+        homes = {**assignment.weights, **dict.fromkeys(self.settled, DISK)}
         evaluation = evaluate(self.problem, replace(assignment, weights=homes))
         together: dict[tuple[str, ...], list[str]] = {}  # weights of one operation share a copy
-        for name in free:
-            if homes[name] == cpu:
+        for name in self.free:
+            if homes[name] == self.cpu:
                 together.setdefault(self.problem.graph.consumers.get(name, ()), []).append(name)
         queue = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
         for _ in range(2 * PARAMS.retries):
-            over = 0 if cpu is None else evaluation.excess.get(cpu, 0)
+            over = 0 if self.cpu is None else evaluation.excess.get(self.cpu, 0)
             if over <= 0 or not queue:
                 break
             while over > 0 and queue:
@@ -169,24 +180,22 @@ class _DiskPlacement:
         return read / nbytes, -nbytes
 
     def _infeasible(
-        self, failure: InfeasibleError | None, extra: int, nearest: Sequence[Evaluation] = ()
+        self, failure: InfeasibleError | None, nearest: Sequence[Evaluation] = ()
     ) -> InfeasibleError:
         """Return the error of the widened problem in terms of the given budgets."""
-        topology = self.problem.topology
-        available = topology.budgets
-        needed = self._needed(failure, extra)
+        available, needed = self.problem.topology.budgets, self._needed(failure)
         if nearest:
             least = min(nearest, key=lambda evaluation: sum(evaluation.excess.values()))
-            needed = peaks_or_given(topology, least)
+            needed = peaks_or_given(self.problem.topology, least)
         if self.limits.advises:
             needed = self._grow_until_placed(needed)
         graph = self.problem.graph
-        what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
+        what = f"no placement fits, with up to {readable_bytes(self.extra)} of weights left on disk"
         hint = f". These budgets suffice: max_memory={needed}" if needed else ""
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
         mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)
-        if mapped < total and extra < topology[DISK].room and not graph.trains:
+        if mapped < total and self.extra < self.disk.room and not graph.trains:
             hint += (
                 ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
                 f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model in this dtype "
@@ -214,15 +223,13 @@ class _DiskPlacement:
                 return needed
         return {}
 
-    def _needed(self, failure: InfeasibleError | None, extra: int) -> Mapping[DeviceKey, int]:
+    def _needed(self, failure: InfeasibleError | None) -> Mapping[DeviceKey, int]:
         if failure is None or not failure.needed:
             return {}
-        disk, cpu = self.problem.topology[DISK], self.problem.topology.cpu
-        needed = {**failure.needed, DISK: max(disk.memory, failure.needed.get(DISK, 0))}
-        if cpu is not None:
-            accelerators = len(self.problem.topology.accelerators)
-            buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # which the widened problem does not count
-            needed[cpu] = max(0, needed[cpu] - extra) + buffers
+        needed = {**failure.needed, DISK: max(self.disk.memory, failure.needed.get(DISK, 0))}
+        if self.cpu is not None:  # the widened problem does not count the buffers
+            buffers = 2 * len(self.problem.topology.accelerators) * min(STAGED_BYTES, self.extra)
+            needed[self.cpu] = max(0, needed[self.cpu] - self.extra) + buffers
         return needed
 
 
