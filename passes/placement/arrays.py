@@ -389,7 +389,37 @@ class Arrays:
     def read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
         """(devices that compute,) peak bytes without unread weights."""
         width, end, time = len(self.keys), self.count, self._time
-        where, home = np.append(devices, self.host), self.homes(devices, chosen)
+        home = self.homes(devices, chosen)
+        born, last = self._lifetimes(devices, home)
+        nbytes = self.copied_bytes.copy()
+        items = np.arange(len(self.names))
+        nbytes[items, home] = self.made_bytes[items, home]
+        live = np.flatnonzero((born >= 0) & (nbytes.ravel() > 0))
+        live = live[live % width < self.computing]
+        device, size = live % width, nbytes.ravel()[live]
+        allocated, freed = np.zeros((2, self.computing, end + 2))
+        np.add.at(allocated, (device, born[live]), size)
+        np.add.at(freed, (device, last[live] + 1), size)
+        live_bytes = (allocated - freed).cumsum(axis=1)[:, : end + 1]
+        acting = devices[self.running][None, :] == np.arange(self.computing)[:, None]
+        acting = np.concatenate([acting, np.zeros((self.computing, 1), dtype=bool)], axis=1)
+        if self.host < self.computing:
+            acting[self.host, time[end]] = True
+        # a copy is live from its move on, which is a step of the target device
+        busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
+        peaks: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
+        self._count_gradients(peaks, live_bytes - freed[:, 1:], home)
+        if self._optimizer_bytes.any() or self.staying_gradients.any():
+            peaks = np.maximum(peaks, live_bytes[:, end] + self._optimizer_peak(home))
+        return peaks + self.resident(home)
+
+    def _lifetimes(self, devices: Ints, home: Ints) -> tuple[Ints, Ints]:
+        """(items * devices,) steps at which each instance is made, and at which it is last needed.
+
+        It is made at -1 if it has no storage that is allocated during the pass: weights, inputs, views.
+        """
+        width, end, time = len(self.keys), self.count, self._time
+        where = np.append(devices, self.host)
         item, reader, read_time = self._timed_reads
         target, returned = where[reader], reader == end
         moved = target != home[item]
@@ -420,26 +450,8 @@ class Arrays:
             root[at_home[level]] = root[base[level] * width + home[level]]
         for level in reversed(levels):
             np.maximum.at(last, root[at_home[level]], last[at_home[level]])
-        nbytes = self.copied_bytes.ravel().copy()
-        nbytes[at_home] = self.made_bytes[np.arange(len(self.names)), home]
-        live = np.flatnonzero((root == np.arange(len(last))) & (born >= 0) & (nbytes > 0))
-        live = live[live % width < self.computing]
-        device = live % width
-        allocated, freed = np.zeros((2, self.computing, end + 2))
-        np.add.at(allocated, (device, born[live]), nbytes[live])
-        np.add.at(freed, (device, last[live] + 1), nbytes[live])
-        live_bytes = (allocated - freed).cumsum(axis=1)[:, : end + 1]
-        acting = devices[self.running][None, :] == np.arange(self.computing)[:, None]
-        acting = np.concatenate([acting, np.zeros((self.computing, 1), dtype=bool)], axis=1)
-        if self.host < self.computing:
-            acting[self.host, time[end]] = True
-        # a copy is live from its move on, which is a step of the target device
-        busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
-        peaks: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
-        self._count_gradients(peaks, live_bytes - freed[:, 1:], home)
-        if self._optimizer_bytes.any() or self.staying_gradients.any():
-            peaks = np.maximum(peaks, live_bytes[:, end] + self._optimizer_peak(home))
-        return peaks + self.resident(home)
+        born[root != np.arange(len(last))] = -1
+        return born, last
 
     def _count_gradients(self, peaks: Floats, between: Floats, home: Ints) -> None:
         """Raise peaks to those of gradients from other devices: they are added before anything else runs.

@@ -104,13 +104,11 @@ def place_jointly(
         solution = attempt(problem, replace(part, proves=False), None)
         return probe(problem, deadline=limits.deadline) if solution is None else solution.evaluation
 
-    starts: list[list[Evaluation]] = []
-    if near is not None and _feasible(together := fit_together(problems, near)):
-        starts.append(together)
+    given = None if near is None else fit_together(problems, near)
+    starts = [given] if given is not None and _feasible(given) else []
     evaluations = [solution.evaluation for solution in alone]
     for number, start in enumerate(_Starts(calls, pinned, find).each(evaluations)):
-        if start is not None:
-            starts.append(start)
+        starts += [] if start is None else [start]
         if starts and (number or limits.over):
             break  # further starts are for budgets that are hard to keep
     if not starts:
