@@ -81,6 +81,16 @@ class Graph:
         self.consumers = {name: tuple(found) for name, found in users.items()}
 
     @cached_property
+    def position_of(self) -> dict[str, int]:
+        """Operation -> its position in the order."""
+        return {name: position for position, name in enumerate(self.operations)}
+
+    @cached_property
+    def group_of(self) -> dict[str, frozenset[str]]:
+        """Operation that must share a device with others -> all of these, itself included."""
+        return {name: group for group in self.together for name in group}
+
+    @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Value or weight -> the operations that read its data, not only its shape, in order."""
         host_only = {operation.name for operation in self.operations.values() if operation.host_only}
@@ -174,7 +184,7 @@ class Graph:
         roots = [self.root(value.name) for value in self.values.values() if value.gradient_of]
         if not roots:
             return frozenset()
-        order = {name: index for index, name in enumerate(self.operations)}
+        order = self.position_of
         last_reader: dict[str, int] = {}
         for name, readers in self.consumers.items():
             root = self.root(name)

@@ -122,7 +122,6 @@ class Boundaries:
         to. Inside the order, at least one tensor crosses a cut.
         """
         graph, count = self.graph, len(self.graph.operations)
-        position_of = {name: position for position, name in enumerate(graph.operations)}
         written = {graph.root(name) for op in graph.operations.values() for name in op.mutates}
         readers: dict[str, list[str]] = {}
         for operation in graph.operations.values():
@@ -131,7 +130,7 @@ class Boundaries:
         inseparable = [*map(list, graph.together), *readers.values()]
         free = np.ones(count + 1, dtype=bool)
         for group in inseparable:
-            places = [position_of[name] for name in group]
+            places = [graph.position_of[name] for name in group]
             free[min(places) + 1 : max(places) + 1] = False
         free[1:-1] &= self.crossing_count[1:-1] > 0
         free[[0, -1]] = True

@@ -144,11 +144,10 @@ class Estimates:
     def weights(self) -> Floats:
         """(cuts, cuts) bytes of the distinct weights that a stretch reads."""
         graph, cuts = self.graph, self.cuts
-        position_of = {name: position for position, name in enumerate(graph.operations)}
-        alone = np.zeros(len(position_of) + 1)  # with gradients and optimizer state
+        alone = np.zeros(len(graph.operations) + 1)  # with gradients and optimizer state
         shared = np.zeros((len(cuts), len(cuts)))
         for weight in graph.weights.values():
-            readers = sorted({position_of[name] for name in graph.readers.get(weight.name, ())})
+            readers = sorted({graph.position_of[name] for name in graph.readers.get(weight.name, ())})
             if len(readers) == 1:
                 alone[readers[0]] += weight.held_bytes
             elif readers:

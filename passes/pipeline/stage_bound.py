@@ -178,10 +178,8 @@ def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.i
 
 def _first_reads(graph: Graph) -> Floats:
     """Return (operations,) bytes of the weights that each operation is the first to read."""
-    position_of = {name: position for position, name in enumerate(graph.operations)}
-    nbytes = np.zeros(len(position_of))
+    nbytes = np.zeros(len(graph.operations))
     for weight in graph.weights.values():
-        readers = [position_of[name] for name in graph.readers.get(weight.name, ())]
-        if readers:
-            nbytes[min(readers)] += weight.nbytes
+        if readers := graph.readers.get(weight.name):
+            nbytes[min(map(graph.position_of.__getitem__, readers))] += weight.nbytes
     return nbytes

@@ -192,13 +192,12 @@ class Arrays:
         return seconds
 
     def _make_units(self) -> list[list[int]]:
-        group = {name: members for members in self.graph.together for name in members}
         self.unit_of = np.full(self.count, -1)
         units: list[list[int]] = []
         for i, operation in enumerate(self.operations):
             if operation.host_only or self.unit_of[i] >= 0:
                 continue
-            names = group.get(operation.name, frozenset({operation.name}))
+            names = self.graph.group_of.get(operation.name, frozenset({operation.name}))
             members = sorted(self.index[name] for name in names)
             members = [m for m in members if not self.operations[m].host_only]
             self.unit_of[members] = len(units)

@@ -72,7 +72,7 @@ def where_buffers_suffice(problem: Problem) -> Problem:
             continue
         for reader in graph.readers.get(name, ()):
             able = allowed.get(reader, frozenset(spec.key for spec in topology.computing))
-            for member in next((group for group in graph.together if reader in group), (reader,)):
+            for member in graph.group_of.get(reader, (reader,)):
                 allowed[member] = able - too_small or able
     return replace(problem, allowed=allowed)
 

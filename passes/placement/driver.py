@@ -313,11 +313,10 @@ def is_searched(problem: Problem, evaluation: Evaluation) -> bool:
     where something runs: only there do bounds count working memory.
     """
     graph, now = problem.graph, evaluation.assignment
-    group_of = {name: number for number, group in enumerate(graph.together) for name in group}
     busy = {now.operations[name] for name, operation in graph.operations.items() if not operation.host_only}
     for name in graph.weights:
         readers = graph.readers.get(name, ())
-        own = len({group_of.get(reader, reader) for reader in readers}) == 1
+        own = len({graph.group_of.get(reader, reader) for reader in readers}) == 1
         homes = {now.operations[reader] for reader in readers} if own else busy
         others = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
         if readers and now.weights[name] not in homes | others:

@@ -38,7 +38,7 @@ def _may_be_tied(problem: Problem, first: str, second: str) -> bool:
 
 def folded_order(graph: Graph) -> list[str]:
     """Return the operations in folded order: each backward operation follows its forward operation."""
-    position = {name: index for index, name in enumerate(graph.operations)}
+    position = graph.position_of
     place, last = dict[str, int](), 0
     for name, operation in graph.operations.items():
         last = position.get(operation.forward, last) if operation.backward else position[name]

@@ -154,7 +154,6 @@ def _layer_of(name: str) -> str:
 def _followers(graph: Graph, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return layer -> operations that read its weights, weightless ones that follow these, and tied ones."""
     layer_of = {name: layer for layer, names in layers.items() for name in names}
-    tied = {name: group for group in graph.together for name in group}
     followers: dict[str, dict[str, None]] = {layer: {} for layer in layers}
     current = dict[str, None]()
     for operation in graph.operations.values():
@@ -162,5 +161,6 @@ def _followers(graph: Graph, layers: Mapping[str, Sequence[str]]) -> dict[str, l
         if weights:
             current = dict.fromkeys(layer_of[name] for name in weights if name in layer_of)
         for layer in current:
-            followers[layer].update(dict.fromkeys(sorted(tied.get(operation.name, [operation.name]))))
+            tied = graph.group_of.get(operation.name, [operation.name])
+            followers[layer].update(dict.fromkeys(sorted(tied)))
     return {layer: list(names) for layer, names in followers.items()}
