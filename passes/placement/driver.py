@@ -8,6 +8,7 @@ the fastest placement is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -340,8 +341,8 @@ def _place_streamed(
 ) -> Solution | None:
     """Place with streaming: accelerators in turn, segments, bounds, beam searches, local search."""
     effort = limits.work(len(candidate.graph.operations), PARAMS.streaming_effort)
-    turns = _in_turns(candidate, effort)
     search = StreamedSearch(candidate, effort)
+    turns = _in_turns(search)
     begun = _begin(search, near) if turns is None else search.begin(near)
     if turns is None and not begun:
         return None
@@ -359,11 +360,14 @@ def _place_streamed(
     return _certified(search.best, search.bound, candidate, problem)
 
 
-def _in_turns(candidate: Problem, effort: Effort) -> Evaluation | None:
-    if candidate.fixed_weights.keys() >= set(candidate.graph.streamable):
+def _in_turns(search: StreamedSearch) -> Evaluation | None:
+    """Return the best placement in which accelerators compute in turn; the search itself has none yet."""
+    problem, effort = search.problem, search.effort
+    if problem.fixed_weights.keys() >= set(problem.graph.streamable):
         return None  # an earlier plan has placed the weights, and operations follow them
     # half of a time limit: the first placements of the other searches are several times slower
     with effort.share(PARAMS.turns_share if effort.deadline is None else 0.5) as part:
-        search = StreamedSearch(candidate, part)
-        search.take_turns()
-    return search.best
+        turns = copy(search)
+        turns.effort = part
+        turns.take_turns()
+    return turns.best

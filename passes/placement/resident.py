@@ -101,8 +101,7 @@ class ResidentSearch:
                 in_order=in_order,
                 minimise_excess=minimise_excess,
             )
-            if search.classes:
-                yield from self._offer_segments(search)
+            yield from self._offer_segments(search)
             if search.complete:
                 return
 

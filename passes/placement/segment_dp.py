@@ -238,9 +238,13 @@ class SegmentDP:
     # -- homes of shared weights ---------------------------------------------------------------------
 
     def homes(self) -> Iterator[Homes]:
-        """Yield no homes; then all large shared weights on one device, for one device of each class."""
-        yield {}
+        """Yield no homes; then all large shared weights on one device, for one device of each class.
+
+        Without accelerators there are no segments, and nothing is yielded.
+        """
         arrays, large = self.arrays, self.arrays.large_shared
+        if self.classes:
+            yield {}
         for members in self.classes if large else ():
             if arrays.nbytes[large].sum() <= arrays.room[members[0]]:
                 yield {arrays.names[item]: members[0] for item in large}

@@ -164,7 +164,7 @@ class StreamedSearch:
         return self.best is not None
 
     def _offer_segments(self, search: SegmentDP) -> None:
-        for homes in search.homes() if search.classes else ():
+        for homes in search.homes():
             if self.effort.over or (self.best is not None and self._spent_much):
                 return
             for segments, devices in search.placements(homes):
