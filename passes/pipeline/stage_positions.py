@@ -19,23 +19,18 @@ def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[in
         PlanError: the operations of this trace read the weights in an order that fits no such stages.
     """
     graph, count = boundaries.graph, len(boundaries.graph.operations)
+    owned = graph.weights.keys() & set().union(*held)
     reads = [
-        {name for name in (graph.root(one) for one in operation.inputs) if name in graph.weights}
-        if not operation.host_only and operation.name not in boundaries.recomputed
-        else set()
+        set[str]()
+        if operation.host_only or operation.name in boundaries.recomputed
+        else owned & set(map(graph.root, operation.inputs))
         for operation in graph.operations.values()
     ]
-    owned = set().union(*held)
     cuts = [0]
     for stage in range(len(held) - 1):
         later = set().union(*held[stage + 1 :])
-        latest = next(
-            (p for p in range(cuts[-1], count) if any(n in owned and n not in held[stage] for n in reads[p])),
-            count,
-        )
-        earliest = 1 + max(
-            (p for p in range(latest) if any(n in owned and n not in later for n in reads[p])), default=-1
-        )
+        latest = next((p for p in range(cuts[-1], count) if reads[p] - held[stage]), count)
+        earliest = 1 + max((p for p in range(latest) if reads[p] - later), default=-1)
         valid = [int(p) for p in boundaries.allowed if max(earliest, cuts[-1]) <= p <= latest]
         if not valid:
             raise PlanError(

@@ -218,7 +218,7 @@ class StreamedSearch:
         """Offer placements with as many weights streamed as devices lack bytes for, spread evenly.
 
         Args:
-            lacking: device -> bytes that it lacks, to begin with; raised in place.
+            lacking: device -> bytes that it lacks, to begin with; raised by what is found to exceed a budget.
             devices: (operations,) devices.
             slot: most bytes of a weight that is streamed.
         """
