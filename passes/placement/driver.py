@@ -100,9 +100,9 @@ def probe(
         if not search.begin():
             search.improve()
         effort.charge(part.done)
-        evaluation = search.best if isinstance(search, StreamedSearch) else search.evaluation()
+        evaluation = search.evaluation()
         if evaluation is not None and evaluation.feasible:
-            if climbs and isinstance(search, StreamedSearch):
+            if climbs and streaming:
                 return climb_streamed(search.arrays, evaluation, Effort(5 * visits, deadline))
             return evaluation
     return None
@@ -221,10 +221,8 @@ def _place_resident(
         if even is not None:
             return even
         warn(_NOT_EVEN)
-    own_limits = (
-        limits.until(0.5) if limits.seconds_left is not None and _may_stream_anyway(problem) else limits
-    )
-    effort = own_limits.work(len(candidate.graph.operations))
+    streams_after = limits.seconds_left is not None and _may_stream_anyway(problem)
+    effort = (limits.until(0.5) if streams_after else limits).work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _begin(search, near):
         return None

@@ -84,6 +84,10 @@ class StreamedSearch:
         """Whether the gap is at most ``sufficient_gap``."""
         return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
+    def evaluation(self) -> Evaluation | None:
+        """Return the best placement; None if there is none."""
+        return self.best
+
     def _evaluate(self, assignment: Assignment) -> Evaluation:
         return evaluate_filled(self.problem, assignment, self.arrays.unread)
 
