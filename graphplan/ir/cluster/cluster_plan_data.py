@@ -63,10 +63,8 @@ class ClusterPlanData(Generic[AnyPlan]):
     @cached_property
     def transfer_seconds(self) -> tuple[float, ...]:
         """Seconds of the network after each stage, per microbatch, gradients included; 0 after the last."""
-        times = 2 if self.trains else 1
-        return tuple(
-            times * sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages
-        )
+        sent = (sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages)
+        return tuple(self.flight.crossings * seconds for seconds in sent)
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
@@ -86,15 +84,20 @@ class ClusterPlanData(Generic[AnyPlan]):
     def flight(self) -> Flight:
         """The microbatches and their schedule."""
         each = len(self.stages) // self.machines if self.schedule == "interleaved" else 1
-        machines, trains = self.machines, self.trains
-        return Flight(self.microbatches, self.schedule, trains, trains, machines, max(1, each))
+        return Flight(
+            self.microbatches,
+            self.schedule,
+            grad=self.trains,
+            train=self.trains,
+            machines=self.machines,
+            stages_per_machine=max(1, each),
+        )
 
     @cached_property
     def timed_actions(self) -> tuple[TimedAction, ...]:
         """The estimated times at which machines run their stages in a batch, interleaved."""
-        times = 2 if self.trains else 1
         stages = [
-            stage_seconds(stage.plan, sent / times, trains=self.trains)
+            stage_seconds(stage.plan, sent / self.flight.crossings, trains=self.trains)
             for stage, sent in zip(self.stages, self.transfer_seconds, strict=True)
         ]
         return tuple(play(self.machines, self.microbatches, stages))
