@@ -156,6 +156,12 @@ def test_stages_in_another_order_are_refused() -> None:
         replace(plan, schedule="1f1b").verify()
 
 
+def test_a_plan_of_no_machines_is_damaged() -> None:
+    data = json.loads(planned([{"cpu": "1GiB"}] * 2, model=stack(4)).to_json())
+    with pytest.raises(graphplan.PlanError, match=r"stages are on the machines \[0, 1, 0, 1\], of 0"):
+        ClusterPlan.from_json(json.dumps({**data, "machines": 0}))
+
+
 def test_the_stages_of_a_machine_share_its_lanes(tmp_path: Path) -> None:
     machines = [{"cpu": "1GiB"}] * 3
     plan = planned(machines, x=X[:960], microbatches=6, train=True)

@@ -201,7 +201,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         used = [stage.machine for stage in self.stages]
         valid = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
         if self.schedule == "interleaved":
-            turns, rest = divmod(len(used), self.machines)
+            turns, rest = divmod(len(used), max(1, self.machines))
             valid = turns > 1 and not rest and used == list(range(self.machines)) * turns
             valid = valid and rounds_divide(self.machines, self.microbatches)
         if not valid:
