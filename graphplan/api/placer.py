@@ -289,7 +289,7 @@ class Placer:
         """
         known.model_copy.enter(modes, values, current)
         mover = known.anew()
-        planned = mover.plan(call, entry, mover.aheads(call, entry), retries=True)
+        planned = mover.plan(call, entry, mover.aheads(call, entry), caller_retries=True)
         mover.commit(planned)
         return Placer(
             self.topology,

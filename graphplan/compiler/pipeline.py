@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -136,45 +137,58 @@ class Compiler:
         entry: str = "",
         aheads: Sequence[float] | None = None,
         *,
-        retries: bool = False,
+        caller_retries: bool = False,
     ) -> Planned:
         """Capture, annotate and place a call, for larger sizes if the options say so.
 
         ``aheads`` are as for captures, tried in order until there is room. By default a first call is planned
-        for its own sizes, a later one for larger sizes if there is room and the plan is fast. ``retries`` is
-        as in :class:`Limits`.
+        for its own sizes, a later one for larger sizes if there is room and the plan is fast.
+        ``caller_retries`` is as in :class:`Limits`.
         """
-        placed, tried, slow = self.homes is not None, list[Annotator](), list[tuple[float, Planned]]()
-        aheads = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
-        for ahead in aheads:
-            last = ahead == aheads[-1]
-            annotator = self.captures.annotated(call, entry, ahead)
-            again = annotator in tried  # the caller's limits fix the sizes; the last error names budgets
-            if (again and (slow or retries or not last)) or (slow and ahead):  # a plan ahead is slow again
-                continue
-            if not last and self._committed.lacks_room(annotator.capture):
-                continue
-            tried.append(annotator)
-            try:
-                planned = self._planned([Member(annotator, 1.0, call)], retries=retries or not last)[0]
-            except InfeasibleError as error:  # no room for larger sizes: those at hand may fit
-                lacking = error.with_traceback(None)  # its frames hold the caller's tensors
-                logger.info("no room for such sizes: %s", error)
-                self._committed.refused.append(annotator.capture)
-                continue
-            times = slowness(planned.plan) if placed else 1.0
-            if times <= SLOW:
-                return planned
-            slow.append((times, planned))
-        if slow:  # no plan is fast: one for more sizes saves planning again
-            return slow[-1][1] if _WORTH * slow[-1][0] < slow[0][0] else slow[0][1]
-        if placed:
-            advice = _SIZED if self.options.training is None else _TRAINED
-            lacking.args = (f"{lacking}{_PLACED.format(shapes_text(call), advice)}",)
+        placed = self.homes is not None
+        *larger, last = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
+        plan_ahead = self._plan_ahead(call, entry, larger)
+        if plan_ahead is not None and (last or not placed or slowness(plan_ahead.plan) <= SLOW):
+            return plan_ahead
+        annotator = self.captures.annotated(call, entry, last)
+        if plan_ahead is not None and plan_ahead.capture.signature == annotator.capture.signature:
+            return plan_ahead  # the caller's limits fix the sizes
+        if caller_retries and self._committed.lacks_room(annotator.capture):
+            raise InfeasibleError(f"there is no room for these inputs: {shapes_text(call)}")
         try:
-            raise lacking
-        finally:
-            del lacking  # a cycle with this frame would keep the caller's tensors
+            planned = self._place_alone(annotator, call, caller_retries=caller_retries)
+        except InfeasibleError as error:
+            if plan_ahead is not None:
+                return plan_ahead
+            if placed:
+                advice = _SIZED if self.options.training is None else _TRAINED
+                error.args = (f"{error}{_PLACED.format(shapes_text(call), advice)}",)
+            raise
+        if plan_ahead is None:
+            return planned
+        # if neither is fast, the one for larger sizes saves planning again
+        times = slowness(planned.plan)
+        return planned if times <= SLOW or _WORTH * times < slowness(plan_ahead.plan) else plan_ahead
+
+    def _plan_ahead(self, call: BoundCall, entry: str, aheads: Sequence[float]) -> Planned | None:
+        """Return the plan for the first of these larger sizes for which there is room; None for no room."""
+        for ahead in aheads:
+            annotator = self.captures.annotated(call, entry, ahead)
+            if not self._committed.lacks_room(annotator.capture):
+                with suppress(InfeasibleError):
+                    return self._place_alone(annotator, call, caller_retries=True)
+        return None
+
+    def _place_alone(self, annotator: Annotator, call: BoundCall, *, caller_retries: bool) -> Planned:
+        """Place a call by itself; remember its sizes if there is no room for them."""
+        limits = replace(Limits.within(self.options.time_limit), caller_retries=caller_retries)
+        try:
+            return self._place([Member(annotator, 1.0, call)], limits)[0]
+        except InfeasibleError as error:
+            logger.info("no room for such sizes: %s", error)
+            self._committed.refused.append(annotator.capture)
+            error.__traceback__ = None  # its frames hold the caller's tensors
+            raise
 
     def aheads(self, call: BoundCall, entry: str) -> Sequence[float]:
         """Return how far to plan ahead if weights may move: a cache is sure to grow."""
@@ -192,7 +206,8 @@ class Compiler:
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + one.weight, one.call)
-        plans = self._planned(list(members.values()), advise=advise)
+        limits = replace(Limits.within(self.options.time_limit), advises=advise)
+        plans = self._place(list(members.values()), limits)
         first = replace(plans[0].plan, others=tuple(planned.plan for planned in plans[1:]))
         return replace(plans[0], plan=first), *plans[1:]
 
@@ -258,7 +273,7 @@ class Compiler:
         self.model_copy.enter(modes, values, current)
         settled = self.homes is not None
         aheads = None if barely else self.aheads(call, entry)
-        planned = self.plan(call, entry, aheads, retries=not barely)
+        planned = self.plan(call, entry, aheads, caller_retries=not barely)
         self.commit(planned)
         program = self.lower(planned)
         if settled:
@@ -287,24 +302,18 @@ class Compiler:
             return check_budgets(place_step(reuse_slices(state)))
         return check_budgets(place_as_planned(state, self.given_plan))
 
-    def _planned(
-        self, members: Sequence[Member], *, advise: bool = True, retries: bool = False
-    ) -> list[Planned]:
+    def _place(self, members: Sequence[Member], limits: Limits) -> list[Planned]:
+        """Place the calls; if nothing is found by the deadline, search on until something is."""
         enter_stage("search")
-        limits = Limits.within(self.options.time_limit)
-        timed = limits.deadline is not None
-        first_limits = replace(limits, advises=advise and not timed, retries=retries or timed)
-        state = CompileState(self._formulation, members, first_limits)
+        state = CompileState(self._formulation, members, limits)
         choices = None
-        try:
+        if limits.deadline is not None:
+            timed = replace(limits, advises=False, caller_retries=True)
+            with suppress(InfeasibleError):  # an error costs the caller more than a longer search
+                choices = self._run_passes(replace(state, limits=timed))
+            state = replace(state, limits=replace(limits, deadline=None, proves=False))
+        if choices is None:
             choices = self._run_passes(state)
-        except InfeasibleError:
-            if not timed:
-                raise
-        if choices is None:  # outside the handler: as the context of a next error, it would hold weights
-            # an error costs the caller more than a longer search
-            again = replace(limits, deadline=None, proves=False, advises=advise, retries=retries)
-            choices = self._run_passes(replace(state, limits=again))
         for choice in choices:
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
         return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in choices]

@@ -163,14 +163,14 @@ class Limits:
         effort: multiple of the default work.
         proves: whether to compute a bound; if not, the search ends with a good placement.
         advises: whether to search for budgets that an error names, for several passes or with a disk.
-        retries: whether the caller tries again if nothing is found; the error's budgets may then be rough.
+        caller_retries: whether the caller tries again if nothing is found; an error's budgets may be rough.
     """
 
     deadline: float | None = None
     effort: float = 1.0
     proves: bool = True
     advises: bool = True
-    retries: bool = False
+    caller_retries: bool = False
 
     @classmethod
     def within(cls, time_limit: float | None) -> Limits:

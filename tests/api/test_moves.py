@@ -194,13 +194,13 @@ def test_weights_that_modules_keep_in_lists_move_too() -> None:
 
 def test_sizes_for_which_there_was_no_room_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, searched = layers(), list[int]()
-    own = Compiler._planned
+    own = Compiler._place
 
-    def counted(compiler: Compiler, members: Any, **options: Any) -> Any:
+    def counted(compiler: Compiler, members: Any, limits: Any) -> Any:
         searched.append(max(members[0].annotator.capture.sizes.values()))
-        return own(compiler, members, **options)
+        return own(compiler, members, limits)
 
-    monkeypatch.setattr(Compiler, "_planned", counted)
+    monkeypatch.setattr(Compiler, "_place", counted)
     with graphplan.simulate({0: bytes_of(model) + 12_000}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),))
         same(model, placed, *range(17, 20))

@@ -55,7 +55,7 @@ def short_search(effort: float = 0.2) -> Iterator[None]:
     """The planner stops after its first good placement, or this share of the default work."""
 
     def quick(problem: Any, limits: Limits = Limits(), **options: Any) -> Solution:  # noqa: B008  # frozen
-        first = Limits(effort=effort, proves=False, retries=limits.retries)
+        first = Limits(effort=effort, proves=False, caller_retries=limits.caller_retries)
         return place(problem, first, **options)
 
     with patch.object(caller_of_place, "place", quick):
