@@ -153,13 +153,19 @@ def partition(
     preset = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
     request = read_request(model, topology, plan_options, preset, check=check)
     model, model_copy = request.model, request.model_copy
-    rules = pin_sparse(request.options.constraints, model_copy.weights, topology)
+    constraints = pin_sparse(request.options.constraints, model_copy.weights, topology)
     _warn_of_shared(model_copy.shared)
     if checkpoint is None:
         require_data(model, model_copy.weights)
-    source = read_source(request, checkpoint, strict=strict is not False)
-    with_rules = replace(request.options, constraints=rules)
-    placer = Placer(topology, with_rules, strict is True, source, check, warm, saved)
+    placer = Placer(
+        topology,
+        replace(request.options, constraints=constraints),
+        strict=strict is True,
+        source=read_source(request, checkpoint, strict=strict is not False),
+        check=check,
+        warm=warm,
+        plan=saved,
+    )
     if plan_options.calls is not None:
         return placer.place_together(model, model_copy, partial(read_examples, plan_options, args, kwargs))
     call = read_example(request, args, kwargs)

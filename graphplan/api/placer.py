@@ -6,7 +6,7 @@
        │                        │ pickled, or changed after it was traced
        │                        ├── that Placer places it at the next call, with the weights where they are
        └── at the first         │ a call has no room beside the weights
-           forward pass         └── find_room plans it, with the weights anywhere; its Placer moves them
+           forward pass         └── find_room plans it, with the weights anywhere; a WeightMove moves them
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ class Placer:
         check: whether results are compared with those of eager mode.
         warm: whether allocators reserve the planned bytes of activations at once.
         plan: a plan to carry out instead of a search.
-        in_place: whether the model itself is placed, instead of a copy.
+        become: puts the placed tensors into a copy of the model, or into the model itself.
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
         hooked_plan: that of a model that hooks run, whose memory is left free; None for other models.
         beside_hooks: whether hooks run the calls that have no graph, for which NoGraphError is raised.
-        pending_move: compiler and plan of :meth:`find_room`; the next call moves the weights as it says.
     """
 
     topology: Topology
@@ -90,60 +89,67 @@ class Placer:
     check: bool = False
     warm: bool = False
     plan: PlanData | None = None
-    in_place: bool = False
+    become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
     hooked_plan: Plan | None = None
     beside_hooks: bool = False
-    pending_move: tuple[Compiler, Planned] | None = None
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
-        """Return the placed module, planned for its present state, or moved as ``pending_move`` says."""
+        """Return the module itself, placed as planned for its present state."""
         require_present(self.topology)
         model = unplaced(module)
-        if self.pending_move is not None:
-            mover, planned = self.pending_move  # not kept by the module: it refers to inputs
-            with suppress(TypeError, GraphplanError):  # another thread's call, which does not fit
-                _offload_caches(planned, mover.model_copy.part(entry).bind(args, kwargs))
-            placed = replace(self, pending_move=None).attached(model, mover, [planned], refilled)
-            mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
-            return placed
         model_copy = ModelCopy(model)
         if self._step is not None and torch.is_grad_enabled():
             model_copy.step = self._step.of(module, (args, kwargs))
         call = model_copy.part(entry).bind(args, kwargs)
-        return replace(self, in_place=True).place(model, model_copy, call, entry)
+        return replace(self, become=taken_over).place(model, model_copy, call, entry)
 
     def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str = "") -> nn.Module:
-        """Return the placed model for a call of ``entry``, or of the model itself if it is empty."""
-        compiler, calls = self._compiler(model_copy), [EntryCall(call, entry)]
+        """Return the placed model for a call of ``entry``, or of the model itself if it is empty.
+
+        If a training step cannot be traced, only its forward pass is, and autograd does the rest.
+        """
+        if self.options.training is None:
+            return self._place_forward(model, model_copy, call, entry)
         try:
-            placed = self.attached(model, compiler, plan_first(compiler, call, entry))
-            return self._checked(model, placed, calls)
+            return self._traced(model, self._compiler(model_copy), EntryCall(call, entry))
         except NoGraphError as error:
-            runs_eagerly = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.strict or runs_eagerly or self.beside_hooks:
+            if self._must_raise(error):
+                raise
+            failure = first_line(error)
+        nbytes = saved_bytes(model_copy, call.on_cpu())
+        size_text = "of unknown size" if nbytes is None else f"about {readable_bytes(nbytes)}"
+        warn(_UNTRACED.format(size_text, failure))
+        plain = replace(self, options=replace(self.options, training=None, grad=True))
+        return plain._place_forward(model, ModelCopy(model), call, entry)
+
+    def _place_forward(
+        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str
+    ) -> nn.Module:
+        """Return the placed model for a forward pass; its modules run the pass if that cannot be traced."""
+        compiler, example = self._compiler(model_copy), EntryCall(call, entry)
+        try:
+            return self._traced(model, compiler, example)
+        except NoGraphError as error:
+            if self._must_raise(error):
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
-        if self.options.training is not None:
-            return self._untraced(model, model_copy, call, failed, entry)
         if self.homes is not None:  # its modules run this call where their weights are
             compiler.settle()
             return self.attached(model, compiler, [], no_graph=failed)
-        return self._hooked(model, model_copy, calls, failed)
+        return self._hooked(model, model_copy, [example], failed)
 
-    def _untraced(
-        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, failed: NoGraphError, entry: str
-    ) -> nn.Module:
-        """Return the placed model, trained by autograd alone, since its training step cannot be traced."""
-        nbytes = saved_bytes(model_copy, call.on_cpu())
-        size_text = "of unknown size" if nbytes is None else f"about {readable_bytes(nbytes)}"
-        warn(_UNTRACED.format(size_text, first_line(failed)))
-        plain = replace(self, options=replace(self.options, training=None, grad=True))
-        return plain.place(model, ModelCopy(model), call, entry)
+    def _traced(self, model: nn.Module, compiler: Compiler, example: EntryCall) -> nn.Module:
+        placed = self.attached(model, compiler, plan_first(compiler, example.call, example.entry))
+        return self._checked(model, placed, [example])
+
+    def _must_raise(self, error: NoGraphError) -> bool:
+        """Whether the caller of this placer handles a call without a graph."""
+        return self.strict or self.beside_hooks or isinstance(error, RunAsItIs | UntracedMethodError)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]
@@ -176,7 +182,7 @@ class Placer:
             model, model_copy, largest, self.topology, self.options, self.source, failed, retry
         )
         placed = self._checked(model, placed, calls)
-        return in_place_of(model, placed) if self.in_place else placed
+        return placed if self.become is copy_to_run else in_place_of(model, placed)
 
     def _beside_hooks(self, plan: Plan) -> Placer:
         """Return the placer for later calls, with the weights where the plan of the hooks has them."""
@@ -210,13 +216,11 @@ class Placer:
         model: nn.Module,
         compiler: Compiler,
         planned: Sequence[Planned],
-        in_place: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = taken_over,
         no_graph: NoGraphError | None = None,
     ) -> nn.Module:
         """Return a placed copy of ``model``, or itself, with the programs of committed plans.
 
-        If ``self.in_place``, the model takes the placed tensors by ``in_place``. ``no_graph`` is the error
-        of a call that has no program.
+        ``no_graph`` is the error of a call that has no program.
         """
         model_copy, owned = compiler.model_copy, self.homes is not None
         if self.source is None and DISK in (self.homes or {}).values():
@@ -224,8 +228,8 @@ class Placer:
         programs = [compiler.lower(one) for one in planned]
         enter_stage("place weights")
         layout = compiler.layout()
-        if self.in_place and owned:
-            bring_back(model, layout, in_place)
+        if self.become is not copy_to_run and owned:
+            bring_back(model, layout, self.become)
             tensors = model_copy.weights.tensors  # the old tensors hold memory
             tensors.update(ModelWeights(model).tensors)
         placed, memory = place_model(
@@ -235,7 +239,7 @@ class Placer:
             placed_class,
             self.source,
             owned=owned,
-            become=in_place if self.in_place else copy_to_run,
+            become=self.become,
         )
         first = planned[0].plan if planned else self.known_plan
         compute_device = None if first is None else compute_device_of(first)
@@ -264,7 +268,7 @@ class Placer:
             moved_for=self.moved_for,
         )
         attach(placed, state, memory)
-        if in_place is taken_over and state.guard is not None:  # the graphs' constants have these values
+        if self.become is not refilled and state.guard is not None:  # the graphs' constants have these values
             state.values = state.guard.values
         if self.warm:
             warm_activations(program.plan for program in programs)
@@ -278,11 +282,11 @@ class Placer:
         modes: Modes,
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
-    ) -> Placer:
+    ) -> WeightMove:
         """Plan a call, or larger ones, with the weights on any device; nothing is moved yet.
 
         ``known`` is the compiler that has the traces; ``values`` and ``current`` are as in
-        :meth:`Compiler.further`. The returned placer moves the weights at the next call.
+        :meth:`Compiler.further`.
 
         Raises:
             InfeasibleError: no placement of the weights has room for the call.
@@ -291,17 +295,47 @@ class Placer:
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry), caller_retries=True)
         mover.commit(planned)
-        return Placer(
+        placer = Placer(
             self.topology,
             self.options,
             self.strict,
             warm=self.warm,
-            in_place=True,
+            become=refilled,
             moved_for=sum(map(tensor_bytes, call.tensors)),
             homes=mover.homes,
-            known_plan=planned.plan,
-            pending_move=(mover, planned),
         )
+        return WeightMove(placer, mover, planned)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMove:
+    """Moves the weights of a placed module at its next call, as ``planned`` says, which refers to inputs."""
+
+    placer: Placer
+    compiler: Compiler
+    planned: Planned
+
+    @property
+    def known_plan(self) -> Plan:
+        """The plan by which the weights are placed."""
+        return self.planned.plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether it is an error if a call cannot be traced."""
+        return self.placer.strict
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """Return the module itself, with its weights moved."""
+        require_present(self.placer.topology)
+        model, model_copy = unplaced(module), self.compiler.model_copy
+        with suppress(TypeError, GraphplanError):  # another thread's call, which does not fit
+            _offload_caches(self.planned, model_copy.part(entry).bind(args, kwargs))
+        placed = self.placer.attached(model, self.compiler, [self.planned])
+        model_copy.weights.tensors.update(ModelWeights(placed).tensors)
+        return placed
 
 
 def _offload_caches(planned: Planned, call: BoundCall) -> None:
