@@ -108,11 +108,11 @@ def blocks_row() -> dict[str, Any]:
     planned = partial(graphplan.plan, model, kwargs=inputs, train=True, optimizer=ADAMW)
     roomy = planned({0: "1000GiB"})
 
-    def every_block(choice: Any) -> list[Trial]:
-        savings, _ = choice.every_block()
-        return [Trial(member_with(choice.member, savings), None)]
+    def every_block(search: Any) -> list[Trial]:
+        savings, _ = search.every_block()
+        return [Trial(member_with(search.member, savings), None)]
 
-    with patch("graphplan.compiler.activation_choice._Choice.trials", every_block):
+    with patch("graphplan.compiler.activation_choice._SavingsSearch.trials", every_block):
         blocks = planned({0: "1000GiB"})
     half = planned({0: roomy.peak_bytes[0] // 2, "cpu": "2000GiB"})
     rows = {"roomy": roomy, "every block again": blocks, "half of the memory": half}

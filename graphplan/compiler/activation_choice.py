@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -47,37 +47,37 @@ def place_step(state: CompileState) -> list[Choice]:
     """
     if len(state.members) > 1 or state.members[0].annotator.capture.step is None:
         return place_whole_or_sliced(state)
-    choice = _Choice(state)
+    search = _SavingsSearch(state)
     lacking: InfeasibleError | None = None
-    for trial in choice.trials():
+    for trial in search.trials():
         try:
-            return choice.placed(trial)
+            return search.place(trial)
         except InfeasibleError as error:  # with its transfers, operations need more memory
             lacking = lacking or error.with_traceback(None)
     assert lacking is not None
     raise lacking
 
 
-@dataclass
-class _Choice:
-    """The search for how much a training step saves.
+class _SavingsSearch:
+    """The search for how much a training step, the only member of the state, saves.
 
     Attributes:
-        state: has the training step as its only member.
         tried: number of segments that save less -> its trial.
+        missing: the same number -> bytes that its step lacks, as in :meth:`_missing_bytes`.
+        least: operation -> its least seconds on any device.
         devices: should hold the step: all accelerators, or the fastest if all together hold it unchanged.
     """
 
-    state: CompileState
-    tried: dict[int, Trial] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        (self.member,) = self.state.members
+    def __init__(self, state: CompileState) -> None:
+        self.state, (self.member,) = state, state.members
+        self.tried: dict[int, Trial] = {}
+        self.missing: dict[int, int] = {}
         self.problem = self._constrained(self.member)
         self.least = _least_seconds(self.problem)
-        self.devices = self.problem.topology.accelerators or self.problem.topology.computing
-        options, topology = self.state.formulation.options, self.problem.topology
+        self.least_seconds = sum(self.least.values())
+        options, topology = state.formulation.options, self.problem.topology
         assert options.training is not None
+        self.devices = topology.accelerators or topology.computing
         self.recomputes = options.training.recompute
         able = topology.cpu is not None and bool(topology.accelerators)
         self.offloads = able and options.training.offload_activations and options.constraints.offload
@@ -87,17 +87,16 @@ class _Choice:
         self._record(0, self.member, self.problem)
         if self._resides:
             plain = self.tried[0]
-            if plain.evaluation is not None and plain.evaluation.seconds <= (1 + _NEAR) * sum(
-                self.least.values()
-            ):
+            if plain.evaluation is not None and plain.evaluation.seconds <= (1 + _NEAR) * self.least_seconds:
                 return [plain]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
         items = self._items()
         if items:
             self._search(items)
-        alone_trials = [] if self._resides else self._searched_alone()
-        trials = [*self.tried.values(), *alone_trials]
+        trials = list(self.tried.values())
+        if not self._resides:
+            trials += self._searched_alone()
         feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
         if feasible:
             return feasible
@@ -106,7 +105,7 @@ class _Choice:
         savings = Savings(again=paths if self.recomputes else (), offloaded=paths if self.offloads else ())
         return [Trial(member_with(self.member, savings), None)]
 
-    def placed(self, trial: Trial) -> list[Choice]:
+    def place(self, trial: Trial) -> list[Choice]:
         """Return the trial's quick placement, or that of a full search if it is faster.
 
         Raises:
@@ -131,7 +130,7 @@ class _Choice:
         """A lower bound that also holds for steps that save less, if allowed: all run these operations."""
         if not (self.recomputes or self.offloads):
             return Bound()
-        return Bound(sum(self.least.values()), _EACH_ALONE, Scope.ANY)
+        return Bound(self.least_seconds, _EACH_ALONE, Scope.ANY)
 
     def _items(self, *, offloads: bool = True) -> list[Item]:
         """Return the options to save less, priced for the fastest accelerator."""
@@ -170,7 +169,7 @@ class _Choice:
 
     def _useful_count(self, items: Sequence[Item]) -> int:
         """Return how many of the cheapest items still allow a step faster than the unchanged one."""
-        most, seconds = 0, sum(self.least.values())
+        most, seconds = 0, self.least_seconds
         for item in ordered(items):
             seconds += item.seconds
             if seconds >= self.tried[0].seconds:
@@ -186,27 +185,24 @@ class _Choice:
         Once the fastest trial is on the accelerators alone, further trials use no CPU memory either.
         """
         most, streams = len(items), self.tried[0].evaluation is not None
+        self.missing[0] = self._missing_bytes(self.problem)
         savings, again = self.every_block()
-        lacking = {0: self._missing_bytes(self.problem)}
-        if again and sum(self.least.values()) + again < self.tried[0].seconds:
-            lacking[most] = self._try(most, savings)
+        if again and self.least_seconds + again < self.tried[0].seconds:
+            self._try(most, savings)
         if not self._resides and (not streams or (most in self.tried and not self.large)):
-            lacking[most] = self._try(most, cheapest(items, most))
-        if lacking.get(most, 0) > 0 and not any(trial.evaluation for trial in self.tried.values()):
+            self._try(most, cheapest(items, most))
+        if self.missing.get(most, 0) > 0 and not any(trial.evaluation for trial in self.tried.values()):
             return
-        useful = self._useful_count(items)
-        for _ in range(self._trial_count(streams=streams, may_fit=0 < _guess(items, lacking) <= useful)):
+        useful, tries = self._useful_count(items), _STEPS
+        if streams and self.large and not self._resides:
+            ends_streaming = 0 < _guess(items, self.missing) <= useful
+            tries = _STEPS // 2 if ends_streaming else 1
+        for _ in range(tries):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
-            count = next_count(seconds, _guess(items, lacking), useful)
+            count = next_count(seconds, _guess(items, self.missing), useful)
             if count in self.tried:
                 break
-            lacking[count] = self._try(count, cheapest(items, count))
-
-    def _trial_count(self, *, streams: bool, may_fit: bool) -> int:
-        """Return how many counts to try; for a large step that streams, one if no count may end that."""
-        if streams and self.large and not self._resides:
-            return _STEPS // 2 if may_fit else 1
-        return _STEPS
+            self._try(count, cheapest(items, count))
 
     def _searched_alone(self) -> list[Trial]:
         """Place the step that recomputes most by a full search without the CPU, if that may be faster.
@@ -214,7 +210,7 @@ class _Choice:
         The quick search may find only placements that use the CPU; more memory must not make a plan slower.
         """
         items = self._items(offloads=False)
-        seconds = sum(self.least.values()) + sum(item.seconds for item in items)
+        seconds = self.least_seconds + sum(item.seconds for item in items)
         known = min(trial.seconds for trial in self.tried.values())
         if not items or seconds >= known or math.isinf(known):  # if no trial fits, placed() searches in full
             return []
@@ -235,12 +231,12 @@ class _Choice:
         paths = dict.fromkeys(block.path for block in blocks)
         return Savings(again=tuple(paths)), sum(block.seconds for block in blocks)
 
-    def _try(self, count: int, savings: Savings) -> int:
-        """Probe the step with these savings; return the missing bytes, negative if some are left."""
+    def _try(self, count: int, savings: Savings) -> None:
+        """Probe the step with these savings, of so many segments."""
         member = member_with(self.member, savings)
         problem = self._constrained(member)
         self._record(count, member, problem)
-        return self._missing_bytes(problem)
+        self.missing[count] = self._missing_bytes(problem)
 
     def _record(self, count: int, member: Member, problem: Problem) -> None:
         if self.tried and self._resides:
@@ -285,13 +281,13 @@ def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
     return best + (math.ceil(step) if step > 0 else math.floor(step))
 
 
-def _guess(items: Sequence[Item], lacking: Mapping[int, int]) -> int:
+def _guess(items: Sequence[Item], missing: Mapping[int, int]) -> int:
     """Return how many of the cheapest items should free enough, by interpolation; 0 if all do not."""
-    lacking_of = {len(items): lacking[0] - freed(items, len(items)), **lacking}
-    if lacking_of[len(items)] > 0:
+    missing = {len(items): missing[0] - freed(items, len(items)), **missing}
+    if missing[len(items)] > 0:
         return 0
-    counts = sorted(lacking_of)
-    nbytes = np.interp(0, [-lacking_of[count] for count in counts], [freed(items, count) for count in counts])
+    counts = sorted(missing)
+    nbytes = np.interp(0, [-missing[count] for count in counts], [freed(items, count) for count in counts])
     return enough(items, float(nbytes))
 
 

@@ -18,9 +18,9 @@ from training_steps import ROOMY, needed
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import graphplan
-from graphplan.compiler.activation_choice import Trial, _Choice, next_count
+from graphplan.compiler.activation_choice import Trial, _SavingsSearch, next_count
 
-CHOICE = "graphplan.compiler.activation_choice._Choice"
+SEARCH = "graphplan.compiler.activation_choice._SavingsSearch"
 
 
 class Block(nn.Module):
@@ -73,21 +73,21 @@ def test_no_step_is_slower_than_every_block_again_by_the_same_search(
 ) -> None:
     model, example, size = made_by(make)
     options: dict[str, Any] = {"kwargs": {"input": example}, "train": True, "optimizer": torch.optim.AdamW}
-    trials, blocks = _Choice.trials, list[float]()
+    trials, blocks = _SavingsSearch.trials, list[float]()
 
-    def beside(choice: _Choice) -> list[Trial]:
-        other = _Choice(choice.state)
+    def beside(search: _SavingsSearch) -> list[Trial]:
+        other = _SavingsSearch(search.state)
         other._try(1, other.every_block()[0])
         blocks.append(other.tried[1].seconds)
-        return trials(choice)
+        return trials(search)
 
     for share in (0.9, 0.7, 0.5):
         budgets = dict.fromkeys(range(devices), int(share * size / devices))
         with (
             graphplan.simulate({**budgets, "cpu": ROOMY}) as machine,
             short_search(),
-            patch(f"{CHOICE}.large", large),
-            patch(f"{CHOICE}.trials", beside),
+            patch(f"{SEARCH}.large", large),
+            patch(f"{SEARCH}.trials", beside),
         ):
             plan = graphplan.plan(model, machine.max_memory, **options)
         assert plan.makespan <= blocks[-1] * (1 + 1e-9)
@@ -98,17 +98,17 @@ def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
     model, example = linear()
     size = needed(model, {"input": example})
     tried: list[dict[int, Trial]] = []
-    trials = _Choice.trials
+    trials = _SavingsSearch.trials
 
-    def kept(choice: _Choice) -> list[Trial]:
-        found = trials(choice)
-        savings, again = choice.every_block()
-        tried.append(choice.tried)
+    def kept(search: _SavingsSearch) -> list[Trial]:
+        found = trials(search)
+        savings, again = search.every_block()
+        tried.append(search.tried)
         assert len(savings.again) == 4
-        assert len(choice._items()) in choice.tried or sum(choice.least.values()) + again >= found[0].seconds
+        assert len(search._items()) in search.tried or sum(search.least.values()) + again >= found[0].seconds
         return found
 
-    with graphplan.simulate({0: int(0.6 * size), "cpu": ROOMY}) as machine, patch(f"{CHOICE}.trials", kept):
+    with graphplan.simulate({0: int(0.6 * size), "cpu": ROOMY}) as machine, patch(f"{SEARCH}.trials", kept):
         graphplan.plan(model, machine.max_memory, kwargs={"input": example}, train=True)
     assert len(tried) == 1
 
