@@ -139,7 +139,20 @@ class Captures:
         return fixed_capture
 
     def _capture(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
-        """Read a capture from the folder; or trace, simplify and differentiate the call, and save it."""
+        """Read a capture from the folder; or trace, simplify and differentiate the call, and save it.
+
+        A backward pass that needs values of integer inputs is traced again, with branches on them.
+        """
+        found = None
+        while found is None:  # outside of the handler, so that errors of the next trace have no context
+            found = self._read_or_make(part, call, entry, vary=vary, sizes=sizes)
+        _unify_names(found, [other.capture for other in self.captured])
+        return found
+
+    def _read_or_make(
+        self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool
+    ) -> Capture | None:
+        """Return the capture; None if it has to be made again, with branches on more inputs."""
         differentiation, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # given for forward's arguments alone
         keep_grad, fixed = self.options.grad or differentiation is not None, part.entry in part.fixed
@@ -147,24 +160,21 @@ class Captures:
         origin = None
         if saved is not None:
             origin = origin_of(part, call, shapes, options, differentiation, fixed)
-        found = saved.read(origin, call, part) if saved and origin else None
-        if found is None:
-            with overheard() as warnings:
-                found = capture(part, call, shapes, **options)
-                is_savable = origin is not None and can_save(found, origin)
-                simplify(found, keep_grad=keep_grad)
-                try:
-                    if differentiation is not None:
-                        found = with_backward(found, part.weights, call, differentiation, fixed=not vary)
-                except TakenForAnotherError as error:
-                    if not part.branch_on(call, _deciding_leaves(found, call, error.node)):
-                        raise
-                    found = None
-            if found is None:  # outside of the handler, so that errors of the next trace have no context
-                return self._capture(part, call, entry, vary=vary, sizes=sizes)
-            if saved and origin and is_savable:
-                saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
-        _unify_names(found, [other.capture for other in self.captured])
+            if origin is not None and (found := saved.read(origin, call, part)) is not None:
+                return found
+        with overheard() as warnings:
+            found = capture(part, call, shapes, **options)
+            is_savable = origin is not None and can_save(found, origin)
+            simplify(found, keep_grad=keep_grad)
+            try:
+                if differentiation is not None:
+                    found = with_backward(found, part.weights, call, differentiation, fixed=not vary)
+            except TakenForAnotherError as error:
+                if not part.branch_on(call, _deciding_leaves(found, call, error.node)):
+                    raise
+                return None
+        if saved and origin and is_savable:
+            saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         return found
 
 
