@@ -135,7 +135,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
     devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
     working = [op for op in operations if not graph.operations[op].host_only]
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
-    mover = Mover(plan, name, kind, owned)
+    mover = Mover(plan, name, kind, owned, operations)
     problem = constrained_problem(plan)
     forward = [op for op in working if plan.graph.trains and not graph.operations[op].backward]
     seconds = {op: problem.seconds(graph.operations[op], plan.topology[devices[op]]) for op in working}

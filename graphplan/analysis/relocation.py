@@ -21,6 +21,7 @@ from graphplan.ir.timeline import make_timeline
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem
 from graphplan.report.text import time_text
 
 EPSILON = 1e-12  # seconds: times that differ by less are the same
@@ -71,38 +72,51 @@ class _Outcome:
     operation: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _MovedCall:
+    """What moves in one call of a plan.
+
+    Attributes:
+        plan: the call's plan.
+        problem: its problem, with the caller's constraints.
+        operations: those to move.
+        group: these, and those that must share a device with them, in order.
+    """
+
+    plan: PlanData
+    problem: Problem
+    operations: Sequence[str]
+    group: Sequence[str]
+
+    @property
+    def free(self) -> Problem:
+        """The problem without constraints, which are named as obstacles."""
+        return replace(self.problem, allowed={})
+
+
 class Mover:
-    """Moves what has a name, or the given operations, to other devices in every call of a plan."""
+    """Moves what has a name to other devices in every call of a plan.
+
+    Args:
+        plan: the plan.
+        name: of a module or a weight.
+        kind: as in :class:`~graphplan.analysis.explanation.Explanation`, or ``"stage"``.
+        owned: its weights.
+        operations: its operations in the first call.
+    """
 
     def __init__(
-        self,
-        plan: PlanData,
-        name: str,
-        kind: str,
-        owned: Sequence[str],
-        operations: Sequence[str] | None = None,
+        self, plan: PlanData, name: str, kind: str, owned: Sequence[str], operations: Sequence[str]
     ) -> None:
-        self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
-        self.ruled = [constrained_problem(one) for one in plan.calls]
-        # costs are computed without constraints, which are named as obstacles
-        self.free = [replace(problem, allowed={}) for problem in self.ruled]
-        if operations is None:
-            self.moved = [self._operations(one) for one in plan.calls]
-        else:  # of the first call: in others their names mean something else
-            self.moved = [list(operations), *([] for _ in plan.others)]
-        self.closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
-        pairs = zip(self.moved, self.closed, strict=True)
-        self.along = tuple(name for moved, group in pairs for name in group if name not in moved)
-        # operations that move along bring the weights that no others read
-        self.carried = [
-            [*self.owned, *only_read_by(one.graph, group)] if self.along else self.owned
-            for one, group in zip(plan.calls, self.closed, strict=True)
-        ]
-
-    def _operations(self, one: PlanData) -> list[str]:
-        if self.kind == "operation" and one is not self.plan:
-            return []  # its name means something else in another call
-        return [operation.name for operation in one.operations_of(self.name)]
+        self.plan, self.kind, self.owned = plan, kind, owned
+        first = _moved_call(plan, operations)
+        others = (
+            # the names of operations mean something else in another call
+            [] if kind in ("operation", "stage") else [op.name for op in other.operations_of(name)]
+            for other in plan.others
+        )
+        self.calls = [first, *map(_moved_call, plan.others, others)]
+        self.along = tuple(op for one in self.calls for op in one.group if op not in one.operations)
 
     def to(self, key: DeviceKey) -> Alternative:
         """Return the best way to have it on a device, and what rules that out."""
@@ -129,15 +143,14 @@ class Mover:
             missing_bytes=best.excess,
             operation=best.operation,
             along=self.along,
-            obstacle=obstacle or _compared(slower, self._offloads(key, best)),
+            obstacle=obstacle or _compared(slower, offloads=self._offloads(key, best)),
         )
 
     def _is_here(self, key: DeviceKey) -> bool:
         assignment = self.plan.schedule.assignment
         if self.kind == "weight":
             return assignment.weights[self.owned[0]] == key
-        graph = self.plan.graph
-        working = [op for op in self.moved[0] if not graph.operations[op].host_only]
+        working = self._working()
         if not working:
             return all(assignment.weights[name] == key for name in self.owned)
         return all(assignment.operations[op] == key for op in working)
@@ -157,12 +170,16 @@ class Mover:
 
     def _compute(self, assignment: Assignment) -> float:
         """Return the seconds of its operations, or of a weight's readers, under an assignment."""
-        graph, topology = self.plan.graph, self.plan.topology
+        problem, operations = self.calls[0].free, self.plan.graph.operations
         return sum(
-            self.free[0].seconds(graph.operations[op], topology[assignment.operations[op]])
-            for op in self.moved[0]
-            if not graph.operations[op].host_only
+            problem.seconds(operations[op], self.plan.topology[assignment.operations[op]])
+            for op in self._working()
         )
+
+    def _working(self) -> list[str]:
+        """Return its operations in the first call that run on a device."""
+        operations = self.plan.graph.operations
+        return [op for op in self.calls[0].operations if not operations[op].host_only]
 
     def _modes(self, key: DeviceKey) -> Iterator[tuple[bool, DeviceKey | None]]:
         """Yield (whether operations move, new home of the weights or None if they stay)."""
@@ -189,22 +206,24 @@ class Mover:
 
     def _judge(self, key: DeviceKey, home: DeviceKey | None, *, moves: bool) -> _Outcome:
         moved = []
-        for one, group, carried in zip(self.plan.calls, self.closed, self.carried, strict=True):
-            assignment = one.schedule.assignment
+        for one in self.calls:
+            graph, assignment = one.plan.graph, one.plan.schedule.assignment
             devices, homes = dict(assignment.operations), dict(assignment.weights)
             if moves:
-                devices.update(dict.fromkeys(group, key))
+                devices.update(dict.fromkeys(one.group, key))
                 bound = {
                     name
-                    for op in group
-                    for name in one.graph.operations[op].inputs
-                    if name in one.graph.weights and not one.graph.weights[name].streamable
+                    for op in one.group
+                    for name in graph.operations[op].inputs
+                    if name in graph.weights and not graph.weights[name].streamable
                 }
                 homes.update(dict.fromkeys(bound, key))
             if home is not None:
+                # operations that move along bring the weights that no others read
+                carried = (*self.owned, *(only_read_by(graph, one.group) if self.along else ()))
                 homes.update((name, home) for name in carried if name in homes)
             moved.append(replace(assignment, operations=devices, weights=homes))
-        return _outcome(self.plan, fit_together(self.free, moved))
+        return _outcome(self.plan, fit_together([one.free for one in self.calls], moved))
 
     def _rule(self, key: DeviceKey) -> str:
         """Return the constraint of the caller, or of an earlier plan, that forbids it; empty if none does."""
@@ -221,8 +240,9 @@ class Mover:
                 return "offload=False"
             if not plan.constraints.cpu_compute and self.kind != "weight":
                 return "cpu_compute=False"
-        for one, problem, group in zip(plan.calls, self.ruled, self.closed, strict=True):
-            stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
+        for one in self.calls:
+            allowed = one.problem.allowed
+            stuck = [op for op in one.group if key not in allowed.get(op, plan.topology.keys)]
             if stuck and self.kind != "weight":
                 return f"{stuck[0]!r} shares memory with something that must stay where it is"
         return ""
@@ -234,7 +254,7 @@ class Mover:
             bound = self.kind == "weight" or not weight.streamable
             return bound and weight.name in self.owned
         names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
-        inside = any(name in names for group in self.closed for name in group)
+        inside = any(name in names for one in self.calls for name in one.group)
         under = not set(self.owned).isdisjoint(weights_within(graph, pinned))
         return under if self.kind == "weight" else inside or under
 
@@ -261,10 +281,11 @@ def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
     return _Outcome(tuple(evaluated), seconds, excess, operation)
 
 
-def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
-    """Return these operations and those that must share a device with them, in order."""
-    closed = set(names).union(*(group for group in graph.together if not group.isdisjoint(names)))
-    return [name for name in graph.operations if name in closed]
+def _moved_call(plan: PlanData, operations: Sequence[str]) -> _MovedCall:
+    graph = plan.graph
+    group = set(operations).union(*(one for one in graph.together if not one.isdisjoint(operations)))
+    ordered = [name for name in graph.operations if name in group]
+    return _MovedCall(plan, constrained_problem(plan), operations, ordered)
 
 
 def _shortage(outcome: _Outcome) -> str:
@@ -273,7 +294,7 @@ def _shortage(outcome: _Outcome) -> str:
     return f"{' and '.join(parts)}{where}" if parts else ""
 
 
-def _compared(slower: float, offloads: bool) -> str:
+def _compared(slower: float, *, offloads: bool) -> str:
     if slower > EPSILON:
         return f"slower by {time_text(slower)}"
     if offloads:
