@@ -103,7 +103,7 @@ def open_pretrained(
     folder = Path(path)
     config = _read_config(folder, trust_remote_code)
     tensors = _tensors_of(folder, config)
-    cls = model_class or _class_of(folder, config, trust_remote_code)
+    cls: Any = model_class or _class_of(folder, config, trust_remote_code)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         named = getattr(cls, "__name__", repr(cls))
         raise InputError(
@@ -111,7 +111,10 @@ def open_pretrained(
             "models use graphplan.partition(model, ..., checkpoint=path)"
         )
     weight_dtype = _settle_dtype(config, dtype, tensors)
-    model = _build_on_meta(cls, config, weight_dtype)
+    with ExitStack() as stack:
+        for context in cls.get_init_context(weight_dtype, False, False, None):  # among them the meta device
+            stack.enter_context(context)
+        model = cls(config)
     _keep_float32(model, weight_dtype)
     matched = match_names(model, tensors)
     finish_weights(model, matched)
@@ -193,13 +196,6 @@ def _settle_dtype(config: Any, dtype: torch.dtype | str, tensors: Mapping[str, F
         if (sub := getattr(config, name)) is not None:
             sub.dtype = dtype
     return dtype
-
-
-def _build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    with ExitStack() as stack:
-        for context in cls.get_init_context(dtype, False, False, None):
-            stack.enter_context(context)
-        return cls(config)
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:

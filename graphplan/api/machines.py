@@ -27,7 +27,7 @@ from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory
-from graphplan.devices.topology import Link, Topology
+from graphplan.devices.topology import Link
 from graphplan.errors import BudgetError, DeviceError, InputError, PlanError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight, PipelineSchedule
@@ -74,12 +74,20 @@ def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, gr
             raise InputError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
     if plan_options.network is not None and not isinstance(plan_options.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {plan_options.network!r}")
-    topologies = (
-        _read_machine(index, budgets, plan_options, grad=grad) for index, budgets in enumerate(machines)
+    stages, topologies = _stages_per_machine(plan_options, len(machines)), []
+    for index, max_memory in enumerate(machines):
+        try:
+            topologies.append(plan_options.topology(max_memory, grad=grad))
+        except (BudgetError, DeviceError) as error:
+            raise type(error)(f"machines[{index}]: {error}") from error
+    flight = Flight(
+        count,
+        plan_options.schedule,
+        grad=grad or plan_options.train,
+        train=plan_options.train,
+        machines=len(machines),
+        stages_per_machine=stages,
     )
-    stages = _stages_per_machine(plan_options, len(machines))
-    trains = grad or plan_options.train, plan_options.train
-    flight = Flight(count, plan_options.schedule, *trains, len(machines), stages)
     return Cluster(tuple(topologies), plan_options.network or NETWORK, flight, plan_options.objective)
 
 
@@ -89,25 +97,14 @@ def _require_list(machines: Any) -> None:
         raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
 
 
-def _read_machine(index: int, max_memory: MaxMemory, plan_options: PlanOptions, *, grad: bool) -> Topology:
-    try:
-        return plan_options.topology(max_memory, grad=grad)
-    except (BudgetError, DeviceError) as error:
-        raise type(error)(f"machines[{index}]: {error}") from error
-
-
 def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
     """Return the most stages that a machine may have; raise InputError if options contradict each other."""
-    stages, schedule, count = (
-        plan_options.stages_per_machine,
-        plan_options.schedule,
-        plan_options.microbatches,
-    )
-    if schedule != "interleaved":
+    stages, count = plan_options.stages_per_machine, plan_options.microbatches
+    if plan_options.schedule != "interleaved":
         if stages is not None and stages != 1:
             raise InputError(
-                f"stages_per_machine={stages!r} is for schedule='interleaved': with {schedule!r} each "
-                "machine has one stage"
+                f"stages_per_machine={stages!r} is for schedule='interleaved': with "
+                f"{plan_options.schedule!r} each machine has one stage"
             )
         return 1
     stages = 2 if stages is None else stages
@@ -138,9 +135,8 @@ def plan_machines(
     grad: bool = False,
 ) -> ClusterPlan:
     """Return the plan of :func:`graphplan.plan` with ``machines=``."""
-    example = _bind_call(
-        model, read_cluster(machines, plan_options, grad=grad), plan_options, args, kwargs, grad=grad
-    )
+    cluster = read_cluster(machines, plan_options, grad=grad)
+    example = _bind_call(model, cluster, plan_options, args, kwargs, grad=grad)
     return example.plan(example.traced())
 
 
@@ -275,9 +271,9 @@ def partition_machines(
             "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=": repr(machines),
             **{
-                f"{item.name}=": repr(getattr(plan_options, item.name))
-                for item in fields(plan_options)
-                if item.repr
+                f"{one.name}=": repr(getattr(plan_options, one.name))
+                for one in fields(plan_options)
+                if one.repr
             },
             "return_outputs=": "all" if everywhere else "of the last stage",
             "another argument": repr(request.options),

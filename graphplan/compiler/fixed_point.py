@@ -10,6 +10,7 @@ from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
+from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.calls.joint import Call, place_jointly
@@ -47,14 +48,16 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
         known = None
         bounds = bounds or [solution.bound for solution in solutions]
         near = [solution.evaluation.schedule.assignment for solution in solutions]
-        exact = [
-            _with_transfers(formulation, member, captures, call, solution)
-            for member, call, solution in zip(members, calls, solutions, strict=True)
+        graphs = [  # with the transfers of these solutions
+            formulation.graph(member.annotator, solution.evaluation.schedule, captures)
+            for member, solution in zip(members, solutions, strict=True)
         ]
+        exact = [_with_graph(call, graph) for call, graph in zip(calls, graphs, strict=True)]
         again = fit_together([call.with_homes({}) for call in exact], near)
         if all(evaluation.feasible for evaluation in again):
             return _chosen(members, exact, again, bounds)
-        calls = [_upper_bound_call(old, new) for old, new in zip(calls, exact, strict=True)]
+        bounded = [upper_bound_graph(old.problem.graph, new) for old, new in zip(calls, graphs, strict=True)]
+        calls = [_with_graph(call, graph) for call, graph in zip(calls, bounded, strict=True)]
     last = [solution.evaluation for solution in _place(state, calls, near)]
     return _chosen(members, calls, last, bounds)
 
@@ -90,17 +93,8 @@ def _place(
     return place_jointly(calls, state.limits, near=near)
 
 
-def _with_transfers(
-    formulation: Formulation, member: Member, together: Sequence[Capture], call: Call, solution: Solution
-) -> Call:
-    """Return the call with the graph that results from the transfers of its solution."""
-    graph = formulation.graph(member.annotator, solution.evaluation.schedule, together)
+def _with_graph(call: Call, graph: Graph) -> Call:
     return replace(call, problem=replace(call.problem, graph=graph))
-
-
-def _upper_bound_call(old: Call, new: Call) -> Call:
-    graph = upper_bound_graph(old.problem.graph, new.problem.graph)
-    return replace(new, problem=replace(new.problem, graph=graph))
 
 
 def _check_named(constraints: Constraints, calls: Sequence[Call]) -> None:

@@ -9,7 +9,6 @@ from typing import NoReturn
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.activation_choice import member_with
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
-from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_difference import graph_difference
@@ -52,9 +51,10 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
         _refuse(plan.graph, graph)
     problem = replace(plain, graph=agreed, prefetch_bytes=plan.shared_prefetch_bytes)
     evaluation = evaluate(problem, plan.schedule.assignment)
-    _require_room(evaluation, state)
+    _require_room(evaluation)
     call = Call(problem, plan.constraints, member.weight)
-    holds = agreed is plan.graph and _no_roomier(problem.topology, plan.topology)
+    rooms = zip(problem.topology.devices, plan.topology.devices, strict=True)
+    holds = agreed is plan.graph and all(here.room <= planned.room for here, planned in rooms)
     bound = Bound(plan.lower_bound, plan.proof) if holds else Bound(0.0, "made for other devices or budgets")
     return Choice(member, call, certify(evaluation, bound))
 
@@ -91,14 +91,9 @@ def _computed(graph: Graph) -> tuple[object, ...]:
     return operations, sizes, graph.weights, graph.inputs, graph.outputs
 
 
-def _no_roomier(now: Topology, planned: Topology) -> bool:
-    """Whether the planned bound holds here: the devices are the planned ones, and none has more room."""
-    return all(here.room <= there.room for here, there in zip(now.devices, planned.devices, strict=True))
-
-
-def _require_room(evaluation: Evaluation, state: CompileState) -> None:
+def _require_room(evaluation: Evaluation) -> None:
     for key, over in evaluation.excess.items():
-        room = state.formulation.topology[key].room
+        room = evaluation.problem.topology[key].room
         raise PlanError(
             f"the plan takes {readable_bytes(room + over)} on device {key!r}, where max_memory leaves "
             f"{readable_bytes(room)}: give it more, or plan again for these budgets"
