@@ -197,7 +197,7 @@ class Placer:
         homes = None if self.homes is None else dict(self.homes)
         compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, assignment, self.plan)
         if self.hooked_plan is not None:
-            compiler.keep_room_for(self.hooked_plan)
+            compiler.committed.plans.append(self.hooked_plan)
         return compiler
 
     @property
@@ -227,7 +227,7 @@ class Placer:
             warn(_IN_MEMORY)
         programs = [compiler.lower(one) for one in planned]
         enter_stage("place weights")
-        layout = compiler.layout()
+        layout = compiler.committed.layout(self.topology)
         if self.become is not copy_to_run and owned:
             bring_back(model, layout, self.become)
             tensors = model_copy.weights.tensors  # the old tensors hold memory

@@ -49,7 +49,6 @@ from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.weights.storage import Layout
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -91,6 +90,7 @@ class Compiler:
 
     Attributes:
         captures: the captures so far.
+        committed: what earlier plans have settled.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Compiler:
         model_copy.compute_on([spec.type for spec in topology.computing])
         placed = () if homes is None else model_copy.weights.tensors.values()
         self.captures = Captures(model_copy, options, KernelBench(topology, placed))
-        self._committed = Commitments(homes, assignment)
+        self.committed = Commitments(homes, assignment)
 
     @property
     def homes(self) -> dict[str, DeviceKey] | None:
         """Weight -> device where it resides; None until a plan has decided."""
-        return self._committed.homes
+        return self.committed.homes
 
     def settle(self) -> None:
         """Assign weights that no plan knows to the CPU, or else to the device with the most room left."""
@@ -125,10 +125,6 @@ class Compiler:
         for name in sorted(weights, key=lambda name: name not in homes):  # those with a home first
             home = homes.setdefault(name, self.topology.cpu or max(room, key=lambda key: room[key]))
             room[home] = room.get(home, 0) - tensor_bytes(weights[name])
-
-    def layout(self) -> Layout:
-        """Return where the first plans have put the weights, and which weights are streamed."""
-        return self._committed.layout(self.topology)
 
     @one_at_a_time
     def plan(
@@ -153,7 +149,7 @@ class Compiler:
         annotator = self.captures.annotated(call, entry, last)
         if plan_ahead is not None and plan_ahead.capture.signature == annotator.capture.signature:
             return plan_ahead  # the caller's limits fix the sizes
-        if caller_retries and self._committed.lacks_room(annotator.capture):
+        if caller_retries and self.committed.lacks_room(annotator.capture):
             raise InfeasibleError(f"there is no room for these inputs: {shapes_text(call)}")
         try:
             planned = self._place_alone(annotator, call, caller_retries=caller_retries)
@@ -174,7 +170,7 @@ class Compiler:
         """Return the plan for the first of these larger sizes for which there is room; None for no room."""
         for ahead in aheads:
             annotator = self.captures.annotated(call, entry, ahead)
-            if not self._committed.lacks_room(annotator.capture):
+            if not self.committed.lacks_room(annotator.capture):
                 with suppress(InfeasibleError):
                     return self._place_alone(annotator, call, caller_retries=True)
         return None
@@ -186,7 +182,7 @@ class Compiler:
             return self._place([Member(annotator, 1.0, call)], limits)[0]
         except InfeasibleError as error:
             logger.info("no room for such sizes: %s", error)
-            self._committed.refused.append(annotator.capture)
+            self.committed.refused.append(annotator.capture)
             error.__traceback__ = None  # its frames hold the caller's tensors
             raise
 
@@ -229,28 +225,24 @@ class Compiler:
 
     def commit(self, planned: Planned) -> None:
         """Settle for later plans where this one has put weights, and what memory it takes."""
-        self._committed.commit(planned.plan, planned.capture.constants)
-
-    def keep_room_for(self, plan: Plan) -> None:
-        """Reserve the memory of a plan whose calls run without a graph."""
-        self._committed.plans.append(plan)
+        self.committed.commit(planned.plan, planned.capture.constants)
 
     def restart(self) -> None:
         """Forget all commitments; keep the captures."""
-        self._committed = Commitments()
+        self.committed = Commitments()
 
     @one_at_a_time
     def lower(self, planned: Planned) -> Program:
         """Return the program of a committed plan."""
         enter_stage("lower")
-        constants, modes = self._committed.constants, self.model_copy.modes
+        constants, modes = self.committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
     def anew(self) -> Compiler:
         """Return a compiler that shares captures and constants, and may place the weights elsewhere."""
         other = copy.copy(self)
-        other._committed = Commitments()
-        other._committed.constants = self._committed.constants
+        other.committed = Commitments()
+        other.committed.constants = self.committed.constants
         return other
 
     @with_progress
@@ -295,7 +287,7 @@ class Compiler:
 
     @property
     def _formulation(self) -> Formulation:
-        return Formulation(self.topology, self.options, self._committed, self.mappable)
+        return Formulation(self.topology, self.options, self.committed, self.mappable)
 
     def _run_passes(self, state: CompileState) -> list[Choice]:
         if self.given_plan is None or self.homes is not None:
