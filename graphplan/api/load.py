@@ -112,7 +112,8 @@ def open_pretrained(
         )
     weight_dtype = _settle_dtype(config, dtype, tensors)
     with ExitStack() as stack:
-        for context in cls.get_init_context(weight_dtype, False, False, None):  # among them the meta device
+        contexts = cls.get_init_context(weight_dtype, False, False, None)  # type: ignore[attr-defined]
+        for context in contexts:
             stack.enter_context(context)
         model = cls(config)
     _keep_float32(model, weight_dtype)

@@ -84,29 +84,12 @@ class StageSearch:
     cluster: Cluster
     options: Options
     batch: int
-    boundaries: Boundaries = field(init=False)
-    estimates: Estimates = field(init=False)
-    placement: StagePlacement = field(init=False)
     placed: dict[Stretch, StepPlan | None] = field(init=False, default_factory=dict)
     by_structure: dict[Hashable, StepPlan | None] = field(init=False, default_factory=dict)
     refused: CaptureError | None = field(init=False, default=None)
     fullest: str = field(init=False, default="")
 
-    def run(self) -> ClusterPlan:
-        """Return the best plan found.
-
-        Raises:
-            InfeasibleError: no cut into stages fits the machines.
-            CaptureError: at each cut that was tried, something crosses that cannot be sent.
-            InputError: 1F1B with gradients has fewer microbatches than stages.
-        """
-        best = self.best_stages()
-        if best is None:
-            raise self.refused or self.infeasible()
-        return self._plan(best)
-
-    def best_stages(self) -> list[Stretch] | None:
-        """Return the best stages found, in order; None if none fit."""
+    def __post_init__(self) -> None:
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
         limits = Limits.within(self.options.time_limit)
         if training is not None:
@@ -123,6 +106,22 @@ class StageSearch:
             cluster.flight,
             limits,
         )
+
+    def run(self) -> ClusterPlan:
+        """Return the best plan found.
+
+        Raises:
+            InfeasibleError: no cut into stages fits the machines.
+            CaptureError: at each cut that was tried, something crosses that cannot be sent.
+            InputError: 1F1B with gradients has fewer microbatches than stages.
+        """
+        best = self.best_stages()
+        if best is None:
+            raise self.refused or self.infeasible()
+        return self._plan(best)
+
+    def best_stages(self) -> list[Stretch] | None:
+        """Return the best stages found, in order; None if none fit."""
         best: list[Stretch] | None = None
         least, placed, refused = math.inf, 0, 0
         while placed < PARAMS.rounds and refused < (PARAMS.refusals if best is None else PARAMS.rounds):
@@ -134,7 +133,7 @@ class StageSearch:
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
-                if best is not None and limits.over:
+                if best is not None and self.placement.limits.over:
                     return best
                 self._place(stage)
             if any(self.placed[stage] is None for stage in stages):

@@ -8,7 +8,6 @@ fits beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +59,11 @@ class StepPlan:
     withheld: Kept
     kept_bytes: Kept
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether enough was withheld for the other microbatches."""
+        return all(nbytes <= self.withheld.get(key, 0) for key, nbytes in self.kept_bytes.items())
+
 
 def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str], limits: Limits) -> StepPlan:
     """Return the fastest plan of a stage found for which enough memory was withheld.
@@ -73,38 +77,37 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     Raises:
         InfeasibleError: no placement fits.
     """
-    low: Kept = {}
+    first = plan_beside({})  # has the machine for itself
+    short = StepPlan(first, {}, kept_bytes(first, others, shared))
+    if short.is_enough:
+        return short
+    alone, tried = first.makespan, short.kept_bytes
     high: Kept | None = None
-    tried: Kept = {}
     best: StepPlan | None = None
-    short: StepPlan | None = None  # too little was withheld for it
     lacking: InfeasibleError | None = None
-    alone = math.inf  # seconds of a step that has the machine for itself
-    for _ in range(_TRIES):
+    for _ in range(_TRIES - 1):
         if best is not None and limits.over:
             break
         try:
             plan = plan_beside(tried)
         except InfeasibleError as error:
-            if not tried:
-                raise
             high, lacking = tried, error.with_traceback(None)
         else:
             alone = min(alone, plan.makespan)
-            kept = kept_bytes(plan, others, shared)
-            if all(nbytes <= tried.get(key, 0) for key, nbytes in kept.items()):
-                candidate, high = StepPlan(plan, tried, kept), tried
-                best = min(best or candidate, candidate, key=lambda step: step.plan.makespan)
+            step = StepPlan(plan, tried, kept_bytes(plan, others, shared))
+            if step.is_enough:
+                high, best = tried, min(best or step, step, key=lambda one: one.plan.makespan)
                 if plan.makespan <= _NEAR * alone:
                     break
             else:
-                low, short = tried, StepPlan(plan, tried, kept)
+                short = step
+        low = short.withheld
         if high is None:
-            tried = {key: max(kept.get(key, 0), tried.get(key, 0)) for key in {*kept, *tried}}
+            kept = short.kept_bytes
+            tried = {key: max(kept.get(key, 0), low.get(key, 0)) for key in {*kept, *low}}
         else:
             tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
     if best is None:
-        assert short is not None  # only the plan of a step says what other microbatches need
         raise _no_room(short, others, lacking)
     return best
 
