@@ -44,41 +44,25 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     # a bar that appears after a second
     bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
     with bar, unwarned("balance=True"):  # the plan itself has warned
-        growths = [trial() for trial in bar]
-        growths.sort(key=lambda growth: -growth.gain)
+        growths = sorted((trial() for trial in bar), key=lambda growth: -growth.gain)
         useful = [growth for growth in growths if growth.gain > WORTH * plan.weighted_makespan]
         binding = [growth for growth in useful if growth.what == "memory"]
         answer = next(iter(binding or useful), None)
         if answer is not None:
             growths.remove(answer)
             answer = search.confirmed(answer)
-            growths.append(answer)
-            growths.sort(key=lambda growth: -growth.gain)
-    return _with_parts(plan, answer, bool(binding), tuple(growths))
-
-
-def _with_parts(
-    plan: PlanData, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]
-) -> Bottleneck:
-    """Return the result, with the parts of the plan's time."""
-    compute = transfers = streaming = inputs_outputs = hidden = 0.0
-    for one in plan.calls:
-        weight, parts = one.call_weight, time_parts(one)
-        compute += weight * sum(parts.compute.values())
-        transfers += weight * parts.transfers
-        streaming += weight * parts.streaming
-        inputs_outputs += weight * (parts.inputs + parts.outputs)
-        hidden += weight * one.timeline.hidden_seconds
+            growths = sorted([*growths, answer], key=lambda growth: -growth.gain)
+    parts = [(one.call_weight, time_parts(one)) for one in plan.calls]
     return Bottleneck(
         answer,
-        binds,
-        growths,
+        bool(binding),
+        tuple(growths),
         plan.weighted_makespan,
-        compute_seconds=compute,
-        transfer_seconds=transfers,
-        streaming_seconds=streaming,
-        io_seconds=inputs_outputs,
-        hidden_seconds=hidden,
+        compute_seconds=sum(weight * sum(one.compute.values()) for weight, one in parts),
+        transfer_seconds=sum(weight * one.transfers for weight, one in parts),
+        streaming_seconds=sum(weight * one.streaming for weight, one in parts),
+        io_seconds=sum(weight * (one.inputs + one.outputs) for weight, one in parts),
+        hidden_seconds=sum(one.call_weight * one.timeline.hidden_seconds for one in plan.calls),
     )
 
 
@@ -94,7 +78,10 @@ class _Placements:
 
 
 class BottleneckSearch:
-    """Plans again on other devices, as if no earlier plan had placed the weights."""
+    """Plans again on other devices, as if no earlier plan had placed the weights.
+
+    ``share`` is what each trial takes of a plan's effort.
+    """
 
     def __init__(self, plan: PlanData) -> None:
         self.placed_before = any(one.fixed_weights for one in plan.calls)
@@ -103,12 +90,14 @@ class BottleneckSearch:
         self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
-        self.share = 1.0  # of a plan's effort, for each search
+        self.share = 1.0
 
-    def _place(self, topology: Topology, near: Sequence[Assignment] | None = None) -> _Placements | None:
+    def _place(
+        self, topology: Topology, share: float | None = None, near: Sequence[Assignment] | None = None
+    ) -> _Placements | None:
         """Return the placements found for these devices; None if the incomplete search finds none."""
         calls, start = [call.on(topology) for call in self.calls], near or self.near
-        limits = Limits(effort=self.share, proves=False)
+        limits = Limits(effort=share or self.share, proves=False)
         try:
             if len(calls) == 1:
                 solutions = [place(calls[0].with_homes({}), limits, near=start[0])]
@@ -142,12 +131,11 @@ class BottleneckSearch:
 
     def confirmed(self, answer: Growth) -> Growth:
         """Return the answer with the fewest sufficient bytes, and the gain of a plan made with them."""
-        self.share = _ANSWER
         if answer.what != "memory":
-            return max(answer, self.sped(answer.what, answer.devices), key=lambda growth: growth.gain)
+            again = self.sped(answer.what, answer.devices, _ANSWER)
+            return max(answer, again, key=lambda growth: growth.gain)
         fewest = self.with_fewest_bytes(answer, _PRECISION)
-        self.share = _ANSWER
-        placed = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
+        placed = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase), _ANSWER)
         again = self._growth("memory", answer.devices, placed, answer.like)
         best = max(fewest, again, key=lambda growth: growth.gain)
         trials = {**dict(fewest.trials), fewest.increase: best.makespan}
@@ -156,7 +144,6 @@ class BottleneckSearch:
     def with_fewest_bytes(self, answer: Growth, precision: float) -> Growth:
         """Return the answer, more memory, with the fewest sufficient bytes up to relative ``precision``."""
         spec = self.topology[answer.devices[0]]
-        self.share = _ANSWER * _PRECISION
         trials = self._narrowed(spec, answer, precision)
         fewest = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
         seconds, ordered = trials[fewest], tuple(sorted(trials.items()))
@@ -199,7 +186,7 @@ class BottleneckSearch:
         low, high, near = 0, answer.increase, self.near
         while high - low > max(ALIGNMENT, precision * high):
             middle = (low + high) // 2
-            placed = self._place(self._grown(spec, middle), near)
+            placed = self._place(self._grown(spec, middle), _ANSWER * _PRECISION, near)
             if placed is None or placed.seconds > answer.makespan + _SAME * self.now:
                 trials[middle] = self.now if placed is None else min(placed.seconds, self.now)
                 low = middle
@@ -249,6 +236,6 @@ class BottleneckSearch:
         changed = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
         return replace(self.topology, devices=changed)
 
-    def sped(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Growth:
+    def sped(self, what: Thing, devices: tuple[DeviceKey, ...], share: float | None = None) -> Growth:
         """Return the gain of a plan for a faster device or link."""
-        return self._growth(what, devices, self._place(self.topology_with_faster(what, devices)))
+        return self._growth(what, devices, self._place(self.topology_with_faster(what, devices), share))
