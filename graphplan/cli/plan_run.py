@@ -76,7 +76,16 @@ def run_plan(
         named = load_named(word, replace(model_options, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
         try:
-            placed = _place_model(plan, word, model_options, named, (args, kwargs), capture_cache)
+            placed = _place_model(
+                word,
+                model_options,
+                named,
+                args=args,
+                kwargs=kwargs,
+                plan=plan,
+                strict=True,
+                capture_cache=capture_cache,
+            )
             placed(*args, **kwargs)
             start = time.perf_counter()
             placed(*args, **kwargs)
@@ -110,29 +119,17 @@ def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
-def _place_model(
-    plan: Plan,
-    word: str,
-    model_options: ModelOptions,
-    named: NamedModel,
-    example: Any,
-    capture_cache: Path | None,
-) -> Any:
-    args, kwargs = example
-    if not _has_weights(Path(word)):
-        if any(tensor.device.type == "meta" for tensor in named.model.parameters()):
-            raise InputError(f"{word!r} returns a model on the meta device, which has no data to run with")
-        return partition(named.model, None, args, kwargs, plan=plan, strict=True, capture_cache=capture_cache)
-    dtypes = (tensor.dtype for tensor in named.model.parameters() if tensor.is_floating_point())
-    return load(
-        word,
-        None,
-        args,
-        kwargs,
-        dtype=next(dtypes, torch.float32),
-        model_class=type(named.model),
-        trust_remote_code=model_options.trust_remote_code,
-        plan=plan,
-        strict=True,
-        capture_cache=capture_cache,
-    )
+def _place_model(word: str, model_options: ModelOptions, named: NamedModel, **options: Any) -> Any:
+    """Return the placed model; ``options`` are arguments of :func:`graphplan.partition`."""
+    tensors = list(named.model.parameters())
+    if _has_weights(Path(word)):
+        return load(
+            word,
+            dtype=next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32),
+            model_class=type(named.model),
+            trust_remote_code=model_options.trust_remote_code,
+            **options,
+        )
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        raise InputError(f"{word!r} returns a model on the meta device, which has no data to run with")
+    return partition(named.model, **options)
