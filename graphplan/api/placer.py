@@ -32,6 +32,7 @@ from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.value_branches import ValueOf
 from graphplan.compiler.code_generation import Planned
+from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.progress import enter_stage
@@ -194,11 +195,10 @@ class Placer:
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         assignment = None if self.known_plan is None else self.known_plan.schedule.assignment
-        homes = None if self.homes is None else dict(self.homes)
-        compiler = Compiler(model_copy, self.topology, self.options, homes, mappable, assignment, self.plan)
+        committed = Commitments(None if self.homes is None else dict(self.homes), assignment)
         if self.hooked_plan is not None:
-            compiler.committed.plans.append(self.hooked_plan)
-        return compiler
+            committed.plans.append(self.hooked_plan)
+        return Compiler(model_copy, self.topology, self.options, committed, mappable, self.plan)
 
     @property
     def _step(self) -> Differentiation | None:

@@ -42,7 +42,6 @@ from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.kernel_workspace import KernelBench
@@ -83,14 +82,13 @@ class Compiler:
         model_copy: the copy of the model to trace.
         topology: the devices.
         options: the caller's.
-        homes: weight -> device, if weights are placed already.
-        assignment: the one that has placed them.
+        committed: what earlier plans have settled, if there are any.
         mappable: the parameters that can stay on disk; None for all. In training, none can.
         given_plan: an existing plan, which the first calls carry out in place of a search.
 
     Attributes:
         captures: the captures so far.
-        committed: what earlier plans have settled.
+        committed: what earlier plans have settled; the first plan decides where weights reside.
     """
 
     def __init__(
@@ -98,18 +96,17 @@ class Compiler:
         model_copy: ModelCopy,
         topology: Topology,
         options: Options,
-        homes: dict[str, DeviceKey] | None = None,
+        committed: Commitments | None = None,
         mappable: Set[str] | None = None,
-        assignment: Assignment | None = None,
         given_plan: PlanData | None = None,
     ) -> None:
         self.model_copy, self.topology, self.options = model_copy, topology, options
         self.mappable = mappable if options.training is None else frozenset[str]()
         self.given_plan = given_plan
         model_copy.compute_on([spec.type for spec in topology.computing])
-        placed = () if homes is None else model_copy.weights.tensors.values()
+        self.committed = committed or Commitments()
+        placed = () if self.homes is None else model_copy.weights.tensors.values()
         self.captures = Captures(model_copy, options, KernelBench(topology, placed))
-        self.committed = Commitments(homes, assignment)
 
     @property
     def homes(self) -> dict[str, DeviceKey] | None:
