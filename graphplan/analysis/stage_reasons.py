@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from graphplan.analysis.plan_problem import as_if_first
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.devices.topology import DeviceKey
@@ -40,21 +38,13 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
 def _reason(plan: PlanData, other: Alternative) -> str:
     if other.along:
         return "would also move other operations, which share memory with these"
-    parts = [] if other.slower is None else [_slower(other.slower)]
-    if other.missing_bytes:
-        return "; ".join([*parts, _lacks(plan, other.missing_bytes, other.operation)])
-    return "; ".join(parts) if other.possible else other.obstacle
-
-
-def _slower(seconds: float) -> str:
-    if abs(seconds) <= EPSILON:
-        return "the same time"
-    return f"{time_text(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
-
-
-def _lacks(plan: PlanData, missing: Mapping[DeviceKey, int], operation: str | None) -> str:
-    sizes = " and ".join(
-        f"{size_text(nbytes)} too little on {device_text(key)}" for key, nbytes in missing.items()
-    )
-    peak_operation = plan.graph.operations.get(operation or "")
-    return sizes + (f", at {operation_text(peak_operation)}" if peak_operation is not None else "")
+    if other.slower is None:
+        return other.obstacle
+    word = "slower" if other.slower > 0 else "faster"
+    times = "the same time" if abs(other.slower) <= EPSILON else f"{time_text(abs(other.slower))} {word}"
+    if not other.missing_bytes:
+        return times if other.possible else other.obstacle
+    missing = (f"{size_text(n)} too little on {device_text(key)}" for key, n in other.missing_bytes.items())
+    operation = plan.graph.operations.get(other.operation or "")
+    where = "" if operation is None else f", at {operation_text(operation)}"
+    return f"{times}; {' and '.join(missing)}{where}"

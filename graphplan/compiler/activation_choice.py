@@ -308,7 +308,9 @@ def _least_seconds(problem: Problem) -> dict[str, float]:
 
 
 def member_with(member: Member, savings: Savings) -> Member:
-    """Return the same call with these savings: segments recomputed or offloaded."""
+    """Return the same call with these savings, if there are any: segments recomputed or offloaded."""
+    if savings == Savings():
+        return member
     capture = copied(member.annotator.capture)
     segments = segments_of(capture)
     recomputed = {*savings.selectively, *savings.again}

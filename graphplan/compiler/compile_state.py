@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphplan.capture.captured_graph import Part
@@ -30,8 +30,10 @@ class Member:
 
 
 def in_parts(member: Member, parts: Sequence[Part]) -> Member:
-    """Return the same call with weights sliced into these parts."""
+    """Return the same call with weights sliced into these parts, if there are any."""
     annotator = member.annotator
+    if not parts:
+        return member
     return replace(member, annotator=annotator.of(slice_weights(annotator.capture, parts)))
 
 
@@ -41,7 +43,7 @@ class CompileState:
 
     formulation: Formulation
     members: Sequence[Member]
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.training.knapsack import Savings, savings_of
+from graphplan.passes.training.knapsack import savings_of
 
 
 def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
@@ -34,10 +34,8 @@ def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
 def _as_planned(member: Member, plan: PlanData) -> Member:
     """Return the call with the sliced weights, recomputation and offloading of the plan."""
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
-    if parts:
-        member = in_parts(member, parts)
-    savings = savings_of(plan.graph, member.annotator.capture)
-    return member if savings == Savings() else member_with(member, savings)
+    member = in_parts(member, parts)
+    return member_with(member, savings_of(plan.graph, member.annotator.capture))
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:

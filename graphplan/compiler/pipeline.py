@@ -17,7 +17,6 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 
@@ -250,8 +249,8 @@ class Compiler:
         modes: Modes,
         entry: str,
         barely: bool,
-        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
-        current: ValueOf | None = None,
+        values: Mapping[str, torch.Tensor],
+        current: ValueOf,
     ) -> Program:
         """Plan, commit and lower a call of a new structure, with placed weights where they are.
 

@@ -124,21 +124,16 @@ class SavedCaptures:
             if json.dumps(reread) != text:
                 raise NotSavedError("reading it back does not give the traced graph")
             notes = {"key": origin.key, "files": loaded_files(), "warnings": list(warnings), "fixed": fixed}
-            self._write(
-                self._path(origin), json.dumps({**_FORMAT.head(), **notes, "capture": plain}), constants
-            )
+            file = io.BytesIO()
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr(_JSON, json.dumps({**_FORMAT.head(), **notes, "capture": plain}))
+                archive.writestr(_TENSORS, safetensors.torch.save(constants))
+            write_whole(self._path(origin), file.getvalue())
         except (NotSavedError, OSError) as error:
             warn(f"the trace is not saved in capture_cache: {error}")
 
     def _path(self, origin: Origin) -> Path:
         return self.folder / f"{origin.key}.zip"
-
-    def _write(self, path: Path, text: str, constants: dict[str, torch.Tensor]) -> None:
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_JSON, text)
-            archive.writestr(_TENSORS, safetensors.torch.save(constants))
-        write_whole(path, file.getvalue())
 
 
 def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin | None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from graphplan.capture.captured_graph import Part
-from graphplan.compiler.compile_state import Choice, CompileState, Member, Trial, in_parts
+from graphplan.compiler.compile_state import Choice, CompileState, Trial, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import ALIGNMENT, DeviceSpec
@@ -33,8 +33,12 @@ _HOPE = 1.1  # factor: a probe that is slower than another plan by more is not r
 
 
 def reuse_slices(state: CompileState) -> CompileState:
-    """Pass: slice weights into the same parts as earlier plans."""
-    return replace(state, members=[_sliced_as_before(state.formulation, one) for one in state.members])
+    """Pass: slice weights into the parts that earlier plans have placed, as far as calls can read them."""
+    placed, members = state.formulation.committed.parts, []
+    for member in state.members:
+        parts = [part for part in placed if is_sliceable(member.annotator.capture, part.weight)]
+        members.append(in_parts(member, parts))
+    return replace(state, members=members)
 
 
 def place_whole_or_sliced(state: CompileState) -> list[Choice]:
@@ -80,13 +84,6 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
     with suppress(InfeasibleError):
         return _faster(whole, place_calls(replace(state, members=[sliced.member])))
     return whole
-
-
-def _sliced_as_before(formulation: Formulation, member: Member) -> Member:
-    """Return the call with the parts that earlier plans have placed, as far as it can read them."""
-    capture = member.annotator.capture
-    parts = [part for part in formulation.committed.parts if is_sliceable(capture, part.weight)]
-    return in_parts(member, parts) if parts else member
 
 
 def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> Trial | None:
