@@ -20,7 +20,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.sizes.dynamic_axes import BATCH
 from graphplan.capture.sizes.microbatches import batch_of, divided_in, microbatches_of
-from graphplan.capture.value_branches import require_same_way
+from graphplan.capture.value_branches import require_same_branches
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, whole_compiler
 from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
@@ -180,7 +180,7 @@ class _Example:
         annotator = self.compiler.captures.annotated(self.micro)
         if self.microbatches > 1:
             divided = annotator.capture
-            require_same_way(divided.signature, microbatches_of(self.call, self.microbatches))
+            require_same_branches(divided.signature, microbatches_of(self.call, self.microbatches))
             after, before = Wires(whole, self.call), Wires(divided, self.micro)
             for large, small in zip(whole.outputs, divided.outputs, strict=True):
                 if isinstance(large, fx.Node) and isinstance(small, fx.Node):

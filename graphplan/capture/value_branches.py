@@ -396,7 +396,7 @@ def goes_by_same(signature: InputSignature, call: BoundCall) -> bool:
     return all(one(leaves) for one in branches)
 
 
-def require_same_way(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
+def require_same_branches(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
     """Raise InputError if branches on inputs take another way for a microbatch than in the trace."""
     if not all(goes_by_same(signature, part) for part in parts):
         names = (signature if signature.prepared is None else signature.prepared.signature).names
