@@ -242,7 +242,6 @@ class Placer:
             become=self.become,
         )
         first = planned[0].plan if planned else self.known_plan
-        compute_device = None if first is None else compute_device_of(first)
         next_placer = Placer(
             self.topology,
             self.options,
@@ -251,8 +250,9 @@ class Placer:
             known_plan=first,
             hooked_plan=self.hooked_plan,
         )
-        keeps_state = isinstance(no_graph, KeptStateError)
-        untraced = Untraced(str(no_graph), compute_device) if keeps_state else None
+        untraced = None
+        if isinstance(no_graph, KeptStateError):
+            untraced = Untraced(str(no_graph), None if first is None else compute_device_of(first))
         state = ModuleState(
             programs,
             compiler.further,

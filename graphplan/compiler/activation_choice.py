@@ -111,13 +111,13 @@ class _SavingsSearch:
         Raises:
             InfeasibleError: the step does not fit once its transfers are counted.
         """
-        state, bound = replace(self.state, members=[trial.member]), self.bound
-        if trial.evaluation is None or not self.large or not bound.seconds:
-            choice = self._with_bound(*place_whole_or_sliced(state))
-            if trial.evaluation is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
-                return [choice]
-            bound = choice.solution.bound
-        return place_calls(state, [certify(trial.evaluation, bound)])
+        state = replace(self.state, members=[trial.member])
+        if trial.evaluation is not None and self.large and self.bound.seconds:
+            return place_calls(state, [certify(trial.evaluation, self.bound)])
+        choice = self._with_bound(*place_whole_or_sliced(state))
+        if trial.evaluation is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
+            return [choice]
+        return place_calls(state, [certify(trial.evaluation, choice.solution.bound)])
 
     @property
     def large(self) -> bool:
@@ -159,12 +159,16 @@ class _SavingsSearch:
         return replace(choice, solution=replace(choice.solution, bound=self.bound))
 
     @property
+    def _best(self) -> Trial:
+        """The fastest trial so far; one without a placement if nothing fits."""
+        return min(self.tried.values(), key=lambda trial: trial.seconds)
+
+    @property
     def _resides(self) -> bool:
         """Whether the fastest trial so far keeps everything on the accelerators."""
-        best = min(self.tried.values(), key=lambda trial: trial.seconds).evaluation
+        best, cpu = self._best.evaluation, self.problem.topology.cpu
         if best is None or best.schedule.prefetch_buffers:
             return False
-        cpu = self.problem.topology.cpu
         return not any(run.device == cpu for run in best.schedule.runs())
 
     def _useful_count(self, items: Sequence[Item]) -> int:
@@ -191,7 +195,7 @@ class _SavingsSearch:
             self._try(most, savings)
         if not self._resides and (not streams or (most in self.tried and not self.large)):
             self._try(most, cheapest(items, most))
-        if self.missing.get(most, 0) > 0 and not any(trial.evaluation for trial in self.tried.values()):
+        if self.missing.get(most, 0) > 0 and self._best.evaluation is None:
             return
         useful, tries = self._useful_count(items), _STEPS
         if streams and self.large and not self._resides:
@@ -211,8 +215,8 @@ class _SavingsSearch:
         """
         items = self._items(offloads=False)
         seconds = self.least_seconds + sum(item.seconds for item in items)
-        known = min(trial.seconds for trial in self.tried.values())
-        if not items or seconds >= known or math.isinf(known):  # if no trial fits, placed() searches in full
+        known = self._best.seconds
+        if not items or seconds >= known or math.isinf(known):  # if no trial fits, place() searches in full
             return []
         member = member_with(self.member, cheapest(items, len(items)))
         alone = accelerators_alone(self._constrained(member))

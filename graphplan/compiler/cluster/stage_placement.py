@@ -65,8 +65,8 @@ class StagePlacement:
     cuts: Sequence[int]
     machines: Sequence[Topology]
     flight: Flight
-    limits: Limits = field(default_factory=Limits)
-    sources: dict[tuple[int, int, int], StageSource] = field(default_factory=dict)
+    limits: Limits
+    sources: dict[tuple[int, int, int], StageSource] = field(init=False, default_factory=dict)
 
     def search(self, stretch: Stretch) -> StepPlan:
         """Place a stretch.
