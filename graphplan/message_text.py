@@ -36,6 +36,11 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return the class of an error and its whole message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def lines_around(lines: Sequence[str], index: int) -> str:
     """Return the line at ``index``, marked by an arrow, with the five before and after it."""
     first = max(0, index - 5)

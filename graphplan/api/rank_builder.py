@@ -132,9 +132,8 @@ class RankBuilder:
         weights = self.request.model_copy.weights
         if self.source is not None:
             return weights
-        lacking = ranks_without_data(weights.tensors)
         wanted = {}
-        for rank in lacking:
+        for rank in ranks_without_data(weights.tensors):
             names = (name for stage in self.plan.stages_of(rank) for name in stage.plan.graph.weights)
             wanted[rank] = [name for name in dict.fromkeys(names) if name in weights.tensors]
         with_data = copy.copy(weights)
@@ -270,24 +269,22 @@ class RankBuilder:
     def _new_runner(
         self, rank_cut: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
     ) -> StageRunner:
-        programs, schedule = [], self.plan.schedule
-        for stage, source in zip(self.stages, rank_cut.sources, strict=True):
-            cut, trains = source.cut, source.step is not None or self.request.options.training is None
-            received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
-            programs.append(
-                StageProgram(
-                    stage.index,
-                    stage.placed,
-                    cut.trace,
-                    cut.inputs,
-                    cut.outputs,
-                    received,
-                    sent,
-                    self._ranks,
-                    trains,
-                )
+        forward_only = self.request.options.training is None
+        programs = [
+            StageProgram(
+                stage.index,
+                stage.placed,
+                source.cut.trace,
+                source.cut.inputs,
+                source.cut.outputs,
+                received=list(map(wires.of, source.cut.received)),
+                sent=list(map(wires.of, source.cut.sent)),
+                ranks=self._ranks,
+                trains=forward_only or source.step is not None,
             )
-        return StageRunner(programs, microbatches, self.traffic, self.group, schedule, loss)
+            for stage, source in zip(self.stages, rank_cut.sources, strict=True)
+        ]
+        return StageRunner(programs, microbatches, self.traffic, self.group, self.plan.schedule, loss)
 
     def _trainer(
         self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss

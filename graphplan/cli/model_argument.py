@@ -25,6 +25,7 @@ from graphplan._compat.transformers import forget_attention
 from graphplan.cli.console import working
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.errors import GraphplanError, InputError
+from graphplan.message_text import one_line
 from graphplan.warnings import warn
 
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")
@@ -128,9 +129,11 @@ def _of_config(path: Path, model_options: ModelOptions) -> NamedModel:
     except GraphplanError:
         raise
     except Exception as error:  # transformers may raise anything for a bad configuration
-        raise InputError(
-            f"no model can be built from {str(file)!r}: {_reason(error, config_file=file)}"
-        ) from error
+        reason = one_line(error)
+        if "trust_remote_code" in reason:
+            code = f"the Python code in {str(file.parent)!r}"
+            reason = f"it needs {code}, which runs only with --trust-remote-code"
+        raise InputError(f"no model can be built from {str(file)!r}: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
         warn(
             f"{file} asks for quantised weights, whose sizes are known only after loading. The plan counts "
@@ -143,7 +146,6 @@ def _of_config(path: Path, model_options: ModelOptions) -> NamedModel:
 
 def _build(config: Any, model_options: ModelOptions) -> nn.Module:
     """Build the class that the configuration names; its own code runs only if it is trusted."""
-    trusted = model_options.trust_remote_code
     import transformers  # optional package
 
     auto_map = getattr(config, "auto_map", None) or {}
@@ -151,22 +153,13 @@ def _build(config: Any, model_options: ModelOptions) -> nn.Module:
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     model_class = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
     with torch.device("cpu" if model_options.data else "meta"):
-        if trusted and auto_class in auto_map:
+        if model_options.trust_remote_code and auto_class in auto_map:
             model: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif model_class is not None:
             model = model_class(config)
         else:
             model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     return model
-
-
-def _reason(error: Exception, config_file: Path) -> str:
-    if "trust_remote_code" in str(error):
-        return (
-            f"it needs the Python code in {str(config_file.parent)!r}, which runs only with "
-            "--trust-remote-code"
-        )
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # -- factories -----------------------------------------------------------------------------------------
@@ -180,8 +173,7 @@ def of_model(error: Exception) -> Exception:
         return error
     others = [frame for frame in frames if not frame.filename.startswith((own_dir, torch_dir))]
     place = f" ({others[-1].filename}:{others[-1].lineno}, in {others[-1].name})" if others else ""
-    text = " ".join(str(error).split())
-    return InputError(f"the model does not accept its example inputs: {type(error).__name__}: {text}{place}")
+    return InputError(f"the model does not accept its example inputs: {one_line(error)}{place}")
 
 
 def _of_factory(word: str, model_options: ModelOptions) -> NamedModel:
@@ -195,8 +187,7 @@ def _of_factory(word: str, model_options: ModelOptions) -> NamedModel:
         with torch.device("meta" if model_options.meta else "cpu"):
             result = target() if callable(target) and not isinstance(target, nn.Module) else target
     except Exception as error:  # the caller's own code may raise anything
-        text = " ".join(str(error).split())
-        raise InputError(f"no model can be built by {word!r}: {type(error).__name__}: {text}") from error
+        raise InputError(f"no model can be built by {word!r}: {one_line(error)}") from error
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(f"{word!r} gives {model!r:.60}, not a torch.nn.Module, or one and its inputs")
