@@ -90,29 +90,30 @@ class Captures:
     @one_at_a_time
     def traced(self, call: BoundCall, entry: str = "") -> Captured:
         """Return the capture of a call; trace it if its structure is new."""
-        modes, reason = self.model_copy.modes, None
-        step, sizes = self.model_copy.step is not None, False
-        vary = not step or self.options.size_limits.has_limit
+        modes, step = self.model_copy.modes, self.model_copy.step is not None
+        mismatches = list[tuple[Captured, str]]()
         for known in self.captured:
             if known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
-                branches = known.capture.branches
-                if mismatch is None and same_answers(branches, self.model_copy.current):
+                if mismatch is None and same_answers(known.capture.branches, self.model_copy.current):
                     return known
-                mismatch = mismatch or "weights on which its code branches have changed"
-                alike = known.capture.signature.spec == call.spec
-                reason = mismatch if alike or reason is None else reason
-                differing = _differing(known.capture.signature, call) if alike else set[int]()
-                vary |= bool(differing) or (alike and _other_number(known.capture.signature, call))
-                sizes |= known.varies and bool(differing - {0, 1} if step else differing)
+                mismatches.append((known, mismatch or "weights on which its code branches have changed"))
+        alike = [one for one in mismatches if one[0].capture.signature.spec == call.spec]
         if self.captured:
-            what = entry or type(self.model_copy.module).__name__
+            reasons = (why for _, why in (*reversed(alike), *mismatches))
             logger.info(
                 "capturing another graph of %s for (%s): %s",
-                what,
+                entry or type(self.model_copy.module).__name__,
                 ", ".join(leaf_names(call)),
-                reason or modes.difference(self.captured[-1].modes) or "it was not traced before",
+                next(reasons, None)
+                or modes.difference(self.captured[-1].modes)
+                or "it was not traced before",
             )
+        vary, sizes = not step or self.options.size_limits.has_limit, False
+        for known, _ in alike:
+            differing = _differing(known.capture.signature, call)
+            vary |= bool(differing) or _other_number(known.capture.signature, call)
+            sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         enter_stage("trace")
         traced = self._trace(call, entry, vary=vary, sizes=sizes)
         self.captured.append(Captured(modes, traced, [], vary))
