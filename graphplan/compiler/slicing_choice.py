@@ -58,12 +58,10 @@ def place_whole_or_sliced(state: CompileState) -> list[Choice]:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole[0].seconds * _HOPE < sliced.seconds:
             return whole
-    placed = None
     with suppress(InfeasibleError):  # with the transfers of slicing, operations may need more
         placed = place_calls(replace(state, members=[sliced.member]))
-    if placed is None:
-        return whole or place_calls(state)
-    return placed if whole is None else _faster(whole, placed)
+        return placed if whole is None else _faster(whole, placed)
+    return whole or place_calls(state)
 
 
 def _whole_or_crowded(state: CompileState) -> list[Choice]:

@@ -125,10 +125,10 @@ class StageSearch:
         best: list[Stretch] | None = None
         least, placed, refused = math.inf, 0, 0
         while placed < PARAMS.rounds and refused < (PARAMS.refusals if best is None else PARAMS.rounds):
-            stages = self._not_refused()
+            stages = self._next_candidate()
             if stages is None and best is None and self.estimates.assumes:
                 self.estimates = replace(self.estimates, assumes=False)
-                stages = self._not_refused()
+                stages = self._next_candidate()
             if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
@@ -188,7 +188,7 @@ class StageSearch:
             for c, start, end, keeps in zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False)
         ]
 
-    def _not_refused(self) -> list[Stretch] | None:
+    def _next_candidate(self) -> list[Stretch] | None:
         """Return the best stages by estimate, none of which is equal to one that did not fit."""
         while True:
             stages = self.stages(self.estimates, self.cluster, self.cluster.counted)
@@ -303,33 +303,38 @@ class StageSearch:
 
     def infeasible(self) -> InfeasibleError:
         """Return the error, with budgets that suffice if some are found."""
-        cluster, factor = self.cluster, 1.0
         weights = readable_bytes(self.boundaries.graph.held_bytes)
-        what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
-        text = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
+        what = "weights, gradients and optimizer state" if self.cluster.flight.train else "weights"
+        machines = len(self.cluster.machines)
+        text = f"no cut into contiguous stages fits the {machines} machines: {weights} of {what}"
         if self.places < self.least_cuts:
             found = f"are {self.places} places" if self.places else "is no place"
             return InfeasibleError(f"{text}, and there {found} where the model can be cut")
-        text += self.fullest
-        searches = 0
+        enough = self._larger_machines()
+        if enough is None:
+            return InfeasibleError(f"{text}{self.fullest}")
+        budgets = [one.budgets for one in enough.machines]
+        needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
+        advice = f"These budgets suffice: machines={budgets}"
+        return InfeasibleError(f"{text}{self.fullest}. {advice}", needed=needed)
+
+    def _larger_machines(self) -> Cluster | None:
+        """Return the machines with larger budgets that suffice; None if none are found."""
+        cluster, factor, searches = self.cluster, 1.0, 0
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth
             grown = replace(cluster, machines=tuple(one.scaled(factor) for one in cluster.machines))
             # count all activations of a forward pass: how much less a step can save is not estimated
             forward = replace(grown, flight=replace(cluster.flight, train=False))
             if searches == PARAMS.searches:
-                break
+                return None
             if self.stages(self.estimates_for(forward), forward, 1) is not None:
                 searches += 1
                 search = self._of(grown)
                 if (stages := search.best_stages()) is not None:
                     trimmed = self._trimmed(search, stages)
-                    enough = grown if self._of(trimmed).best_stages() is None else trimmed
-                    budgets = [one.budgets for one in enough.machines]
-                    needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
-                    advice = f"These budgets suffice: machines={budgets}"
-                    return InfeasibleError(f"{text}. {advice}", needed=needed)
-        return InfeasibleError(text)
+                    return grown if self._of(trimmed).best_stages() is None else trimmed
+        return None
 
     def _of(self, cluster: Cluster) -> StageSearch:
         return replace(self, cluster=cluster)
