@@ -246,11 +246,12 @@ class Compiler:
     def further(
         self,
         call: BoundCall,
-        modes: Modes,
         entry: str,
-        barely: bool,
+        modes: Modes,
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
+        *,
+        barely: bool,
     ) -> Program:
         """Plan, commit and lower a call of a new structure, with placed weights where they are.
 

@@ -243,8 +243,8 @@ def _capture(
     try:
         if state.refused is not None and modes.step is None:
             _require_few_graphs(state, entry, call, modes)
-        barely, values = not state.may_move(entry, call), state.guard.values
-        state.programs.append(state.compile(call, modes, entry, barely, values, weights_now(module)))
+        barely, values, current = not state.may_move(entry, call), state.guard.values, weights_now(module)
+        state.programs.append(state.compile(call, entry, modes, values, current, barely=barely))
         if state.values is not values:
             state.values = None
     except NoGraphError as error:

@@ -62,8 +62,21 @@ class CallTurns:
         self._lock.release()
 
 
-Compile = Callable[[BoundCall, Modes, str, bool, Mapping[str, torch.Tensor], ValueOf], Program]
-"""Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
+class Compile(Protocol):
+    """Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
+
+    def __call__(
+        self,
+        call: BoundCall,
+        entry: str,
+        modes: Modes,
+        values: Mapping[str, torch.Tensor],
+        current: ValueOf,
+        *,
+        barely: bool,
+    ) -> Program:
+        """Return the program; if ``barely``, without memory for larger calls."""
+
 
 Refused = Callable[[NoGraphError], None]
 """Warns of a call structure that cannot be traced, or raises."""
