@@ -49,6 +49,7 @@ from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import bring_back, place_model, refilled, taken_over
 from graphplan.warnings import warn
 
@@ -233,46 +234,42 @@ class Placer:
             tensors = model_copy.weights.tensors  # the old tensors hold memory
             tensors.update(ModelWeights(model).tensors)
         placed, memory = place_model(
-            model,
-            model_copy.weights,
-            layout,
-            placed_class,
-            self.source,
-            owned=owned,
-            become=self.become,
+            model, model_copy.weights, layout, placed_class, self.source, owned=owned, become=self.become
         )
-        first = planned[0].plan if planned else self.known_plan
-        next_placer = Placer(
-            self.topology,
-            self.options,
-            self.strict,
-            homes=compiler.homes,
-            known_plan=first,
-            hooked_plan=self.hooked_plan,
-        )
-        untraced = None
+        plan = planned[0].plan if planned else self.known_plan
+        state = self._new_state(compiler, programs, plan)
         if isinstance(no_graph, KeptStateError):
-            untraced = Untraced(str(no_graph), None if first is None else compute_device_of(first))
-        state = ModuleState(
-            programs,
-            compiler.further,
-            model_copy.signature,
-            next_placer,
-            keep_grad=self.options.grad,
-            return_outputs=self.options.return_outputs,
-            device_types=model_copy.device_types,
-            untraced=untraced,
-            refused=None if self.strict else later_refused,
-            step=self._step,
-            move=partial(self.find_room, compiler) if self._may_move else None,
-            moved_for=self.moved_for,
-        )
+            state.untraced = Untraced(str(no_graph), None if plan is None else compute_device_of(plan))
         attach(placed, state, memory)
         if self.become is not refilled and state.guard is not None:  # the graphs' constants have these values
             state.values = state.guard.values
         if self.warm:
             warm_activations(program.plan for program in programs)
         return placed
+
+    def _new_state(self, compiler: Compiler, programs: list[Program], plan: PlanData | None) -> ModuleState:
+        """Return the state of a module with these programs, whose weights are placed by a plan."""
+        next_placer = Placer(
+            self.topology,
+            self.options,
+            self.strict,
+            homes=compiler.homes,
+            known_plan=plan,
+            hooked_plan=self.hooked_plan,
+        )
+        return ModuleState(
+            programs,
+            compiler.further,
+            compiler.model_copy.signature,
+            next_placer,
+            keep_grad=self.options.grad,
+            return_outputs=self.options.return_outputs,
+            device_types=compiler.model_copy.device_types,
+            refused=None if self.strict else later_refused,
+            step=self._step,
+            move=partial(self.find_room, compiler) if self._may_move else None,
+            moved_for=self.moved_for,
+        )
 
     def find_room(
         self,

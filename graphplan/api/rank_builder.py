@@ -223,7 +223,7 @@ class RankBuilder:
         planned = form.trains and self.cluster.flight.train
         return id(annotator), form.caches_stay, form.call if planned else None
 
-    def _trace(self, annotator: Annotator, caches_stay: bool = False) -> str:
+    def _trace(self, annotator: Annotator, *, caches_stay: bool = False) -> str:
         """Return the name of a trace of the model."""
         return self.traces.setdefault((annotator, caches_stay), f"trace_{len(self.traces)}")
 
@@ -246,7 +246,12 @@ class RankBuilder:
         for stage in self.stages:
             span = positions[stage.index], positions[stage.index + 1]
             cut = stage_source(
-                annotator, boundaries, weights, *span, trained, self._trace(annotator, form.caches_stay)
+                annotator,
+                boundaries,
+                weights,
+                *span,
+                trained,
+                self._trace(annotator, caches_stay=form.caches_stay),
             )
             sources.append(stage.serve(cut, wires, flight, shared, trains=trains))
         return _RankCut(tuple(sources), crossing)

@@ -107,11 +107,11 @@ class Formulation:
         caches = [name for other in together for name in other.states if name not in capture.states]
         return [
             *(
-                Weight(name, tensor_bytes(tensor), (name,), "constant", False)
+                Weight(name, tensor_bytes(tensor), (name,), "constant", persistent=False)
                 for name, tensor in tensors.items()
                 if name not in capture.constants
             ),
-            *(Weight(name, 0, (name,), "cache", False) for name in caches),
+            *(Weight(name, 0, (name,), "cache", persistent=False) for name in caches),
         ]
 
     def _other_parts(self, capture: Capture, graph: Graph) -> list[Weight]:
