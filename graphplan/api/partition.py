@@ -195,9 +195,8 @@ def _warn_of_shared(shared: Mapping[str, Any]) -> None:
 
 def _place_at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
     """Return a copy that places itself at its first call; its parameters are new, over the same memory."""
-    memo: dict[int, Any] = {id(t): t for t in model.buffers()}
-    memo |= {id(t): like(t, t.detach(), {}) for t in model.parameters()}
-    shell = copy_to_run(model, memo)
+    own = {id(t): like(t, t.detach(), {}) for t in model.parameters()}
+    shell = copy_to_run(model, {id(t): t for t in model.buffers()} | own)
     trace_patched(shell)
     shell = of_class(shell, placed_class(type(shell)))
     attach(shell, ModuleState([], start=placer))

@@ -302,12 +302,8 @@ def devices(
         digest = {"devices": device_digest(topology), "measured": measure}
         print_json(digest if result is None else {**digest, "measurements": json.loads(result.to_json())})
         return
-    print(devices_text(topology))
-    print(
-        "\nspeeds were measured"
-        if measure
-        else "\nspeeds are datasheet values or defaults: --measure measures them"
-    )
+    source = "were measured" if measure else "are datasheet values or defaults: --measure measures them"
+    print(f"{devices_text(topology)}\n\nspeeds {source}")
     if result is not None:
         print(result)
     say_written(out)

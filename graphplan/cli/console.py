@@ -82,12 +82,8 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
         return
     fields: dict[str, Any] = {"type": type(error).__name__, "message": line}
     if isinstance(error, InfeasibleError):
-        fields |= {
-            "needed": encode(error.needed),
-            "available": encode(error.available),
-            "operation": error.operation,
-            "device": error.device,
-        }
+        names = ("needed", "available", "operation", "device")
+        fields |= {name: encode(getattr(error, name)) for name in names}
     print(json.dumps({"error": fields}), file=sys.stderr)
 
 

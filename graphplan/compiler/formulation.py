@@ -104,15 +104,13 @@ class Formulation:
         tensors = dict(self.committed.constants.tensors)
         for other in together:
             tensors |= other.constants
-        caches = [name for other in together for name in other.states if name not in capture.states]
-        return [
-            *(
-                Weight(name, tensor_bytes(tensor), (name,), "constant", persistent=False)
-                for name, tensor in tensors.items()
-                if name not in capture.constants
-            ),
-            *(Weight(name, 0, (name,), "cache", persistent=False) for name in caches),
-        ]
+        constants = (
+            Weight(name, tensor_bytes(tensor), (name,), "constant", persistent=False)
+            for name, tensor in tensors.items()
+            if name not in capture.constants
+        )
+        caches = (name for other in together for name in other.states if name not in capture.states)
+        return [*constants, *(Weight(name, 0, (name,), "cache", persistent=False) for name in caches)]
 
     def _other_parts(self, capture: Capture, graph: Graph) -> list[Weight]:
         """Return the placed parts of sliced weights that this call does not read as parts."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
 from graphplan.compiler.cluster.stage_placement import Stretch
-from graphplan.devices.topology import Topology
 from graphplan.ir.cluster.interleaved_order import play
 from graphplan.ir.cluster.machine_stage import stage_seconds
 from graphplan.message_text import readable_bytes
@@ -71,7 +70,8 @@ class InterleavedSearch(StageSearch):
         # how much less a step can save is not estimated: shares count all activations, cuts only weights
         needs = [self._bytes(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
         least = [self._bytes(estimates, c, estimates.weights) for c in classes] if flight.train else needs
-        costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
+        costs = estimates.costs()
+        rooms = [float(sum(spec.room for spec in machine.devices)) for machine in cluster.machines]
         loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
         turns = InterleavedDP(loads, least, rooms, microbatches).solve()
         if turns is None or turns.excess > 0:
@@ -139,10 +139,6 @@ class InterleavedSearch(StageSearch):
             return np.zeros((size, size), dtype=bool)
         before = self._trained_before(estimates)
         return np.asarray((before[:, None] == before[None, :]) & (before[:, None] > 0))
-
-
-def _room(machine: Topology) -> float:
-    return float(sum(spec.room for spec in machine.devices))
 
 
 def _shares(needs: Sequence[float], machines: int) -> list[int]:
