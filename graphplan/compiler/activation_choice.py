@@ -114,7 +114,9 @@ class _SavingsSearch:
         state = replace(self.state, members=[trial.member])
         if trial.evaluation is not None and self.large and self.bound.seconds:
             return place_calls(state, [certify(trial.evaluation, self.bound)])
-        choice = self._with_bound(*place_whole_or_sliced(state))
+        (choice,) = place_whole_or_sliced(state)
+        if 0 < self.bound.seconds < choice.solution.bound.seconds:  # the latter is of this step alone
+            choice = choice.with_bound(self.bound)
         if trial.evaluation is None or with_optimizer(choice.solution.evaluation) <= trial.seconds:
             return [choice]
         return place_calls(state, [certify(trial.evaluation, choice.solution.bound)])
@@ -151,12 +153,6 @@ class _SavingsSearch:
         return min(
             topology.link(k, cpu).seconds(nbytes) + topology.link(cpu, k).seconds(nbytes) for k in keys
         )
-
-    def _with_bound(self, choice: Choice) -> Choice:
-        """Return the choice with the lower of two bounds: its own, and the one for steps that save less."""
-        if not self.bound.seconds or self.bound.seconds >= choice.solution.bound.seconds:
-            return choice
-        return replace(choice, solution=replace(choice.solution, bound=self.bound))
 
     @property
     def _best(self) -> Trial:

@@ -14,7 +14,7 @@ from graphplan.ir.cost_model import optimizer_seconds
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.slicing import slice_weights
 from graphplan.passes.placement.calls.joint import Call
-from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.certificate import Bound, Solution
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
@@ -85,6 +85,10 @@ class Choice:
     def problem(self) -> Problem:
         """The constrained problem."""
         return self.call.with_homes({})
+
+    def with_bound(self, bound: Bound) -> Choice:
+        """Return the choice with another lower bound."""
+        return replace(self, solution=replace(self.solution, bound=bound))
 
     @property
     def seconds(self) -> float:

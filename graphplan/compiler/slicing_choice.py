@@ -144,10 +144,10 @@ def _named(formulation: Formulation) -> set[str]:
 def _faster(whole: list[Choice], sliced: list[Choice]) -> list[Choice]:
     """Return the faster of two placements, with the lower of their bounds, which holds for both graphs."""
     best = min(*whole, *sliced, key=lambda choice: choice.seconds)
-    bound = whole[0].solution.bound
-    if (other := sliced[0].solution.bound).seconds < bound.seconds:
+    bound, other = whole[0].solution.bound, sliced[0].solution.bound
+    if other.seconds < bound.seconds:
         bound = replace(other, proof=f"{other.proof}, with weights sliced")
-    return [replace(best, solution=replace(best.solution, bound=bound))]
+    return [best.with_bound(bound)]
 
 
 # -- what to slice, and into how many parts ----------------------------------------------------------------

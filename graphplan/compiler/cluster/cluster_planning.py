@@ -73,10 +73,15 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
 
 @dataclass
 class StageSearch:
-    """Finds stages, one on each machine that is used; ``annotator`` is of one microbatch.
+    """Finds stages, one on each machine that is used.
 
-    ``batch`` is the rows of the whole batch, 0 if it is not divided. ``fullest`` is the part of an error's
-    text about the machine that lacks most memory.
+    Attributes:
+        annotator: of one microbatch.
+        batch: rows of the whole batch, 0 if it is not divided.
+        placed: stretch -> its plan, or None if it does not fit.
+        by_structure: the same by structure, since equal stretches are placed once.
+        refused: the error of a stretch that needs something sent that cannot be sent.
+        fullest: the part of an error's text about the machine that lacks most memory.
     """
 
     model_copy: ModelCopy
