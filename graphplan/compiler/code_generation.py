@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.captured_graph import Capture
+from graphplan.capture.captured_graph import Capture, TrainingStep
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.compiler.earlier_plans import PlacedConstants
@@ -43,13 +43,13 @@ def lower_planned(
     modes: Modes,
 ) -> Program:
     """Return the program of a plan; ``modes`` are those of the modules when the call was traced."""
-    captured, plan = planned.capture, planned.plan
-    graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
-    backward, tangents = None, () if captured.step is None else captured.step.tangents
-    if captured.step is not None:
-        code, gradients = split_step(code, tangents, len(captured.outputs))
-        backward = _backward_of(captured, graph, gradients)
-    inputs = [name for name in graph.inputs if name not in tangents]
+    captured, plan, graph = planned.capture, planned.plan, planned.plan.graph
+    code, attributes = _generate(planned, topology, options)
+    backward, inputs = None, list(graph.inputs)
+    if (step := captured.step) is not None:
+        code, gradients = split_step(code, step.tangents, len(captured.outputs))
+        backward = _backward_of(captured, step, graph, gradients)
+        inputs = [name for name in inputs if name not in step.tangents]
     placed = constants.place(captured.constants, topology)
     held = captured.attributes and {constant_attribute(name): at for name, at in captured.attributes.items()}
     return Program(
@@ -75,16 +75,15 @@ def lower_planned(
     )
 
 
-def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backward:
-    assert captured.step is not None
+def _backward_of(captured: Capture, step: TrainingStep, graph: Graph, code: torch.fx.Graph) -> Backward:
     read = {str(node.target) for node in code.nodes if node.op == "get_attr"}
     return Backward(
         code,
-        captured.step.differentiated,
-        tuple(captured.step.input_gradients.values()),
+        step.differentiated,
+        tuple(step.input_gradients.values()),
         tuple(name for name in graph.weights if name in read),
         tuple(name for name in map(constant_attribute, captured.attributes or ()) if name in read),
-        others=captured.step.others,
+        others=step.others,
     )
 
 
