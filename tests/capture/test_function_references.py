@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -356,12 +356,20 @@ def bound(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return lambda: run()
 
 
+class Named(NamedTuple):
+    """Holds a function."""
+
+    run: Callable[[], torch.Tensor]
+    times: int
+
+
 def bias_of(layer: nn.Linear) -> torch.Tensor:
     return layer.bias
 
 
 HOLDERS: dict[str, tuple[Callable[[Shifted], Any], Callable[[Any], torch.Tensor]]] = {
     "tuple": (lambda model: (lambda: model.layer.bias,), lambda kept: kept[0]()),
+    "named tuple": (lambda model: Named(lambda: model.layer.bias, 2), lambda kept: kept.run()),
     "deque": (lambda model: deque([lambda: model.layer.bias]), lambda kept: kept[0]()),
     "object": (lambda model: SimpleNamespace(of=lambda: model.layer.bias), lambda kept: kept.of()),
     "method": (lambda model: MethodType(lambda _: model.layer.bias, model.layer), lambda kept: kept()),

@@ -203,7 +203,7 @@ class _References:
         elif kind in (tuple, set):
             self._redirected[id(value)] = kind(map(self.referring, value))
         elif issubclass(kind, tuple):
-            self._redirected[id(value)] = kind._redirect(map(self.referring, value))
+            self._redirected[id(value)] = kind._make(map(self.referring, value))
         else:
             container = self._redirected[id(value)] = copy.copy(value)
             container.clear()
