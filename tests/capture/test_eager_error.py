@@ -167,14 +167,14 @@ def test_without_the_exporter_a_placed_model_says_why_once(
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    export = transformers_export._export
+    from graphplan.capture import tracing
 
-    def only_fixed(*args: Any, varying: Any, **kwargs: Any) -> Any:
+    def only_fixed(model_copy: Any, call: Any, varying: Any, **kwargs: Any) -> Any:
         if varying:
             raise LookupError("an odd one")
-        return export(*args, varying=varying, **kwargs)
+        return transformers_export.export_transformers(model_copy, call, varying, **kwargs)
 
-    monkeypatch.setattr(transformers_export, "_export", only_fixed)
+    monkeypatch.setattr(tracing, "export_transformers", only_fixed)
     check_that_it_says_why_once(
         "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is traced anew"
     )

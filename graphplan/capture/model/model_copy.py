@@ -35,7 +35,7 @@ from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.structure import flatten_with_path
 from graphplan.capture.transformers.caches import know_caches
-from graphplan.capture.value_branches import Branches, ValueOf
+from graphplan.capture.value_branches import Branches, ValueOf, is_of_integers
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
@@ -131,6 +131,14 @@ class ModelCopy:
     def may_branch_on_inputs(self) -> bool:
         """Whether a trace may branch on values of integer inputs."""
         return self.knows_inputs and self.entry in self.by_inputs
+
+    def start_branching_on_inputs(self, call: BoundCall) -> bool:
+        """Let traces branch on values of integer inputs; return whether that is possible and new."""
+        has_integers = any(map(is_of_integers, call.tensors))
+        if not has_integers or not self.knows_inputs or self.entry in self.by_inputs:
+            return False
+        self.by_inputs.add(self.entry)
+        return True
 
     def branches(self, *call: Any) -> Branches:
         """Return the branches of the entry's code, to trace a call with positional and named arguments."""

@@ -6,8 +6,6 @@ a later call differs only in sizes, it is traced with all axes as symbols, which
 
     x: (4, 3, 32, 32), scale: 0.5        x: (b, 3, 32, 32), scale: s
     x: (4, 3, 64, 48), scale: 0.5        x: (b, 3, h, w), scale: s        where h * w > 1
-
-If that fails, the sizes and numbers are those of the example.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import Parameter, Signature
-from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
+from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
@@ -51,58 +48,29 @@ def is_transformers_model(model: nn.Module) -> bool:
     )
 
 
-def export_plain(
-    model_copy: ModelCopy,
-    call: BoundCall,
-    dynamic_shapes: Any,
-    *,
-    keep_grad: bool,
-    vary: bool,
-    sizes: bool = False,
-) -> tuple[Capture, Exception | None]:
-    """Trace a call; return the capture, and the error for which fewer sizes vary than requested, or None.
-
-    Args:
-        model_copy: the copy to trace.
-        call: the example inputs.
-        dynamic_shapes: the caller's, as in ``torch.export``, or None.
-        keep_grad: as in :func:`graphplan.capture.tracing.capture`.
-        vary: whether batches, lengths and numbers are symbols if ``dynamic_shapes`` is None.
-        sizes: whether all other sizes are symbols, too.
+def export_declared(
+    model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any, *, keep_grad: bool
+) -> Capture:
+    """Trace a call in which only the sizes vary that the caller declares, as in ``torch.export``, if any.
 
     Raises:
         GraphplanError: the call cannot be traced.
         Exception: whatever the model's own code or the tracer raises.
     """
-    if not vary or dynamic_shapes is not None:
-        shapes = _by_name(model_copy, call, dynamic_shapes)
-        _require_in_range(call, shapes)
-        program = _export(model_copy, call, shapes, keep_grad=keep_grad)
-        return from_program(program, call, model_copy), None
-    failed: Exception | None = None
-    any_one = any(1 in tensor.shape for tensor in call.tensors)
-    any_number = any(type(leaf) in (int, float) for leaf in call.leaves)
-    kinds = [(True, True), *[(False, True)] * any_one, *[(not any_one, False)] * any_number]
-    for all_sizes, (ones, numbers) in product({sizes: 0, False: 0}, kinds):
-        if not numbers and not isinstance(failed, TypeError):  # raised, say, by a symbol as a dict key
-            continue
-        try:
-            capture = _varying(
-                model_copy, call, sizes=all_sizes, ones=ones, numbers=numbers, keep_grad=keep_grad
-            )
-            return capture, failed if all_sizes != sizes else None
-        except (RunAsItIs, InputError):
-            raise
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            failed = error.with_traceback(None)  # its frames hold the caller's tensors
-    program = _export(model_copy, call, None, keep_grad=keep_grad)
-    return from_program(program, call, model_copy), failed
+    shapes = _by_name(model_copy, call, dynamic_shapes)
+    _require_in_range(call, shapes)
+    return from_program(_export(model_copy, call, shapes, keep_grad=keep_grad), call, model_copy)
 
 
-def _varying(
+def export_varying(
     model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, numbers: bool, keep_grad: bool
 ) -> Capture:
-    """Return a capture with dynamic axes, as in :func:`plain_roles`, and with symbolic numbers if asked."""
+    """Trace a call with dynamic axes, as in :func:`plain_roles`, and with symbolic numbers if asked.
+
+    Raises:
+        GraphplanError: the call cannot be traced.
+        Exception: whatever the model's own code or the tracer raises.
+    """
     arguments = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     roles = with_tokens(plain_roles(call.leaves, sizes=sizes, ones=ones), call, ones=ones)
     each = iter(roles)

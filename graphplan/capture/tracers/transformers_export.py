@@ -29,17 +29,9 @@ from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
+from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, Guard, InputSignature, Prepared, leaf_names
-from graphplan.capture.sizes.dynamic_axes import (
-    BATCH,
-    LENGTH,
-    SIZE,
-    Roles,
-    conditions,
-    shapes_for,
-    text_roles,
-)
+from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.exported_program import from_program, leaf_spec
@@ -58,34 +50,21 @@ from graphplan.capture.transformers.recurrences import recurrences_whole
 
 
 def export_transformers(
-    model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, sizes: bool
-) -> tuple[Capture, Exception | None]:
-    """Trace a call; return the capture, and the error for which fewer axes vary than requested, or None.
+    model_copy: ModelCopy, call: BoundCall, varying: Sequence[str], *, keep_grad: bool
+) -> Capture:
+    """Trace a call.
 
     Args:
         model_copy: the copy to trace.
         call: the example inputs, all by name.
+        varying: the roles of the axes that are dynamic.
         keep_grad: as in :func:`graphplan.capture.tracing.capture`.
-        sizes: whether axes other than batches and lengths vary, too.
 
     Raises:
         RunAsItIs: the method runs without a graph.
         CaptureError: the exporter's replacement code reads fewer weights than the model does.
         Exception: whatever the model's own code or the tracer raises.
     """
-    failed: Exception | None = None
-    for varying in [(BATCH, LENGTH, SIZE), (BATCH, LENGTH)][not sizes :]:
-        try:
-            return _export(model_copy, call, keep_grad=keep_grad, varying=varying), failed
-        except RunAsItIs:
-            raise
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            failed = error.with_traceback(None)  # its frames hold the caller's tensors
-    return _export(model_copy, call, keep_grad=keep_grad, varying=()), failed
-
-
-def _export(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool, varying: Sequence[str]) -> Capture:
-    """Trace a call in which the axes with the roles in ``varying`` are dynamic."""
     module = model_copy.module
     inputs = _prepared(module, call, is_forward=model_copy.method == "forward")
     roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}

@@ -1,0 +1,105 @@
+"""What completes a capture after its trace: attributes, branches, casts of autocast, sizes and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from graphplan.capture.autocast import write_casts
+from graphplan.capture.captured_graph import Capture, name_apart
+from graphplan.capture.changes.assigned_state import AssignedState, keep_what_is_read
+from graphplan.capture.export_here import STATE
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import identity, memory_of
+from graphplan.capture.model_methods import RunAsItIs
+from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
+from graphplan.errors import NoGraphError
+
+
+def completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
+    """Return the capture with branches, attributes, casts of autocast, and copies for a backward pass."""
+    if model_copy.method != "forward" and all(node.op != "call_function" for node in captured.graph.nodes):
+        raise RunAsItIs(f"{model_copy.method!r} computes nothing")
+    state: AssignedState = captured.module.meta.pop(STATE)
+    for text in state.kept_by_hooks:
+        model_copy.warn_once(text)
+    _refuse_untied(state.assigned(model_copy.module), model_copy)
+    branches = tuple(one.renamed(model_copy.first_name) for one in state.branches if one.weights)
+    captured = replace(captured, branches=branches)
+    if keep_grad:
+        for name in state.losses:
+            model_copy.warn_once(
+                f"forward leaves {name} with a gradient; a placed model does not, so a loss computed from "
+                "it would give no gradients. Return it instead"
+            )
+        keep_what_is_read(captured)
+        _warn_of_history(captured, model_copy)
+    write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
+    if not state.goes_by_values:
+        captured = replace(captured, attributes=_attributes_of(captured, model_copy))
+    return _named_apart(captured)
+
+
+def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
+    """Return the name of the attribute that each constant is; None if one is a view of an attribute."""
+    attributes = model_copy.attributes
+    memories = {constant: memory_of(tensor) for constant, tensor in captured.constants.items()}
+    known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
+    if any(identity(captured.constants[constant]) != key for constant, (_, key) in known.items()):
+        return None
+    return {constant: name for constant, (name, _) in known.items()}
+
+
+def _refuse_untied(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:
+    """Raise NoGraphError if a call assigns a shared buffer under one name only: eager mode unties them."""
+    values = {model_copy.full_name(name): value for name, value in assigned.items()}
+    for name, value in values.items():
+        for other in model_copy.weights.names[model_copy.weights.first[name]]:
+            if other.startswith(model_copy.full_name("")) and values.get(other) is not value:
+                raise NoGraphError(
+                    f"{name!r} is one tensor with {other!r} until forward assigns it, and in a graph they "
+                    "stay one: make it a clone"
+                )
+
+
+def _warn_of_history(captured: Capture, model_copy: ModelCopy) -> None:
+    """Warn about attributes with a gradient history: a graph reads only their values."""
+    plain = model_copy.weights.plain
+    for name in map(model_copy.full_name, captured.constants):
+        if name in plain and not plain[name].is_leaf:
+            model_copy.warn_once(
+                f"{name!r} was computed with gradients, and forward reads it: in the placed model it is a "
+                "constant, through which no gradients flow. Make it a buffer or a parametrization"
+            )
+
+
+def _named_apart(captured: Capture) -> Capture:
+    """Return the capture with renamed nodes, so that no result has the name of a weight."""
+    renamed = name_apart(captured.graph, {*captured.weights.values(), *captured.constants}, captured.weights)
+    inputs = tuple(renamed.get(name, name) for name in captured.inputs)
+    states = {renamed.get(name, name): leaf for name, leaf in captured.states.items()}
+    return replace(captured, inputs=inputs, states=states) if renamed else captured
+
+
+def sized_as(captured: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
+    """Return the capture with the values, in the example, of sizes that the data decides."""
+    values = captured.inputs_in(call)
+    for node, name in captured.weights.items():
+        tensor = captured.constants.get(name, model_copy.weights.tensors.get(name))
+        if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:
+            values[node] = tensor.detach().cpu()
+    sizes = sizes_of_example(captured.graph, values, captured.inputs, model_copy.warn_once)
+    return replace(captured, sizes={**captured.sizes, **sizes})
+
+
+def with_these_gradients(captured: Capture, call: BoundCall) -> Capture:
+    """Restrict a capture to calls whose inputs require gradients exactly as in this one."""
+    signature = captured.signature
+    leaves = tuple(
+        replace(leaf, gradient=given.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
+        for leaf, given in zip(signature.leaves, call.leaves, strict=True)
+    )
+    return replace(captured, signature=replace(signature, leaves=leaves))
