@@ -61,19 +61,25 @@ torch would prove conditions for minutes."""
 
 
 def export(
-    keep_grad: bool,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     *,
+    keep_grad: bool,
     branches: Branches,
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """Call ``torch.export.export`` with graphplan's pytrees and patches; ``keep_grad`` as in ``capture``.
 
     ``branches`` are those of the module's code. ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so
-    that the time of the trace is limited.
+    that the time of the trace is limited. The trace is repeated with what it teaches about the code::
+
+        the trace ends at                                the next trace
+        a branch on values of weights or inputs          knows these values
+        int() of a data-dependent number                 has another int() there
+        gradients that forward computes                  is below autograd, without copies of blocks
+        anything else, after blocks were copied          copies no blocks
 
     Raises:
         CaptureError: the trace takes too long.
@@ -81,96 +87,109 @@ def export(
         NoGraphError: a call leaves a buffer with a gradient history.
         Exception: any error of the model's own code or of the tracer.
     """
-    numbers = WholeNumbers()
-    trace = functools.partial(_export, keep_grad, module, args, kwargs, CodeCaches(module), numbers, branches)
+    tracing = _Tracing(module, args, kwargs, branches, keep_grad=keep_grad)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    repeated = None if branches.by_weights else RepeatedModules(branches)
-    name, below_autograd = type(module).__name__, False
+    copies = True
     try:
         while True:
+            repeated = RepeatedModules(branches) if copies and not branches.by_weights else None
             try:
-                state, program = trace(dynamic_shapes, repeated, ends, below=below_autograd)
-                if numbers.learn():  # the model's code has caught the error
-                    put_back(before)
-                    continue
-                repeated = None  # later errors would be the same without copies of blocks
-                if keep_grad:
-                    state.refuse_history()
-                trace_next = functools.partial(trace, below=below_autograd)
-                _require_same_next(name, state, program, trace_next, dynamic_shapes)
-                place_writes(program.graph)
-                program.graph_module.meta[STATE] = state
-                return program
+                state, program = tracing.run(dynamic_shapes, repeated, ends)
+                if not tracing.numbers.learn():  # else the model's code has caught the error
+                    repeated = None  # later errors would be the same without copies of blocks
+                    if keep_grad:
+                        state.refuse_history()
+                    _require_same_next(tracing, state, program, dynamic_shapes)
+                    place_writes(program.graph)
+                    program.graph_module.meta[STATE] = state
+                    return program
             except _OwnGradientsError:
-                repeated, below_autograd = None, True
+                copies, tracing.below_autograd = False, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-                if branches.learn(error):
-                    copies = repeated is not None and not branches.by_weights
-                    repeated = RepeatedModules(branches) if copies else None
-                elif not numbers.learn():
+                if not branches.learn(error) and not tracing.numbers.learn():
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
                     raise
-                logger.info("%s is traced again, without copies of blocks: %s", name, error)
-                repeated = None
+                logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+                copies = False
             put_back(before)
     finally:
         put_back(before)
 
 
+class _Tracing:
+    """The traces of one call, which share what they teach about the code.
+
+    Attributes:
+        module: the traced module.
+        numbers: the calls of ``int`` to replace.
+        below_autograd: whether to trace the operations that autograd runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        branches: Branches,
+        *,
+        keep_grad: bool,
+    ) -> None:
+        self.module, self.numbers, self.below_autograd = module, WholeNumbers(), False
+        self._args, self._kwargs, self._branches, self._keep_grad = args, kwargs, branches, keep_grad
+        self._caches = CodeCaches(module)
+
+    def run(
+        self, dynamic_shapes: Any, repeated: RepeatedModules | None = None, ends: float = math.inf
+    ) -> tuple[AssignedState, torch.export.ExportedProgram]:
+        """Trace once; ``repeated`` and ``ends`` as in :func:`exporting`."""
+        module, branches = self.module, self._branches
+        state = AssignedState(module)
+        branches.begin()
+        patches = exporting(
+            keep_grad=self._keep_grad,
+            state=state,
+            branches=branches,
+            repeated=repeated,
+            ends=ends,
+            below=self.below_autograd,
+        )
+        # in the end torch gives each module its own copy of a container that several share
+        tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
+        with (
+            restored(tables),
+            _keeping_notes(module),
+            self._caches.untouched(),
+            untouched_by_hooks(module) as state.kept_by_hooks,
+            patches,
+            patched(*symbolic_lengths(module), *self.numbers.replacements()),
+            self.numbers.in_place(),
+        ):
+            export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
+            # it may set context variables
+            program = copy_context().run(export, module, self._args, self._kwargs)
+        state.data.require_kept()
+        state.branches, state.answers_given = branches.branches, branches.answers_given
+        return state, program
+
+
 def _require_same_next(
-    name: str,
-    state: AssignedState,
-    program: torch.export.ExportedProgram,
-    trace: Callable[..., tuple[AssignedState, torch.export.ExportedProgram]],
-    dynamic_shapes: Any,
+    tracing: _Tracing, state: AssignedState, program: torch.export.ExportedProgram, dynamic_shapes: Any
 ) -> None:
     """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
     with state.after_call(program) as may_differ:
         if not may_differ:
             return
-        try:
-            again = trace(None if state.makes_tensors else dynamic_shapes)  # tensors it made have one size
+        try:  # tensors that the first call made have one size
+            again = tracing.run(None if state.makes_tensors else dynamic_shapes)
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            name = type(tracing.module).__name__
             raise KeptStateError(
                 f"after its first call {name} has attributes with which it cannot be traced: "
                 f"{first_line(error)}"
             ) from error
         state.require_same_next(program, *again)
-
-
-def _export(
-    keep_grad: bool,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caches: CodeCaches,
-    numbers: WholeNumbers,
-    branches: Branches,
-    dynamic_shapes: Any,
-    repeated: RepeatedModules | None = None,
-    ends: float = math.inf,
-    *,
-    below: bool,
-) -> tuple[AssignedState, torch.export.ExportedProgram]:
-    """Trace once, above or ``below`` autograd."""
-    state = AssignedState(module)
-    branches.begin()
-    around = exporting(
-        keep_grad=keep_grad, state=state, branches=branches, repeated=repeated, ends=ends, below=below
-    )
-    outside = caches.untouched(), untouched_by_hooks(module)
-    # in the end torch gives each module its own copy of a container that several share
-    tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
-    patches = patched(*symbolic_lengths(module), *numbers.replacements())
-    with restored(tables), _keeping_notes(module), outside[0], outside[1] as kept, around, patches:
-        export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
-        with numbers.in_place():
-            program = copy_context().run(export, module, args, kwargs)  # it may set context variables
-    state.data.require_kept()
-    state.kept_by_hooks, state.branches, state.answers_given = kept, branches.branches, branches.answers_given
-    return state, program
 
 
 @contextmanager

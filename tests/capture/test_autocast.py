@@ -111,7 +111,7 @@ def test_blocks_for_other_devices_do_nothing() -> None:
     model = OnCuda()
     branches = Branches(model, lambda _: None)
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        program = export(False, model, (X,), {}, None, branches=branches)  # as others call it
+        program = export(model, (X,), {}, None, keep_grad=False, branches=branches)  # as others call it
     module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel
 
+import graphplan
 from graphplan._compat.torch import set_call
 from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
@@ -71,6 +72,20 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
         )
         for node in graph.nodes
     ]
+
+
+def test_a_trace_that_is_repeated_copies_blocks_too(copies: list[str]) -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_BLOCKS)))
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x)[: int(lengths.max())]
+
+    with pytest.warns(graphplan.GraphplanWarning, match="data-dependent sizes"):
+        captured(Padded(), torch.randn(8, 4), torch.tensor([3, 5]))
+    assert copies == 2 * ["blocks.2", "blocks.3"]
 
 
 def test_blocks_are_copied_and_the_graph_is_as_ever(copies: list[str]) -> None:

@@ -135,11 +135,11 @@ def _export(
         with_forward(module, forward),
     ):
         return export(
-            keep_grad,
             module,
             call.args,
             dict(call.kwargs),
             shapes,
+            keep_grad=keep_grad,
             branches=model_copy.branches(call.args, call.kwargs),
             sizes=sizes,
         )

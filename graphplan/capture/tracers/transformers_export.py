@@ -89,11 +89,11 @@ def export_transformers(
         traced = forwards_of(module)
         arguments = map_leaves(copy.deepcopy, inputs)
         program = export(
-            keep_grad,
             module,
             (),
             arguments,
             shapes,
+            keep_grad=keep_grad,
             branches=model_copy.branches((), arguments),
             sizes=SIZE in varying,
         )
