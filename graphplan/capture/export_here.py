@@ -67,13 +67,14 @@ def export(
     dynamic_shapes: Any,
     *,
     keep_grad: bool,
-    branches: Branches,
+    new_branches: Callable[[], Branches],
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """Call ``torch.export.export`` with graphplan's pytrees and patches; ``keep_grad`` as in ``capture``.
 
-    ``branches`` are those of the module's code. ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so
-    that the time of the trace is limited. The trace is repeated with what it teaches about the code::
+    ``new_branches`` returns the branches of a new trace of the code. ``sizes`` says that all sizes of
+    ``dynamic_shapes`` vary, so that the time of the trace is limited. The trace is repeated with what it
+    teaches about the code::
 
         the trace ends at                                the next trace
         a branch on values of weights or inputs          knows these values
@@ -87,26 +88,28 @@ def export(
         NoGraphError: a call leaves a buffer with a gradient history.
         Exception: any error of the model's own code or of the tracer.
     """
-    tracing = _Tracing(module, args, kwargs, branches, keep_grad=keep_grad)
+    tracer = _CallTracer(module, args, kwargs, keep_grad=keep_grad)
     before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
     copies = True
     try:
         while True:
+            branches = new_branches()
             repeated = RepeatedModules(branches) if copies and not branches.by_weights else None
             try:
-                state, program = tracing.run(dynamic_shapes, repeated, ends)
-                if not tracing.numbers.learn():  # else the model's code has caught the error
+                state, program = tracer.run(dynamic_shapes, branches, repeated, ends)
+                if not tracer.numbers.learn():  # else the model's code has caught the error
                     repeated = None  # later errors would be the same without copies of blocks
                     if keep_grad:
                         state.refuse_history()
-                    _require_same_next(tracing, state, program, dynamic_shapes)
+                    trace_next = functools.partial(tracer.run, branches=new_branches())
+                    _require_same_next(module, state, program, trace_next, dynamic_shapes)
                     place_writes(program.graph)
                     program.graph_module.meta[STATE] = state
                     return program
             except _OwnGradientsError:
-                copies, tracing.below_autograd = False, True
+                copies, tracer.below_autograd = False, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-                if not branches.learn(error) and not tracing.numbers.learn():
+                if not branches.learn(error) and not tracer.numbers.learn():
                     raise
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
@@ -118,42 +121,32 @@ def export(
         put_back(before)
 
 
-class _Tracing:
+class _CallTracer:
     """The traces of one call, which share what they teach about the code.
 
     Attributes:
-        module: the traced module.
         numbers: the calls of ``int`` to replace.
         below_autograd: whether to trace the operations that autograd runs.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        branches: Branches,
-        *,
-        keep_grad: bool,
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grad: bool
     ) -> None:
-        self.module, self.numbers, self.below_autograd = module, WholeNumbers(), False
-        self._args, self._kwargs, self._branches, self._keep_grad = args, kwargs, branches, keep_grad
+        self.numbers, self.below_autograd = WholeNumbers(), False
+        self._module, self._args, self._kwargs, self._keep_grad = module, args, kwargs, keep_grad
         self._caches = CodeCaches(module)
 
     def run(
-        self, dynamic_shapes: Any, repeated: RepeatedModules | None = None, ends: float = math.inf
+        self,
+        dynamic_shapes: Any,
+        branches: Branches,
+        repeated: RepeatedModules | None = None,
+        ends: float = math.inf,
     ) -> tuple[AssignedState, torch.export.ExportedProgram]:
         """Trace once; ``repeated`` and ``ends`` as in :func:`exporting`."""
-        module, branches = self.module, self._branches
-        state = AssignedState(module)
-        branches.begin()
+        module, state = self._module, AssignedState(self._module, branches)
         patches = exporting(
-            keep_grad=self._keep_grad,
-            state=state,
-            branches=branches,
-            repeated=repeated,
-            ends=ends,
-            below=self.below_autograd,
+            keep_grad=self._keep_grad, state=state, repeated=repeated, ends=ends, below=self.below_autograd
         )
         # in the end torch gives each module its own copy of a container that several share
         tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
@@ -170,21 +163,24 @@ class _Tracing:
             # it may set context variables
             program = copy_context().run(export, module, self._args, self._kwargs)
         state.data.require_kept()
-        state.branches, state.answers_given = branches.branches, branches.answers_given
         return state, program
 
 
 def _require_same_next(
-    tracing: _Tracing, state: AssignedState, program: torch.export.ExportedProgram, dynamic_shapes: Any
+    module: nn.Module,
+    state: AssignedState,
+    program: torch.export.ExportedProgram,
+    trace: Callable[[Any], tuple[AssignedState, torch.export.ExportedProgram]],
+    dynamic_shapes: Any,
 ) -> None:
     """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
     with state.after_call(program) as may_differ:
         if not may_differ:
             return
         try:  # tensors that the first call made have one size
-            again = tracing.run(None if state.makes_tensors else dynamic_shapes)
+            again = trace(None if state.makes_tensors else dynamic_shapes)
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            name = type(tracing.module).__name__
+            name = type(module).__name__
             raise KeptStateError(
                 f"after its first call {name} has attributes with which it cannot be traced: "
                 f"{first_line(error)}"
@@ -229,7 +225,6 @@ def exporting(
     *,
     keep_grad: bool,
     state: AssignedState,
-    branches: Branches,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
     below: bool = False,
@@ -240,7 +235,7 @@ def exporting(
     traced, so that the graph has gradients that ``forward`` computes.
     """
     tracer: Any = export_tracer()
-    flags = torch.compiler
+    flags, branches = torch.compiler, state.branches
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less_patches = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
@@ -253,7 +248,7 @@ def exporting(
         patched(
             Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
-            Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, branches, repeated)),
+            Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
             (*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
@@ -411,15 +406,12 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
 
 
 def _calling(
-    own: Callable[..., Any],
-    state: AssignedState,
-    branches: Branches,
-    repeated: RepeatedModules | None,
+    own: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
 ) -> Callable[..., Any]:
     """Return a ``call_module`` that writes assigned buffers, and lets ``repeated`` copy repeated blocks."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        branches.enter(tracer, (args, kwargs))
+        state.branches.enter(tracer, (args, kwargs))
         run = functools.partial(state.call, tracer, module, forward)
         copied = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
         return own(tracer, module, copied, args, kwargs)

@@ -290,6 +290,11 @@ class InputSignature:
             return broken
         return self.prepared.signature.mismatch(self.traced(call))
 
+    @property
+    def of_graph(self) -> InputSignature:
+        """The signature of the calls that the graph takes: with prepared arguments, if there are any."""
+        return self if self.prepared is None else self.prepared.signature
+
     def traced(self, call: BoundCall) -> BoundCall:
         """Return the call that the graph takes: with prepared arguments, if there are any."""
         return call if self.prepared is None else self.prepared.prepare(call)

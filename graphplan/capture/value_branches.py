@@ -62,7 +62,7 @@ class Branch:
         """Return the branch with renamed weights."""
         return replace(self, weights=tuple(map(name_of, self.weights)))
 
-    def goes_by(self, values: Iterable[torch.Tensor]) -> bool:
+    def is_same_for(self, values: Iterable[torch.Tensor]) -> bool:
         """Whether the answer for ``values`` is that of the trace; False if computing it fails.
 
         A question that the code asks only if a flag is set may fail without it.
@@ -102,7 +102,7 @@ class InputBranches:
         if all(_is_same(given[index], value) for index, value in self.traced.items()):
             return True
         with _without_modes():
-            return all(one.goes_by(given[index] for index in one.inputs) for one in self.branches)
+            return all(one.is_same_for(given[index] for index in one.inputs) for one in self.branches)
 
 
 def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
@@ -112,7 +112,7 @@ def same_answers(branches: Sequence[Branch], value_of: ValueOf) -> bool:
     with _without_modes():
         for branch in branches:
             values = [value for name in branch.weights if (value := value_of(name)) is not None]
-            if len(values) < len(branch.weights) or not branch.goes_by(values):
+            if len(values) < len(branch.weights) or not branch.is_same_for(values):
                 return False
     return True
 
@@ -169,7 +169,7 @@ class _Asked:
 
 
 class Branches:
-    """The branches in the traces of one call: if a trace fails at a branch, the next trace answers it.
+    """The branches in one trace: if it fails at one, the next trace, of the same ``answered``, answers it.
 
     Args:
         module: the module that is traced.
@@ -178,9 +178,8 @@ class Branches:
         answered: lines of the code, and paths of arguments, whose questions are answered; traces add to it.
 
     Attributes:
-        branches: the branches of the last trace.
-        answers_given: those that its code was given: the line, the weights and inputs that decide, and the
-            answer.
+        taken: the branches that the code has taken.
+        answers_given: those that it was given: the line, the weights and inputs that decide, and the answer.
         read_by: for each question that it answered, repeated ones included, the nodes that it reads.
     """
 
@@ -194,10 +193,6 @@ class Branches:
             index: _readable_part(leaf) for index, (_, leaf) in leaves if isinstance(leaf, torch.Tensor)
         }
         self._paths = {index: path for index, (path, _) in leaves if index in self._leaves}
-        self.begin()
-
-    def begin(self) -> None:
-        """Reset the state for a new trace."""
         self._names: dict[fx.Node | None, str] = {}  # node -> name of the weight
         self._inputs: dict[fx.Node | None, int] = {}  # node -> index of the input leaf
         self._asked: dict[Any, _Asked] = {}  # symbol -> the value that it stands for
@@ -206,7 +201,7 @@ class Branches:
         self._writers = _Writers()
         self.answers_given: set[tuple[Any, ...]] = set()
         self.read_by: list[Sequence[fx.Node]] = []
-        self.branches: list[Branch] = []
+        self.taken: list[Branch] = []
 
     def enter(self, tracer: Any, call: Any) -> None:
         """Note the nodes of weights and inputs before the first call of the trace, which may write them."""
@@ -315,7 +310,7 @@ class Branches:
                 self._answers[text] = _answer_of(question, asked.values)
             if asked.values:
                 answer = repr(self._answers[text])
-                self.branches.append(Branch(question, asked.weights, asked.inputs, answer))
+                self.taken.append(Branch(question, asked.weights, asked.inputs, answer))
         if is_noted and asked.values:
             self.answers_given.add((asked.line, asked.weights, asked.inputs, repr(self._answers[text])))
         return copy.deepcopy(self._answers[text])
@@ -382,35 +377,32 @@ def input_guard(branches: Iterable[Branch], leaves: Sequence[Any], names: Sequen
     return (Guard(text, holds),)
 
 
-def goes_by_others(signature: InputSignature, call: BoundCall) -> bool:
+def took_other_inputs(signature: InputSignature, call: BoundCall) -> bool:
     """Whether a trace of the same structure branched on other input values than those of the call."""
-    branches = _guards_on_inputs(signature)
-    leaves = signature.traced(call).leaves if branches else ()
-    return any(one.are_others(leaves) for one in branches)
+    branches = _input_branches(signature)
+    return branches is not None and branches.are_others(signature.traced(call).leaves)
 
 
-def goes_by_same(signature: InputSignature, call: BoundCall) -> bool:
+def takes_same_way(signature: InputSignature, call: BoundCall) -> bool:
     """Whether branches on inputs take the same way for a call, which fits otherwise, as in the trace."""
-    branches = _guards_on_inputs(signature)
-    leaves = signature.traced(call).leaves if branches else ()
-    return all(one(leaves) for one in branches)
+    branches = _input_branches(signature)
+    return branches is None or branches(signature.traced(call).leaves)
 
 
 def require_same_branches(signature: InputSignature, parts: Iterable[BoundCall]) -> None:
     """Raise InputError if branches on inputs take another way for a microbatch than in the trace."""
-    if not all(goes_by_same(signature, part) for part in parts):
-        names = (signature if signature.prepared is None else signature.prepared.signature).names
-        deciding = sorted({index for one in _guards_on_inputs(signature) for index in one.integers})
-        text = ", ".join(names[index] for index in deciding)
+    branches = _input_branches(signature)
+    if branches is not None and not all(branches(signature.traced(part).leaves) for part in parts):
+        names = ", ".join(signature.of_graph.names[index] for index in branches.integers)
         raise InputError(
-            f"the code branches on values of {text}, which differ between microbatches: pad them alike, or "
+            f"the code branches on values of {names}, which differ between microbatches: pad them alike, or "
             "use microbatches=1"
         )
 
 
-def _guards_on_inputs(signature: InputSignature) -> list[InputBranches]:
-    inner = signature if signature.prepared is None else signature.prepared.signature
-    return [guard.holds for guard in inner.guards if isinstance(guard.holds, InputBranches)]
+def _input_branches(signature: InputSignature) -> InputBranches | None:
+    conditions = (guard.holds for guard in signature.of_graph.guards)
+    return next((one for one in conditions if isinstance(one, InputBranches)), None)
 
 
 def _numbers_of(tensor: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, InputSignature, bind_call, leaf_names, same_constant
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
 from graphplan.capture.thread_patches import outside_inference_mode
-from graphplan.capture.value_branches import goes_by_same, require_same_branches
+from graphplan.capture.value_branches import require_same_branches, takes_same_way
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
@@ -281,7 +281,7 @@ class ClusterModule(nn.Module):
         """Return how calls of a form are run, with the current parameters; prepare it if the form is new."""
         if isinstance(self.stage, MachineStages):
             self.stage.hand_over()
-        if form not in self._calls or not goes_by_same(self._calls[form].signature, micros[0]):
+        if form not in self._calls or not takes_same_way(self._calls[form].signature, micros[0]):
             if len(self._calls) >= _MOST_FORMS:
                 self._calls.clear()
             self._calls[form] = self._prepare(micros[0], form)

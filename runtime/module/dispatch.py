@@ -17,7 +17,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.capture.value_branches import goes_by_others
+from graphplan.capture.value_branches import took_other_inputs
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.fallback.module_by_module import CallForm, Untraced
@@ -267,7 +267,7 @@ def _require_few_graphs(state: ModuleState, entry: str, call: BoundCall, modes: 
     """Raise NoGraphError if many graphs serve calls of this structure, each for other values at branches."""
     like = [p for p in state.programs if p.entry == entry and p.modes == modes]
     by_weights = sum(bool(p.branches) and p.signature.mismatch(call) is None for p in like)
-    by_inputs = sum(p.signature.spec == call.spec and goes_by_others(p.signature, call) for p in like)
+    by_inputs = sum(p.signature.spec == call.spec and took_other_inputs(p.signature, call) for p in like)
     if max(by_weights, by_inputs) >= _MOST_GRAPHS:
         raise NoGraphError(_MANY_GRAPHS)
 

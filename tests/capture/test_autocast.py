@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -109,9 +110,9 @@ def test_blocks_for_other_devices_do_nothing() -> None:
                 return x @ x.T
 
     model = OnCuda()
-    branches = Branches(model, lambda _: None)
+    new_branches = partial(Branches, model, lambda _: None)
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        program = export(model, (X,), {}, None, keep_grad=False, branches=branches)  # as others call it
+        program = export(model, (X,), {}, None, keep_grad=False, new_branches=new_branches)
     module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))

@@ -133,7 +133,7 @@ def test_an_export_leaves_no_hook_behind() -> None:
     hooks = module._global_buffer_registration_hooks
     before, layer = dict(hooks), nn.Linear(2, 2)
     branches = Branches(layer, lambda _: None)
-    with export_here.exporting(keep_grad=False, state=AssignedState(layer), branches=branches):
+    with export_here.exporting(keep_grad=False, state=AssignedState(layer, branches)):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before
 

@@ -30,7 +30,7 @@ from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
 from graphplan.capture.structure import Seen, flatten, reached, unflatten, written_arguments
-from graphplan.capture.value_branches import Branch
+from graphplan.capture.value_branches import Branches
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
@@ -76,14 +76,13 @@ class AssignedState:
     Attributes:
         losses: assigned attributes that have a gradient, such as auxiliary losses.
         makes_tensors: whether the next call may depend on tensors that this one has made.
-        goes_by_values: whether the trace depended on the value of a tensor.
+        reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
         branches: branches of the code on values of weights or inputs.
-        answers_given: the answers that the code was given, as in ``Branches``.
         kept_by_hooks: warnings about hooks that store something outside of the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, branches: Branches) -> None:
         self._modules = set(map(id, model.modules()))
         self._objects = {id(one): one for one in objects_in(model)}
         self._buffers: dict[int, dict[str, Any]] = {}
@@ -95,15 +94,14 @@ class AssignedState:
         self._with_history: list[str] = []
         self.losses: list[str] = []
         self.data = AssignedData(model)
-        self.branches: list[Branch] = []
-        self.answers_given: set[tuple[Any, ...]] = set()
+        self.branches = branches
         self.makes_tensors = False
-        self.goes_by_values = False
+        self.reads_values = False
         self.kept_by_hooks: list[str] = []
 
     def note_value(self) -> None:
         """Note that the trace has read the value of a tensor."""
-        self.goes_by_values = True
+        self.reads_values = True
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -242,7 +240,8 @@ class AssignedState:
         # the next call reads tensors that the first one makes, so that only their writes can be compared
         describe = _writes_to_state if self.makes_tensors else _operations
         # a call that finds an answer in an attribute does not ask again
-        if plain and (describe(traced) != describe(program) or self.answers_given != again.answers_given):
+        answers, next_answers = self.branches.answers_given, again.branches.answers_given
+        if plain and (describe(traced) != describe(program) or answers != next_answers):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else; a "
                 "graph always computes the same. If only the first call differs, call the model before you "

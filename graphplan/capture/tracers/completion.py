@@ -27,7 +27,7 @@ def completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capt
     for text in state.kept_by_hooks:
         model_copy.warn_once(text)
     _refuse_untied(state.assigned(model_copy.module), model_copy)
-    branches = tuple(one.renamed(model_copy.first_name) for one in state.branches if one.weights)
+    branches = tuple(one.renamed(model_copy.first_name) for one in state.branches.taken if one.weights)
     captured = replace(captured, branches=branches)
     if keep_grad:
         for name in state.losses:
@@ -38,7 +38,7 @@ def completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capt
         keep_what_is_read(captured)
         _warn_of_history(captured, model_copy)
     write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
-    if not state.goes_by_values:
+    if not state.reads_values:
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
     return _named_apart(captured)
 

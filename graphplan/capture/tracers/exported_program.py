@@ -91,7 +91,7 @@ def from_program(
     names, state = leaf_names(call), program.graph_module.meta[STATE]
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
-    guards = (*guards, *input_guard(state.branches, call.leaves, names))
+    guards = (*guards, *input_guard(state.branches.taken, call.leaves, names))
     signature = InputSignature(call.spec, leaves, names, guards)
     if roles and (problem := signature.mismatch(call)) is not None:
         raise CaptureError(f"the trace does not accept its own example inputs: {problem}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -140,7 +141,7 @@ def _export(
             dict(call.kwargs),
             shapes,
             keep_grad=keep_grad,
-            branches=model_copy.branches(call.args, call.kwargs),
+            new_branches=partial(model_copy.branches, call.args, call.kwargs),
             sizes=sizes,
         )
 

@@ -94,7 +94,7 @@ def export_transformers(
             arguments,
             shapes,
             keep_grad=keep_grad,
-            branches=model_copy.branches((), arguments),
+            new_branches=partial(model_copy.branches, (), arguments),
             sizes=SIZE in varying,
         )
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
