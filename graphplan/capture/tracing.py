@@ -175,7 +175,7 @@ def _attempts(model_copy: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool
     varying = ((BATCH, LENGTH, SIZE), (BATCH, LENGTH)) if sizes else ((BATCH, LENGTH),)
     if vary and is_transformers_model(model_copy.module) and not call.args:
         return [*(_Attempt(_TRANSFORMERS, roles) for roles in (*varying, ())), last]
-    if not vary or model_copy.entry in model_copy.fixed:
+    if not vary or model_copy.code.fixed:
         return [last]
     any_one = any(1 in tensor.shape for tensor in call.tensors)
     any_number = any(type(leaf) in (int, float) for leaf in call.leaves)
@@ -198,7 +198,7 @@ def _exported(
         NoGraphError: none does.
         Exception: the error that the model itself raises for this call.
     """
-    sizes = sizes and model_copy.entry not in model_copy.unsized
+    sizes = sizes and not model_copy.code.unsized
     attempts = _attempts(model_copy, call, vary=vary and dynamic_shapes is None, sizes=sizes)
     trace = partial(_first_traced, attempts, model_copy, call, dynamic_shapes, keep_grad=keep_grad)
     captured, failures = trace()
@@ -236,10 +236,8 @@ def _first_traced(
             failures[attempt.exporter] = error if is_last else error.with_traceback(None)
             continue
         if failed is not None and attempt.roles != attempts[0].roles:
-            if not captured.roles:
-                model_copy.fixed.add(model_copy.entry)
-            if SIZE in attempts[0].roles:
-                model_copy.unsized.add(model_copy.entry)
+            model_copy.code.fixed |= not captured.roles
+            model_copy.code.unsized |= SIZE in attempts[0].roles
             _warn_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(failed)})")
         elif failed is None and failures:
             reason = first_line(failures[_TRANSFORMERS])

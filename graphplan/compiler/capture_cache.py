@@ -156,7 +156,7 @@ class Captures:
         """Return the capture; None if it has to be made again, with branches on more inputs."""
         differentiation, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if entry else self.options.dynamic_shapes  # given for forward's arguments alone
-        keep_grad, fixed = self.options.grad or differentiation is not None, part.entry in part.fixed
+        keep_grad, fixed = self.options.grad or differentiation is not None, part.code.fixed
         options = {"keep_grad": keep_grad, "step": differentiation is not None, "vary": vary, "sizes": sizes}
         origin = None
         if saved is not None:
@@ -175,7 +175,7 @@ class Captures:
                     raise
                 return None
         if saved and origin and is_savable:
-            saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
+            saved.write(origin, found, call, warnings, fixed=part.code.fixed)
         return found
 
 

@@ -108,7 +108,7 @@ class SavedCaptures:
             return None
         logger.info("the capture of %s was read from %s", type(model_copy.module).__name__, self.folder)
         if plain["fixed"]:
-            model_copy.fixed.add(model_copy.entry)
+            model_copy.code.fixed = True
         for message in plain["warnings"]:
             model_copy.warn_once(message)
         return capture

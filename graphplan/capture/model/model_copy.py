@@ -11,8 +11,9 @@ import copy
 import itertools
 import mmap
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,23 @@ from graphplan.warnings import warn
 _OFFSET = 64  # bytes between the starts of two stand-ins: constants of a trace are identified by address
 
 
+@dataclass(slots=True)
+class TracedCode:
+    """What traces have shown about the code of one entry.
+
+    Attributes:
+        fixed: whether all sizes are fixed in a trace.
+        unsized: whether only batch sizes and lengths can vary.
+        by_inputs: whether it branches on values of integer inputs.
+        answered: as in :class:`~graphplan.capture.value_branches.Branches`.
+    """
+
+    fixed: bool = False
+    unsized: bool = False
+    by_inputs: bool = False
+    answered: set[Any] = field(default_factory=set)
+
+
 class ModelCopy:
     """A copy of a model to trace, with stand-ins for its weights.
 
@@ -54,9 +72,6 @@ class ModelCopy:
         attributes: memory of each tensor in a plain attribute -> its name and identity.
         shared: name -> attribute of the caller's model that cannot be copied.
         warned: texts of the warnings that were given.
-        fixed: entries whose sizes are all fixed in a trace.
-        unsized: entries in which only batch sizes and lengths can vary.
-        by_inputs: entries whose code branches on values of integer inputs.
         knows_inputs: whether the integer inputs of the traced call have values.
         step: what to differentiate in a training step; None for a forward pass.
         device_types: types of the devices that will compute.
@@ -72,11 +87,8 @@ class ModelCopy:
         know_caches(model)
         self.entry = ""
         self.warned: set[str] = set()
-        self.fixed: set[str] = set()
-        self.unsized: set[str] = set()
-        self.by_inputs: set[str] = set()
         self.knows_inputs = True
-        self._answered: dict[str, set[Any]] = {}
+        self._codes = defaultdict[str, TracedCode](TracedCode)  # by entry
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
@@ -128,32 +140,31 @@ class ModelCopy:
         return self.weights.first[self.full_name(name)]
 
     @property
-    def may_branch_on_inputs(self) -> bool:
-        """Whether a trace may branch on values of integer inputs."""
-        return self.knows_inputs and self.entry in self.by_inputs
+    def code(self) -> TracedCode:
+        """What traces have shown about the code of this entry."""
+        return self._codes[self.entry]
 
     def start_branching_on_inputs(self, call: BoundCall) -> bool:
         """Let traces branch on values of integer inputs; return whether that is possible and new."""
         has_integers = any(map(is_of_integers, call.tensors))
-        if not has_integers or not self.knows_inputs or self.entry in self.by_inputs:
+        if not has_integers or not self.knows_inputs or self.code.by_inputs:
             return False
-        self.by_inputs.add(self.entry)
+        self.code.by_inputs = True
         return True
 
     def branches(self, *call: Any) -> Branches:
         """Return the branches of the entry's code, to trace a call with positional and named arguments."""
-        answered = self._answered.setdefault(self.entry, set())
-        return Branches(self.module, self.value_of, call if self.may_branch_on_inputs else None, answered)
+        by_inputs = self.knows_inputs and self.code.by_inputs
+        return Branches(self.module, self.value_of, call if by_inputs else None, self.code.answered)
 
     def branch_on(self, call: BoundCall, leaves: Iterable[int]) -> bool:
         """Let traces depend on the values of these leaves; return whether that is possible and new."""
-        answered = self._answered.setdefault(self.entry, set())
         paths = [path for path, _ in flatten_with_path((call.args, call.kwargs))]
-        new = {paths[leaf] for leaf in leaves} - answered
+        new = {paths[leaf] for leaf in leaves} - self.code.answered
         if not new or not self.knows_inputs:
             return False
-        answered |= new
-        self.by_inputs.add(self.entry)
+        self.code.answered |= new
+        self.code.by_inputs = True
         return True
 
     def value_of(self, name: str) -> torch.Tensor | None:
