@@ -12,7 +12,8 @@ A call is traced in several attempts, each of which lets less vary; the first th
     given dynamic_shapes      torch.export              these
 
 If the values of integer inputs decide a branch of the code, all attempts are repeated with these values
-known. Within one attempt, :mod:`graphplan.capture.export_here` repeats the trace with what it has learned.
+known. Within one attempt, :mod:`graphplan.capture.tracers.export_here` repeats the trace with what it has
+learned.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphplan
 from graphplan.capture.autocast import write_casts
-from graphplan.capture.export_here import export
+from graphplan.capture.tracers.export_here import export
 from graphplan.capture.value_branches import Branches
 from tests.helpers.builders import largest_difference
 

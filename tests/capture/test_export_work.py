@@ -15,10 +15,10 @@ from torch.nn.modules import module
 
 import graphplan
 from graphplan._compat import export_work
-from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.tracers import trace_patches
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import Branches
 from graphplan.passes.frontend.annotate import Annotator
@@ -64,7 +64,7 @@ def test_the_graph_is_that_of_the_whole_work(family: str, monkeypatch: pytest.Mo
     model, ids = build(family), torch.randint(1, 20, (2, 7))
     kwargs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
     short = captured(model, **kwargs)
-    monkeypatch.setattr(export_here, "less_work", lambda **_: [])
+    monkeypatch.setattr(trace_patches, "less_work", lambda **_: [])
     whole = captured(model, **kwargs)
     assert lines(short.graph) == lines(whole.graph)
     assert [guard.text for guard in short.signature.guards] == [g.text for g in whole.signature.guards]
@@ -133,7 +133,7 @@ def test_an_export_leaves_no_hook_behind() -> None:
     hooks = module._global_buffer_registration_hooks
     before, layer = dict(hooks), nn.Linear(2, 2)
     branches = Branches(layer, lambda _: None)
-    with export_here.exporting(keep_grad=False, state=AssignedState(layer, branches)):
+    with trace_patches.exporting(keep_grad=False, state=AssignedState(layer, branches)):
         export_trace.register_buffer_assignment_hook(nn.Linear(2, 2), {})
     assert dict(hooks) == before
 

@@ -16,10 +16,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel
 
 import graphplan
 from graphplan._compat.torch import set_call
-from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.repeated.copied_call import CallCopy
+from graphplan.capture.tracers import trace_patches
 from graphplan.capture.tracing import capture
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.errors import CaptureError
@@ -51,8 +51,8 @@ def captured(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -
 def traced_whole(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -> Capture:
     """The capture in which each block is traced."""
     with pytest.MonkeyPatch.context() as patch:
-        calling = export_here._calling
-        patch.setattr(export_here, "_calling", lambda *given: calling(*given[:-1], None))
+        calling = trace_patches._calling
+        patch.setattr(trace_patches, "_calling", lambda *given: calling(*given[:-1], None))
         return captured(model, *args, train=train, **kwargs)
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from versions import needs
 
 import graphplan
-from graphplan.capture import export_here
 from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, text_roles
+from graphplan.capture.tracers import trace_patches
 
 Args = tuple[Any, ...]
 LARGE = {0: "8MiB", "cpu": "64MiB"}
@@ -150,7 +150,7 @@ def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
 def test_a_trace_of_all_sizes_that_takes_too_long_is_not_tried_again(
     traces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_here, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(trace_patches, "_MOST_SECONDS", 0.0)
     with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
         check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in (8, 9)])
     assert len(traces) == 3  # of the first size, of all that is given up, of the second

@@ -10,12 +10,12 @@ import torch
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, name_apart
 from graphplan.capture.changes.assigned_state import AssignedState, keep_what_is_read
-from graphplan.capture.export_here import STATE
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
+from graphplan.capture.tracers.export_here import STATE
 from graphplan.errors import NoGraphError
 
 

@@ -22,7 +22,6 @@ from graphplan.capture.changes.assigned_state import (
     written_constants,
 )
 from graphplan.capture.changes.attribute_data import plain_tensors
-from graphplan.capture.export_here import STATE
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (
@@ -42,6 +41,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     sizes_of_call,
     values_of,
 )
+from graphplan.capture.tracers.export_here import STATE
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError

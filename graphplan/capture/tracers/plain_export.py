@@ -24,7 +24,6 @@ from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbe
 from graphplan._compat.torch import unbacked_like_backed
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_state import restored
-from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
@@ -32,6 +31,7 @@ from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import patched
+from graphplan.capture.tracers.export_here import export
 from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary

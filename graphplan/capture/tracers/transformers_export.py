@@ -27,13 +27,13 @@ from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import unbacked_like_backed
 from graphplan._compat.transformers import export_patches, uncast_inputs
 from graphplan.capture.captured_graph import Capture, bound_call
-from graphplan.capture.export_here import export
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, Guard, InputSignature, Prepared, leaf_names
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import patched
+from graphplan.capture.tracers.export_here import export
 from graphplan.capture.tracers.exported_program import from_program, leaf_spec
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager

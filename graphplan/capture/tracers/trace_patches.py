@@ -1,28 +1,24 @@
-"""``torch.export`` with effects that only the tracing thread sees.
+"""Patches of torch during a trace, which only the tracing thread sees.
 
-While it runs, torch sets flags, and its tracer intercepts the calls of all modules of the process. Both are
-limited to the tracing thread: eager code of other threads that asks whether it is traced would compute other
-masks.
+While a trace runs, torch sets flags, and its tracer intercepts the calls of all modules of the process. Both
+are limited to the tracing thread: eager code of other threads that asks whether it is traced would compute
+other masks. Other patches let a trace have operations that the tracer refuses, and refuse what no graph does.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import copy_context
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
@@ -30,194 +26,23 @@ from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import exact_bounds, plain_flags, plain_texts
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
 from graphplan._compat.value_reads import value_reads
-from graphplan._compat.whole_numbers import WholeNumbers
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.autocast import AUTOCAST
-from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
-from graphplan.capture.changes.assigned_writes import place_writes
-from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import put_back, snapshot
-from graphplan.capture.changes.code_caches import CodeCaches
-from graphplan.capture.model.function_references import untouched_by_hooks
-from graphplan.capture.model_methods import with_forward
-from graphplan.capture.parameter_notes import NOTES, notes_of
+from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
-from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
-from graphplan.capture.value_branches import Branches
 from graphplan.errors import CaptureError, NoGraphError
-from graphplan.message_text import first_line
-
-logger = logging.getLogger("graphplan")
-
-STATE = "graphplan_state"
-"""Key in the ``meta`` of a traced module: the :class:`AssignedState` of its trace."""
 
 _MOST_SECONDS = 30.0
 """Limit of the CPU time of a trace in which all sizes vary. For padded and shifted windows, as in SAM 2,
 torch would prove conditions for minutes."""
 
 
-def export(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    *,
-    keep_grad: bool,
-    new_branches: Callable[[], Branches],
-    sizes: bool = False,
-) -> torch.export.ExportedProgram:
-    """Call ``torch.export.export`` with graphplan's pytrees and patches; ``keep_grad`` as in ``capture``.
-
-    ``new_branches`` returns the branches of a new trace of the code. ``sizes`` says that all sizes of
-    ``dynamic_shapes`` vary, so that the time of the trace is limited. The trace is repeated with what it
-    teaches about the code::
-
-        the trace ends at                                the next trace
-        a branch on values of weights or inputs          knows these values
-        int() of a data-dependent number                 has another int() there
-        gradients that forward computes                  is below autograd, without copies of blocks
-        anything else, after blocks were copied          copies no blocks
-
-    Raises:
-        CaptureError: the trace takes too long.
-        KeptStateError: the model depends on attributes that its previous call assigns.
-        NoGraphError: a call leaves a buffer with a gradient history.
-        Exception: any error of the model's own code or of the tracer.
-    """
-    tracer = _CallTracer(module, args, kwargs, keep_grad=keep_grad)
-    before, ends = attributes_of(module), time.thread_time() + _MOST_SECONDS if sizes else math.inf
-    copies = True
-    try:
-        while True:
-            branches = new_branches()
-            repeated = RepeatedModules(branches) if copies and not branches.by_weights else None
-            try:
-                state, program = tracer.run(dynamic_shapes, branches, repeated, ends)
-                if not tracer.numbers.learn():  # else the model's code has caught the error
-                    repeated = None  # later errors would be the same without copies of blocks
-                    if keep_grad:
-                        state.refuse_history()
-                    trace_next = functools.partial(tracer.run, branches=new_branches())
-                    _require_same_next(module, state, program, trace_next, dynamic_shapes)
-                    place_writes(program.graph)
-                    program.graph_module.meta[STATE] = state
-                    return program
-            except _OwnGradientsError:
-                copies, tracer.below_autograd = False, True
-            except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
-                if not branches.learn(error) and not tracer.numbers.learn():
-                    raise
-            except Exception as error:  # the tracer runs the model's own code, which may raise anything
-                if repeated is None or not repeated.used or time.thread_time() > ends:
-                    raise
-                logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
-                copies = False
-            put_back(before)
-    finally:
-        put_back(before)
-
-
-class _CallTracer:
-    """The traces of one call, which share what they teach about the code.
-
-    Attributes:
-        numbers: the calls of ``int`` to replace.
-        below_autograd: whether to trace the operations that autograd runs.
-    """
-
-    def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grad: bool
-    ) -> None:
-        self.numbers, self.below_autograd = WholeNumbers(), False
-        self._module, self._args, self._kwargs, self._keep_grad = module, args, kwargs, keep_grad
-        self._caches = CodeCaches(module)
-
-    def run(
-        self,
-        dynamic_shapes: Any,
-        branches: Branches,
-        repeated: RepeatedModules | None = None,
-        ends: float = math.inf,
-    ) -> tuple[AssignedState, torch.export.ExportedProgram]:
-        """Trace once; ``repeated`` and ``ends`` as in :func:`exporting`."""
-        module, state = self._module, AssignedState(self._module, branches)
-        patches = exporting(
-            keep_grad=self._keep_grad, state=state, repeated=repeated, ends=ends, below=self.below_autograd
-        )
-        # in the end torch gives each module its own copy of a container that several share
-        tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
-        with (
-            restored(tables),
-            _keeping_notes(module),
-            self._caches.untouched(),
-            untouched_by_hooks(module) as state.kept_by_hooks,
-            patches,
-            patched(*symbolic_lengths(module), *self.numbers.replacements()),
-            self.numbers.in_place(),
-        ):
-            export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
-            # it may set context variables
-            program = copy_context().run(export, module, self._args, self._kwargs)
-        state.data.require_kept()
-        return state, program
-
-
-def _require_same_next(
-    module: nn.Module,
-    state: AssignedState,
-    program: torch.export.ExportedProgram,
-    trace: Callable[[Any], tuple[AssignedState, torch.export.ExportedProgram]],
-    dynamic_shapes: Any,
-) -> None:
-    """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
-    with state.after_call(program) as may_differ:
-        if not may_differ:
-            return
-        try:  # tensors that the first call made have one size
-            again = trace(None if state.makes_tensors else dynamic_shapes)
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            name = type(module).__name__
-            raise KeptStateError(
-                f"after its first call {name} has attributes with which it cannot be traced: "
-                f"{first_line(error)}"
-            ) from error
-        state.require_same_next(program, *again)
-
-
-@contextmanager
-def _keeping_notes(module: nn.Module) -> Iterator[None]:
-    """Context manager in which traced parameters have the attributes of the module's parameters.
-
-    Without it, the tensors by which torch replaces parameters lack, say, the scales of quantised weights.
-    """
-    noted = [
-        (part._parameters, name, notes)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and (notes := notes_of(parameter))
-    ]
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for table, name, notes in noted:
-            vars(table[name]).update(notes | {NOTES: notes})
-        before = [{key: snapshot(one) for key, one in notes.items()} for _, _, notes in noted]
-        result = forward(*args, **kwargs)
-        for (table, name, _), snapshots in zip(noted, before, strict=True):
-            for key, kept in snapshots.items():
-                if not kept.is_of(vars(table[name]).get(key)):
-                    raise NoGraphError(
-                        f"forward changes the attribute {key!r} of a parameter, which a graph cannot do"
-                    )
-        return result
-
-    with with_forward(module, run) if noted else nullcontext():
-        yield
+def time_limit() -> float:
+    """Return the CPU time of this thread at which a trace that begins now, in which all sizes vary, ends."""
+    return time.thread_time() + _MOST_SECONDS
 
 
 @contextmanager
@@ -368,7 +193,7 @@ def _lazy_to(own: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-class _OwnGradientsError(BaseException):
+class OwnGradientsError(BaseException):
     """``forward`` computes gradients, whose operations a trace above autograd does not see.
 
     It derives from ``BaseException`` so that a model that handles errors does not catch it.
@@ -390,7 +215,7 @@ def _checked_backward(keep_grad: bool, below: bool, own: Callable[..., Any]) -> 
                 "its results: in a graph they would"
             )
         if not keep_grad and not below:
-            raise _OwnGradientsError("forward computes gradients")
+            raise OwnGradientsError("forward computes gradients")
         return own(outputs, gradients, retain, create_graph, *args, **kwargs)
 
     return run
