@@ -40,8 +40,9 @@ from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
 from graphplan.capture.source_lines import belong_with
-from graphplan.capture.structure import Returned, written_memories
+from graphplan.capture.structure import Returned
 from graphplan.capture.tracers.quiet import quiet
+from graphplan.capture.written_memory import written_memories
 from graphplan.errors import InputError, NoGraphError
 from graphplan.message_text import first_line
 
@@ -73,7 +74,7 @@ def differentiate(
     """
     if capture.signature.prepared is not None and not fixed:
         raise NoGraphError("the exporter computes sizes from the arguments")
-    nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
+    nodes = capture.graph.find_nodes(op="placeholder")
     tracing = _Tracing(capture, weights, call, differentiation, None if fixed else open_sizes(capture))
     try:
         own_casts = torch.autocast("cpu", enabled=False)  # those of the caller's autocast are in the graph
@@ -102,13 +103,8 @@ class _Tracing:
         differentiation: Differentiation,
         sizes: OpenSizes | None,
     ) -> None:
-        self.capture, self.weights, self.call, self.differentiation, self.sizes = (
-            capture,
-            weights,
-            call,
-            differentiation,
-            sizes,
-        )
+        self.capture, self.weights, self.call = capture, weights, call
+        self.differentiation, self.sizes = differentiation, sizes
         self.env = sizes.env if sizes else ShapeEnv()
         self.mode = FakeTensorMode(
             allow_non_fake_inputs=True, shape_env=self.env, static_shapes=sizes is None
@@ -212,16 +208,15 @@ class _Tracing:
         graph = traced.graph
         require_no_broadcast(graph, self.known_sizes)
         name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        placeholders = graph.find_nodes(op="placeholder")
         for placeholder, node in zip(placeholders, nodes, strict=False):
             placeholder.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
+        for node in graph.find_nodes(op="get_attr"):
+            raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
         tangents = tuple(names[len(nodes) :])
-        _mark_backward(graph, [placeholder for placeholder in placeholders if placeholder.name in tangents])
+        _mark_backward(graph, placeholders[len(nodes) :])
         flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
         count = len(flat) - len(self.trained) - len(self.fed)
         results, gradients = flat[:count], flat[count:]

@@ -27,8 +27,9 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
 from graphplan.capture.parameter_notes import noted_tensors
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.structure import unflatten, written_arguments
+from graphplan.capture.structure import unflatten
 from graphplan.capture.tracers.quiet import quiet
+from graphplan.capture.written_memory import written_arguments
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError
 

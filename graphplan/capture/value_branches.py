@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
 from graphplan.capture.signature import BoundCall, Guard, InputSignature
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import flatten_with_path, memories, reached, written_memories
+from graphplan.capture.structure import flatten_with_path, reached
+from graphplan.capture.written_memory import memories, written_memories
 from graphplan.errors import InputError
 
 aten = torch.ops.aten

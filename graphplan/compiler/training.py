@@ -11,7 +11,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation
-from graphplan.capture.structure import memories, written_arguments, written_memories
+from graphplan.capture.written_memory import memories, written_arguments, written_memories
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.structure import named_arguments, written_arguments
+from graphplan.capture.written_memory import named_arguments, written_arguments
 
 aten = torch.ops.aten
 
@@ -252,14 +252,10 @@ def _mutated_inside(block: fx.Node) -> list[fx.Node]:
 
 def _name_states(graph: fx.Graph) -> None:
     """Let nodes that read a mutated value after the mutation read the mutation's result."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if not _returns_first(node):
-            continue
+    for node in filter(_returns_first, graph.nodes):
         target = node.args[0]
-        for user in list(target.users):
-            if user is not node and order[user] > order[node]:
-                user.replace_input_with(target, node)
+        for user in [user for user in target.users if user > node]:
+            user.replace_input_with(target, node)
 
 
 def _returns_first(node: fx.Node) -> bool:

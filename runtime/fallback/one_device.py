@@ -11,7 +11,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, current_mode, without_current_mode
-from graphplan.capture.structure import leaves_of, written_arguments
+from graphplan.capture.structure import leaves_of
+from graphplan.capture.written_memory import written_arguments
 from graphplan.runtime.fallback.replaced_tensors import to_device
 
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import node_of
-from graphplan.capture.structure import memories
+from graphplan.capture.written_memory import memories
 from graphplan.errors import NoGraphError
 
 _ELSE = (

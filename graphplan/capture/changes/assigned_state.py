@@ -29,8 +29,9 @@ from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
-from graphplan.capture.structure import Seen, flatten, reached, unflatten, written_arguments
+from graphplan.capture.structure import Seen, flatten, reached, unflatten
 from graphplan.capture.value_branches import Branches
+from graphplan.capture.written_memory import written_arguments
 from graphplan.errors import NoGraphError
 
 aten = torch.ops.aten
@@ -271,10 +272,11 @@ def written_constants(program: torch.export.ExportedProgram) -> set[str]:
 
 def keep_what_is_read(capture: Capture) -> None:
     """Make the readers of a buffer before its assignment read a copy, which a backward pass may read, too."""
-    place = {node: index for index, node in enumerate(capture.graph.nodes)}
-    for node in filter(_is_assignment, list(place)):
+    for node in capture.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if node.all_input_nodes[-1].target is not aten.detach.default:
+            continue  # no write of an assigned buffer, as ``AssignedState`` traces it
         buffer = node.all_input_nodes[0]
-        earlier = sorted((user for user in buffer.users if place[user] < place[node]), key=place.__getitem__)
+        earlier = sorted(user for user in buffer.users if user < node)
         if _written_node(buffer).name not in capture.weights or not earlier or any(map(_writes, earlier)):
             continue
         with capture.graph.inserting_before(earlier[0]):
@@ -282,11 +284,6 @@ def keep_what_is_read(capture: Capture) -> None:
         copy.meta = {**earlier[0].meta, "val": buffer.meta["val"]}
         for user in earlier:
             user.replace_input_with(buffer, copy)
-
-
-def _is_assignment(node: fx.Node) -> bool:
-    """Whether a node is the write of an assigned buffer, as :class:`AssignedState` traces it."""
-    return node.target is aten.copy_.default and node.all_input_nodes[-1].target is aten.detach.default
 
 
 def _written_node(node: fx.Node) -> fx.Node:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.source_lines import belong_with
-from graphplan.capture.structure import memories, named_arguments, written_arguments
+from graphplan.capture.written_memory import memories, named_arguments, written_arguments
 
 aten = torch.ops.aten
 

@@ -30,7 +30,7 @@ from graphplan.capture.saved.plain_values import (
     plain_target,
     to_plain,
 )
-from graphplan.capture.structure import written_memories
+from graphplan.capture.written_memory import written_memories
 
 _NUMBERS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
 _OPS = ("placeholder", "get_attr", "call_function", "output")

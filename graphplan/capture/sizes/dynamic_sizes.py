@@ -22,7 +22,8 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
-from graphplan.capture.structure import reached, written_arguments
+from graphplan.capture.structure import reached
+from graphplan.capture.written_memory import written_arguments
 
 UNBOUNDED = 1 << 48  # torch's upper bound of an unbounded size is above this
 _MOST = 1 << 24  # elements of a tensor that is computed to find sizes; such tensors are small
