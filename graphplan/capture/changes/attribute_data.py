@@ -62,7 +62,7 @@ def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
         model: ids of the model's modules, which are searched separately.
     """
     data = Data()
-    return data if _add(name, value, data, known, model, owned=False) else Data()
+    return data if _Search(data, known, model).add(name, value) else Data()
 
 
 def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
@@ -108,39 +108,58 @@ def is_container(value: Any) -> bool:
     return isinstance(value, _OF_BYTES) or (isinstance(value, _CONTAINERS) and is_plain(value))
 
 
-def _add(name: str, value: Any, data: Data, known: set[int], model: set[int], *, owned: bool) -> bool:
-    """Add the contents of a value; return whether it is data. ``owned``: by an object, such as a trainer."""
-    if id(value) in model:
-        return not owned
-    if id(value) in known or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
-        return True
-    data.seen.add(id(value))
-    if _has_attributes(value):
-        data.objects.append(value)
-    if is_container(value):
-        data.containers.append((name, value))
-    elif isinstance(value, torch.Tensor):
-        if not value.is_inference():  # such tensors have no version counter
-            data.tensors.append((name, value))
-    elif not is_plain(value) and not _is_configuration(value):
-        if ismethod(value):
-            return _add(name, value.__self__, data, known, model, owned=False)
-        is_partial = isinstance(value, functools.partial)  # from Python 3.14 on a routine, too
-        if (isroutine(value) and not is_partial) or type(value).__module__.partition(".")[0] == "numpy":
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Collects the contents of an attribute.
+
+    Attributes:
+        data: what was found.
+        known: ids of the values that were searched before.
+        model: ids of the model's modules.
+    """
+
+    data: Data
+    known: set[int]
+    model: set[int]
+
+    def add(self, name: str, value: Any, *, owned: bool = False) -> bool:
+        """Add the contents of a value, ``owned`` by an object or not; return whether it is data."""
+        data = self.data
+        if id(value) in self.model:
+            return not owned
+        if id(value) in self.known or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
             return True
-        if not isinstance(value, _CONTAINERS) and not is_partial and not _is_object(value):
-            return _is_immutable(value)
-        is_object = owned or not isinstance(value, _CONTAINERS)
+        data.seen.add(id(value))
+        if _has_attributes(value):
+            data.objects.append(value)
+        if is_container(value):
+            data.containers.append((name, value))
+            return True
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():  # such tensors have no version counter
+                data.tensors.append((name, value))
+            return True
+        if is_plain(value) or _is_configuration(value):
+            return True
+        if ismethod(value):
+            return self.add(name, value.__self__)
+        if isinstance(value, functools.partial):  # from Python 3.14 on a routine, too
+            is_data = self.add(f"{name}.func", value.func, owned=owned)
+            return is_data and self._add_items(name, value, owned=True)
+        if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
+            return True
         if isinstance(value, set | frozenset):  # their items have no keys
-            return all(_add(f"an item of {name}", one, data, known, model, owned=owned) for one in value)
-        functions = (value.func,) if is_partial else ()
-        if not all(_add(f"{name}.func", one, data, known, model, owned=owned) for one in functions):
-            return False
+            return all(self.add(f"an item of {name}", one, owned=owned) for one in value)
+        if isinstance(value, _CONTAINERS):
+            return self._add_items(name, value, owned=owned)
+        return self._add_items(name, value, owned=True) if _is_object(value) else _is_immutable(value)
+
+    def _add_items(self, name: str, value: Any, *, owned: bool) -> bool:
         for inner, table, key in _items_in(name, value):
-            data.entries.append((inner, table, key))
-            if not _add(inner, table[key], data, known, model, owned=is_object):
+            self.data.entries.append((inner, table, key))
+            if not self.add(inner, table[key], owned=owned):
                 return False
-    return True
+        return True
 
 
 def _is_configuration(value: Any) -> bool:
