@@ -98,11 +98,8 @@ def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
 
     The equivalent fake operations take five times as long.
     """
-    mode, place = (
-        private(tensor, "fake_mode", "torch"),
-        (tensor.size(), tensor.stride(), tensor.storage_offset()),
-    )
-    return fake_tensor(mode, *place, tensor.dtype, tensor.device, base)
+    place = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return fake_tensor(private(tensor, "fake_mode", "torch"), *place, tensor.dtype, tensor.device, base)
 
 
 def fake_tensor(

@@ -78,7 +78,7 @@ class Interpreter:
             try:
                 effects = self.memo[key] = self._measure(node, leaves, spec)
             except _NoFakeError as error:  # results that depend on data differ between equal operations
-                effects = {"": self._recorded(node, error.reason)}
+                effects = {"": self._recorded(node, error.args[0])}
         effect = effects.get(device_type) or next(iter(effects.values()))
         self.env[node] = effect.value
         return effect
@@ -135,11 +135,7 @@ class Interpreter:
 
 
 class _NoFakeError(Exception):
-    """An operation does not run on fake tensors."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """An operation does not run on fake tensors; the argument is the error that it raises."""
 
 
 def _compute_scalar(node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:

@@ -53,11 +53,10 @@ class GraphReader:
         self.written: set[str] = set()
         self.name_of: dict[fx.Node, str] = {}
         self.home: dict[str, DeviceKey] = {}
-        self.nodes = list(capture.graph.nodes)
 
     def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
         """Read the graph as under a schedule; without one, as on devices of type ``usual``."""
-        for node in self.nodes:
+        for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 weight = self.model.tensors.get(self.capture.weights.get(node.name, ""))
                 interpreter.load(node, requires_grad=weight is not None and weight.requires_grad)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.capture.captured_graph import Part
-from graphplan.capture.model.model_weights import ModelWeights, is_wrapper, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, inner_tensors, is_wrapper, tensor_bytes
 from graphplan.devices.topology import round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
@@ -22,9 +22,12 @@ def weight_of(model: ModelWeights, name: str, *, written: bool) -> Weight:
         written: whether a forward pass writes to it.
     """
     tensor, names = model.tensors[name], tuple(model.names[name])
+    nbytes = tensor_bytes(tensor)
+    if is_wrapper(tensor):  # each inner tensor is an allocation
+        nbytes = sum(round_up(tensor_bytes(part)) for part in inner_tensors(tensor))
     return Weight(
         name,
-        _weight_bytes(tensor),
+        nbytes,
         names,
         "parameter" if name in model.parameters else "buffer",
         any(n in model.persistent for n in names),
@@ -61,11 +64,3 @@ def cache_weight(name: str, described: TensorMeta, nbytes: int, written: bool) -
     """Return a tensor of a cache as a weight that is not movable: its readers run where it resides."""
     dtype = dtype_name(described.dtype)
     return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)
-
-
-def _weight_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a weight; each inner tensor of a wrapper is an allocation."""
-    if not is_wrapper(tensor):
-        return tensor_bytes(tensor)
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
-    return sum(round_up(_weight_bytes(getattr(tensor, name))) for name in names)

@@ -87,11 +87,8 @@ def slice_weights(capture: Capture, parts: Iterable[Part]) -> Capture:
 
 def _placeholders(capture: Capture, weight: str) -> list[fx.Node]:
     """Return the placeholders of a weight: one for each of its names that is read."""
-    return [
-        node
-        for node in capture.graph.nodes
-        if node.op == "placeholder" and capture.weights.get(node.name) == weight
-    ]
+    placeholders = capture.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if capture.weights.get(node.name) == weight]
 
 
 def _reads_rows(source: fx.Node, user: fx.Node) -> bool:

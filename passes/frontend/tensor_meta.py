@@ -81,7 +81,7 @@ def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
     if isinstance(val, torch.Tensor):
         shape = tuple(_size(size, sizes) for size in val.shape)
         if val.layout is not torch.strided:
-            return TensorMeta(shape, contiguous_strides(shape), val.dtype)
+            return TensorMeta(shape, torch.empty(shape, device="meta").stride(), val.dtype)
         return TensorMeta(shape, tuple(_size(step, sizes) for step in val.stride()), val.dtype)
     if isinstance(val, list | tuple):
         return [describe(item, sizes) for item in val]
@@ -90,11 +90,6 @@ def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
     if isinstance(val, torch.SymFloat | torch.SymBool):
         return val.node.hint if val.node.hint is not None else 1.0
     return val
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor in row-major order."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -30,12 +30,9 @@ def with_least_costs(a: Graph, b: Graph) -> Graph:
     """
     operations = []
     for name, operation in a.operations.items():
-        other = b.operations[name]
-        cost = {
-            field: min(getattr(operation, field), getattr(other, field))
-            for field in ("flops", "bytes_accessed")
-        }
-        operations.append(replace(operation, **cost))
+        flops = min(operation.flops, b.operations[name].flops)
+        nbytes = min(operation.bytes_accessed, b.operations[name].bytes_accessed)
+        operations.append(replace(operation, flops=flops, bytes_accessed=nbytes))
     return a.changed(operations=operations)
 
 

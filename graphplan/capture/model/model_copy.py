@@ -25,6 +25,7 @@ from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.model.model_weights import (
     ModelWeights,
     identity,
+    inner_tensors,
     is_dense,
     is_wrapper,
     memory_of,
@@ -236,7 +237,7 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     reads nor writes them, and the system allocates a page only when it is written to.
     """
     tensors = list({id(tensor): tensor for tensor in named_tensors(model).values()}.values())
-    wrapped = [part for tensor in tensors for part in _parts(tensor)]
+    wrapped = [part for tensor in tensors for part in inner_tensors(tensor)]
     largest = max((_span(t) * t.element_size() for t in wrapped if is_dense(t)), default=0)
     memory = mmap.mmap(-1, max(largest, 1) + _OFFSET * len(wrapped))
     starts = itertools.count(0, _OFFSET)
@@ -247,14 +248,6 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
             is_parameter = isinstance(tensor, nn.Parameter)
             stand_ins[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
     return stand_ins
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the innermost tensors of a wrapper; the tensor itself if it is none."""
-    if not is_wrapper(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
-    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def _stand_in(tensor: torch.Tensor, memory: mmap.mmap, starts: Iterator[int]) -> torch.Tensor | None:

@@ -135,9 +135,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not is_own(tensor)
 
 
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the innermost tensors of a wrapper; the tensor itself if it is none."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
+    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements, those of a wrapper's inner tensors included."""
-    if is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
-        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
+    return sum(part.numel() * part.element_size() for part in inner_tensors(tensor))

@@ -124,7 +124,9 @@ class ModeReader:
         values, (before, plain) = tuple(table.values()), self._last_read[index]
         same = len(values) == len(before) and all(map(is_, values, before))
         if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in _CONTAINERS):
-            plain = {name: _as_read(name, value) for name, value in table.items() if _is_mode(name, value)}
+            # saving a model writes ``architectures``
+            modes = {name: value for name, value in table.items() if name != "architectures"}
+            plain = {name: _as_read(name, value) for name, value in modes.items() if is_plain(value)}
             self._last_read[index] = values, plain
         return plain
 
@@ -168,11 +170,6 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
         raise PlanError(
             f"adapter {name!r} was put into the model after it was placed: partition the model with it"
         )
-
-
-def _is_mode(name: str, value: Any) -> bool:
-    """Whether code may depend on a value of a configuration; saving a model writes ``architectures``."""
-    return is_plain(value) and name != "architectures"
 
 
 def _as_read(name: str, value: Any) -> Any:

@@ -93,8 +93,9 @@ class RepeatedModules:
         if stack.calls == 1 or (attempts == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            growing = self.blocks, self._branches.read_by
-            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared, *growing)
+            recorder = CallRecorder(
+                tracer, block, stack.places, args, kwargs, self._shared, self.blocks, self._branches.read_by
+            )
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)

@@ -227,6 +227,6 @@ def _same_lengths(places: Sequence[int]) -> Guard:
 
 
 def _weights_read(program: torch.export.ExportedProgram) -> set[str]:
-    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
     specs = program.graph_signature.input_specs
     return {spec.target for spec in specs if spec.target is not None and spec.arg.name in used}

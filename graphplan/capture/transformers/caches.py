@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -307,10 +307,9 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
         return torch.device("cpu")  # replaced by the device of the tensors in the same object
     values = [_make(p, leaves) for p in part.parts]
     if part.kind == "mapping":
-        items = zip(part.keys, values, strict=True)
-        return dict(items) if part.cls is dict else part.cls(items)
+        return part.cls(zip(part.keys, values, strict=True))
     if part.kind == "sequence":
-        return _sequence(part.cls, values)
+        return part.cls(*values) if hasattr(part.cls, "_fields") else part.cls(values)
     state = dict(zip(part.keys, values, strict=True))
     inside = (leaf for value in state.values() for leaf in leaves_of(value))
     device = next((leaf.device for leaf in inside if isinstance(leaf, torch.Tensor)), None)
@@ -319,9 +318,3 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     result = part.cls.__new__(part.cls)
     result.__dict__.update(state)
     return result
-
-
-def _sequence(cls: Any, items: Sequence[Any]) -> Any:
-    if cls is list or cls is tuple:
-        return cls(items)
-    return cls(*items) if hasattr(cls, "_fields") else cls(items)
