@@ -13,6 +13,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 import numpy as np
@@ -115,30 +116,25 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
     """Bind arguments to the parameters of ``forward``."""
+    parameters = signature.parameters
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-        unknown = [] if takes_any else [name for name in kwargs if name not in signature.parameters]
-        close = [
-            f"{hit[0]!r}" for n in unknown if (hit := difflib.get_close_matches(n, signature.parameters, 1))
-        ]
-        unnamed = [repr(name) for name in unknown if repr(name) not in str(error)]
-        hints = f"; it takes no {', '.join(unnamed)}" if unnamed else ""
-        hints += f"; did you mean {', '.join(close)}?" if close else ""
+        hints = _hints(parameters, kwargs, str(error))
         raise InputError(f"the inputs do not fit forward{signature}: {error}{hints}") from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
-    by_position = isinstance(signature, _ByPosition)
-    for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
+    # parameters before a used ``*args`` must stay positional
+    before_others = any(parameters[name].kind is Parameter.VAR_POSITIONAL and bound[name] for name in bound)
+    for name, value in bound.items():
+        parameter = parameters[name]
+        by_position = before_others or (isinstance(signature, _ByPosition) and name not in kwargs)
+        if parameter.kind is Parameter.VAR_POSITIONAL:
             positional.extend(value)
-        elif parameter.kind is parameter.VAR_KEYWORD:
+        elif parameter.kind is Parameter.VAR_KEYWORD:
             named.update(value)  # in the caller's order, on which a model may depend
-        elif parameter.kind is parameter.POSITIONAL_ONLY or (
-            parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            and (_feeds_varargs(signature, bound) or (by_position and name not in kwargs))
+        elif parameter.kind is Parameter.POSITIONAL_ONLY or (
+            parameter.kind is Parameter.POSITIONAL_OR_KEYWORD and by_position
         ):
             positional.append(value)
         elif not _is_default(value, parameter.default):
@@ -150,12 +146,14 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
     return BoundCall(tuple(positional), named, tuple(leaves), spec)
 
 
-def _feeds_varargs(signature: inspect.Signature, bound: inspect.BoundArguments) -> bool:
-    """Whether ``*args`` is used, so that the parameters before it must stay positional."""
-    return any(
-        parameter.kind is parameter.VAR_POSITIONAL and bound.arguments.get(name)
-        for name, parameter in signature.parameters.items()
-    )
+def _hints(parameters: Mapping[str, Parameter], kwargs: Mapping[str, Any], error: str) -> str:
+    """Return what to add to the ``error`` of a call: names that no parameter has, and close ones."""
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
+    unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
+    close = [f"{hit[0]!r}" for n in unknown if (hit := difflib.get_close_matches(n, parameters, 1))]
+    unnamed = [repr(name) for name in unknown if repr(name) not in error]
+    hints = f"; it takes no {', '.join(unnamed)}" if unnamed else ""
+    return hints + (f"; did you mean {', '.join(close)}?" if close else "")
 
 
 def _is_default(value: Any, default: Any) -> bool:

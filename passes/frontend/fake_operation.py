@@ -146,24 +146,9 @@ class _Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.higher_order.cond:
-            _, true_branch, false_branch, operands = args
-            before = most = self.flops
-            for branch in (false_branch, true_branch):  # only one runs
-                self.flops = before
-                with self:
-                    results = branch(*operands)
-                most = max(most, self.flops)
-            self.flops = most
-            return results
+            return self._cond(*args)
         if func is torch.ops.higher_order.while_loop:
-            condition, body, carried, additional = args
-            with self:  # the values of one round are alive while the next round's are made
-                first = condition(*carried, *additional)
-                once = body(*carried, *additional)
-                second = condition(*once, *additional)
-                twice = tuple(body(*once, *additional))
-                del first, second
-                return twice
+            return self._while_loop(*args)
         if func is torch.ops.higher_order.map_impl:
             return self._map(func, *args)
         if func is torch.ops.higher_order.scan:
@@ -195,6 +180,27 @@ class _Tracker(TorchDispatchMode):
             storage = out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape))
             self.live.count([storage, torch.empty_like(storage)])  # the losses, before they are summed
         return storage.as_strided(out.shape, out.stride())
+
+    def _cond(self, _condition: Any, true_branch: Any, false_branch: Any, operands: Any) -> Any:
+        """Run both branches, and count the FLOPs of the one that has more: only one runs."""
+        before = most = self.flops
+        for branch in (false_branch, true_branch):
+            self.flops = before
+            with self:
+                results = branch(*operands)
+            most = max(most, self.flops)
+        self.flops = most
+        return results
+
+    def _while_loop(self, condition: Any, body: Any, carried: Any, additional: Any) -> tuple[Any, ...]:
+        """Run two rounds: the values of one are alive while the next round's are made."""
+        with self:
+            first = condition(*carried, *additional)
+            once = body(*carried, *additional)
+            second = condition(*once, *additional)
+            twice = tuple(body(*once, *additional))
+            del first, second
+            return twice
 
     def _map(self, operation: Any, function: Any, xs: Any, additional: Any) -> Any:
         """Run the last rounds, in which the rows of all others are alive; then copy all rows together."""

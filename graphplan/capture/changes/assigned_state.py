@@ -23,18 +23,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphplan._compat.torch import storage_of
-from graphplan.capture.captured_graph import Capture
 from graphplan.capture.changes.assigned_data import AssignedData
-from graphplan.capture.changes.assigned_writes import ASSIGNS, unconverted
+from graphplan.capture.changes.assigned_writes import ASSIGNS
 from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, snapshot
+from graphplan.capture.changes.program_contents import (
+    constants_read,
+    operations,
+    writes_to_state,
+    written_constants,
+)
 from graphplan.capture.structure import Seen, flatten, reached, unflatten
 from graphplan.capture.value_branches import Branches
-from graphplan.capture.written_memory import written_arguments
 from graphplan.errors import NoGraphError
-
-aten = torch.ops.aten
 
 _ABSENT = object()
 
@@ -193,7 +194,7 @@ class AssignedState:
 
         It yields whether the next call may depend on them.
         """
-        carried = self._carried(_constants_read(program))
+        carried = self._carried(constants_read(program))
         resized = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
         self.makes_tensors = bool(carried or resized or self._made)
         plain = any(one.is_plain for one in self._changes)
@@ -225,8 +226,8 @@ class AssignedState:
                     f"{one.label}.{one.name} is {_shape_text(one.before)} and is assigned "
                     f"{_shape_text(one.after)}: in a graph, a buffer keeps its shape and type"
                 )
-        read, changed = _constants_read(program), {(id(one.owner), one.name) for one in again._changes}
-        for one in again._carried(read) + self._carried(_constants_read(traced)):
+        read, changed = constants_read(program), {(id(one.owner), one.name) for one in again._changes}
+        for one in again._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
             )
@@ -239,7 +240,7 @@ class AssignedState:
                 raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
         # the next call reads tensors that the first one makes, so that only their writes can be compared
-        describe = _writes_to_state if self.makes_tensors else _operations
+        describe = writes_to_state if self.makes_tensors else operations
         # a call that finds an answer in an attribute does not ask again
         answers, next_answers = self.branches.answers_given, again.branches.answers_given
         if plain and (describe(traced) != describe(program) or answers != next_answers):
@@ -258,85 +259,8 @@ def nothing_from_before(label: str, name: str, what: str) -> str:
     )
 
 
-def written_constants(program: torch.export.ExportedProgram) -> set[str]:
-    """Return the names of the tensors, other than weights and buffers, that in-place operations write to."""
-    constants = program.graph_signature.inputs_to_lifted_tensor_constants
-    parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-    nodes = [node for part in parts for node in part.graph.nodes] if constants else []
-    written = [leaf for node in nodes for leaf in written_arguments(node.target, node.args, node.kwargs)]
-    values = [unconverted(node).meta.get("val") for node in written if isinstance(node, fx.Node)]
-    storages = {storage_of(value) for value in values if isinstance(value, torch.Tensor)}
-    inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
-    return {str(constants[node.name]) for node in inputs if storage_of(node.meta["val"]) in storages}
-
-
-def keep_what_is_read(capture: Capture) -> None:
-    """Make the readers of a buffer before its assignment read a copy, which a backward pass may read, too."""
-    for node in capture.graph.find_nodes(op="call_function", target=aten.copy_.default):
-        if node.all_input_nodes[-1].target is not aten.detach.default:
-            continue  # no write of an assigned buffer, as ``AssignedState`` traces it
-        buffer = node.all_input_nodes[0]
-        earlier = sorted(user for user in buffer.users if user < node)
-        if _written_node(buffer).name not in capture.weights or not earlier or any(map(_writes, earlier)):
-            continue
-        with capture.graph.inserting_before(earlier[0]):
-            copy = capture.graph.call_function(aten.clone.default, (buffer,))
-        copy.meta = {**earlier[0].meta, "val": buffer.meta["val"]}
-        for user in earlier:
-            user.replace_input_with(buffer, copy)
-
-
-def _written_node(node: fx.Node) -> fx.Node:
-    """Return the node whose tensor a chain of in-place operations writes to."""
-    while _writes(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _constants_read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """Return the tensors, other than weights and buffers, that results depend on."""
-    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    constant = torch.export.graph_signature.InputKind.CONSTANT_TENSOR
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is constant]
-    return [program.constants[str(spec.target)] for spec in specs if _is_used(nodes[spec.arg.name])]
-
-
-def _writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
-    """Return the operations that write to weights and buffers, each with the name of what it writes to."""
-    signature, nodes = program.graph_signature, program.graph.nodes
-    state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    storages = {storage_of(node.meta["val"]): node.name for node in nodes if node.name in state}
-    written = (
-        (node.target, storage_of(node.all_input_nodes[0].meta["val"])) for node in nodes if _writes(node)
-    )
-    return [(str(target), storages[storage]) for target, storage in written if storage in storages]
-
-
-def _operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[Any]]:
-    """Return the operations, whatever the names of nodes, and the dtypes, shapes and bytes of constants."""
-    texts = []
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            place = {node: index for index, node in enumerate(module.graph.nodes)}
-            for node in place:
-                arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
-                texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
-    read = [one.detach() for one in _constants_read(program)]
-    return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]
-
-
 def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return not {id(one) for one in tensors}.isdisjoint(map(id, others))
-
-
-def _is_used(node: fx.Node) -> bool:
-    """Whether a result, or a write, depends on a node."""
-    users = reached(node.users, lambda user: user.users)
-    return any(user.op == "output" or _writes(user) for user in users)
 
 
 def _shape_text(value: torch.Tensor | None) -> str:

@@ -20,6 +20,7 @@ import operator
 import torch
 from torch import fx
 
+from graphplan.capture.captured_graph import Capture
 from graphplan.capture.source_lines import belong_with
 from graphplan.capture.written_memory import memories, named_arguments, written_arguments
 
@@ -87,3 +88,31 @@ def unconverted(node: fx.Node) -> fx.Node:
             break
         node = source
     return node
+
+
+def keep_what_is_read(capture: Capture) -> None:
+    """Make the readers of a buffer before its assignment read a copy, which a backward pass may read, too."""
+    for node in capture.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if node.all_input_nodes[-1].target is not aten.detach.default:
+            continue  # no write of an assigned buffer, as ``AssignedState`` traces it
+        buffer = node.all_input_nodes[0]
+        earlier = sorted(user for user in buffer.users if user < node)
+        if _written_node(buffer).name not in capture.weights or not earlier or any(map(writes, earlier)):
+            continue
+        with capture.graph.inserting_before(earlier[0]):
+            copy = capture.graph.call_function(aten.clone.default, (buffer,))
+        copy.meta = {**earlier[0].meta, "val": buffer.meta["val"]}
+        for user in earlier:
+            user.replace_input_with(buffer, copy)
+
+
+def _written_node(node: fx.Node) -> fx.Node:
+    """Return the node whose tensor a chain of in-place operations writes to."""
+    while writes(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node is an in-place operation, by its schema."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -98,17 +98,12 @@ class RecordedCall:
 
     def serves(self, other: RecordedCall) -> bool:
         """Whether nothing that the code could read differs in ``other``, a call that is not traced yet."""
-        return (
-            self.before == other.before
-            and all(
-                guarded.same_from(value) for guarded, value in zip(self.guarded, other.integers, strict=True)
-            )
-            and all(
-                node is one
-                for node, one in zip(self.nodes, other.nodes, strict=True)
-                if node in self.branched_on
-            )
-        )
+        if self.before != other.before:
+            return False
+        integers = zip(self.guarded, other.integers, strict=True)
+        nodes = zip(self.nodes, other.nodes, strict=True)
+        same_integers = all(guarded.same_from(value) for guarded, value in integers)
+        return same_integers and all(node is one for node, one in nodes if node in self.branched_on)
 
     def lines(self, integers: list[int]) -> Iterator[Any]:
         """Yield the trace with numbers for names: equal for equal traces; ``integers`` are guarded values."""

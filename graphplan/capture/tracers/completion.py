@@ -9,7 +9,8 @@ import torch
 
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, name_apart
-from graphplan.capture.changes.assigned_state import AssignedState, keep_what_is_read
+from graphplan.capture.changes.assigned_state import AssignedState
+from graphplan.capture.changes.assigned_writes import keep_what_is_read
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs

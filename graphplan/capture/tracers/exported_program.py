@@ -15,13 +15,9 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.export import NO_MODULE
 from graphplan._compat.torch import is_transformed, restore_users
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.changes.assigned_state import (
-    WRITTEN,
-    KeptStateError,
-    nothing_from_before,
-    written_constants,
-)
+from graphplan.capture.changes.assigned_state import WRITTEN, KeptStateError, nothing_from_before
 from graphplan.capture.changes.attribute_data import plain_tensors
+from graphplan.capture.changes.program_contents import written_constants
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.signature import (
@@ -256,17 +252,13 @@ def leaf_spec(
     stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
-    shape: list[int | None] = []
-    bounds: list[tuple[int, int] | None] = []
+    bounds: dict[int, tuple[int, int]] = {}  # axis -> the sizes that it may have
     for axis, (size, example) in enumerate(zip(val.shape, leaf.shape, strict=True)):
-        if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
-            shape.append(int(size))
-            bounds.append(None)
-            continue
-        low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else example)
-        shape.append(None)
-        bounds.append((low, 1 if high == 2 and example < 2 else high))  # torch has 2 for sizes of at most 1
-    return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            low, high = _bounds(ranges.get(size.node.expr), UNBOUNDED if axis in roles else example)
+            bounds[axis] = low, 1 if high == 2 and example < 2 else high  # torch has 2 for sizes of at most 1
+    shape = tuple(None if axis in bounds else int(size) for axis, size in enumerate(val.shape))
+    return TensorLeaf(val.dtype, shape, tuple(map(bounds.get, range(val.dim()))), stride)
 
 
 def _bounds(range_: Any, example: int) -> tuple[int, int]:
