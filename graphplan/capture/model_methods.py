@@ -84,7 +84,7 @@ def _without_recorders(changed: Sequence[str]) -> Sequence[str]:
     return [one for one in changed if one not in RECORDERS] if RECORDERS[0] in changed else changed
 
 
-def pure_method(module: nn.Module, name: str, *, loops: bool = False) -> Callable[..., Any]:
+def pure_method(module: nn.Module, name: str, *, loops: bool) -> Callable[..., Any]:
     """Return a method to trace as the ``forward`` of its module, without side effects on attributes.
 
     ``forward`` itself is returned unchanged. Any other raises :class:`RunAsItIs` when it calls the module or

@@ -130,7 +130,7 @@ def capture(
     with suspended(), autocast, own_backward as left_out, _untouched_attributes(module):
         shapes = dynamic_shapes if vary else None
         captured = _exported(model_copy, host, shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
-        captured = completed(captured, model_copy, keep_grad)
+        captured = completed(captured, model_copy, keep_grad=keep_grad)
         if not any(tensor.device.type == "meta" for tensor in call.tensors):
             captured = sized_as(captured, model_copy, host)  # without values, inputs on meta decide no sizes
     by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)

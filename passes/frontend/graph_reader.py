@@ -174,7 +174,7 @@ class GraphReader:
         """Return an operation's FLOPs, its bytes read and written, and its workspace by device type."""
         extra = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
         workspace = {kind: nbytes + extra for kind, nbytes in effect.workspace.items()}
-        return effect.flops, self._bytes_accessed(node, effect, writes), workspace
+        return effect.flops, self._bytes_accessed(node, effect, writes=writes), workspace
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
@@ -190,7 +190,7 @@ class GraphReader:
         wrapped = [tensor for tensor in named if tensor is not None and is_wrapper(tensor)]
         return sum(2 * round_up(tensor.numel() * tensor.element_size()) for tensor in wrapped)
 
-    def _bytes_accessed(self, node: fx.Node, effect: Effect, writes: bool) -> int:
+    def _bytes_accessed(self, node: fx.Node, effect: Effect, *, writes: bool) -> int:
         output_bytes = sum(result.nbytes for result in effect.results)
         if not output_bytes and not writes:
             return 0
@@ -204,9 +204,9 @@ class GraphReader:
         """Return the graph that has been read."""
         weights = [weight for name in self.model.tensors for weight in self._weights(name)]
         for name, tensor in self.capture.constants.items():
-            weights.append(constant_weight(name, tensor, name in self.written))
+            weights.append(constant_weight(name, tensor, written=name in self.written))
         for (name, described), nbytes in zip(self.states, self._bytes_of_states(), strict=True):
-            weights.append(cache_weight(name, described, nbytes, name in self.written))
+            weights.append(cache_weight(name, described, nbytes, written=name in self.written))
         outputs = []
         for position, node in enumerate(self.capture.outputs):
             returned = self.name_of.get(node) if isinstance(node, fx.Node) else None

@@ -54,13 +54,13 @@ def part_weight(whole: Weight, part: Part) -> Weight:
     )
 
 
-def constant_weight(name: str, tensor: torch.Tensor, written: bool) -> Weight:
+def constant_weight(name: str, tensor: torch.Tensor, *, written: bool) -> Weight:
     """Return a tensor that the trace lifted out of the code as a weight."""
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     return Weight(name, tensor_bytes(tensor), (name,), "constant", False, written, True, shape, dtype)
 
 
-def cache_weight(name: str, described: TensorMeta, nbytes: int, written: bool) -> Weight:
+def cache_weight(name: str, described: TensorMeta, nbytes: int, *, written: bool) -> Weight:
     """Return a tensor of a cache as a weight that is not movable: its readers run where it resides."""
     dtype = dtype_name(described.dtype)
     return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)

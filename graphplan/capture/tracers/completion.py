@@ -20,7 +20,7 @@ from graphplan.capture.tracers.export_here import STATE
 from graphplan.errors import NoGraphError
 
 
-def completed(captured: Capture, model_copy: ModelCopy, keep_grad: bool) -> Capture:
+def completed(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Capture:
     """Return the capture with branches, attributes, casts of autocast, and copies for a backward pass."""
     if model_copy.method != "forward" and all(node.op != "call_function" for node in captured.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")

@@ -85,7 +85,7 @@ def exporting(
             *((owner, "where", _accepting_bytes) for owner in (torch, torch.Tensor)),
             (nn.Module, "to", _lazy_to),
             (*inference_switch(), _without_gradients),
-            (*backward_engine(), functools.partial(_checked_backward, keep_grad, below)),
+            (*backward_engine(), functools.partial(_checked_backward, keep_grad=keep_grad, below=below)),
             *([(*graph_maker(), _tracing_below)] if below else ()),
             *replaced,
         ),
@@ -200,7 +200,7 @@ class OwnGradientsError(BaseException):
     """
 
 
-def _checked_backward(keep_grad: bool, below: bool, own: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_backward(own: Callable[..., Any], *, keep_grad: bool, below: bool) -> Callable[..., Any]:
     """Return a backward engine that refuses calls that a graph cannot make, or requires a trace ``below``."""
 
     def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:

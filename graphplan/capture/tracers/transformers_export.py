@@ -67,7 +67,8 @@ def export_transformers(
     """
     module = model_copy.module
     inputs = _prepared(module, call, is_forward=model_copy.method == "forward")
-    roles = {name: _roles(name, value, _batch(inputs), SIZE in varying) for name, value in inputs.items()}
+    batch = _batch(inputs)
+    roles = {name: _roles(name, value, batch, sizes=SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
     shapes = axes if varying else None
     original = pure_method(module, model_copy.method, loops=keep_grad)
@@ -207,7 +208,7 @@ def _batch(inputs: Mapping[str, Any]) -> int | None:
     return next(iter([*texts, *images]), None)
 
 
-def _roles(name: str, value: Any, batch: int | None, sizes: bool) -> list[Roles]:
+def _roles(name: str, value: Any, batch: int | None, *, sizes: bool) -> list[Roles]:
     """Return the roles of an argument's leaves; axes that are neither batch nor length only if ``sizes``."""
     if is_cache(value):
         return cache_roles(value, batch)

@@ -220,7 +220,7 @@ def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
 
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
-    return leaves, _describe(cache, leaves, "", False)
+    return leaves, _describe(cache, leaves)
 
 
 def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
@@ -228,7 +228,7 @@ def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
 
 
 def _describe(
-    value: Any, leaves: list[Any], name: str, fixed: bool, above: tuple[int, ...] = ()
+    value: Any, leaves: list[Any], name: str = "", *, fixed: bool = False, above: tuple[int, ...] = ()
 ) -> LayoutPart:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
@@ -252,16 +252,16 @@ def _describe(
         return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}", held=value)
     above = (*above, id(value))
     if isinstance(value, dict):
-        parts = (_describe(v, leaves, str(k), fixed, above) for k, v in value.items())
+        parts = (_describe(v, leaves, str(k), fixed=fixed, above=above) for k, v in value.items())
         return LayoutPart("mapping", cls, tuple(value), tuple(parts))
     if isinstance(value, list | tuple | set | frozenset):
-        inside = (_describe(v, leaves, name, fixed, above) for v in value)
+        inside = (_describe(v, leaves, name, fixed=fixed, above=above) for v in value)
         return LayoutPart("sequence", cls, (), tuple(inside))
     state = vars(value)
     if "prefetch_stream" in state:  # the plan offloads instead: copies on CUDA streams cannot be traced
         state = {key: key != "offloading" and v for key, v in state.items() if key != "prefetch_stream"}
     fixed = fixed or _ROOM_FOR_ALL in state
-    parts = (_describe(v, leaves, k, fixed, above) for k, v in state.items())
+    parts = (_describe(v, leaves, k, fixed=fixed, above=above) for k, v in state.items())
     return LayoutPart("object", cls, tuple(state), tuple(parts))
 
 
