@@ -24,16 +24,8 @@ _TO_BOOL = ("CALL", "PRECALL", "TO_BOOL", "EXTENDED_ARG")  # of bool() or item()
 _COMPARE_TO_BOOL = "bool("  # start of the argrepr of a COMPARE_OP that also converts to bool, since 3.13
 _LOAD_ERROR = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # in "raise", LOAD_GLOBAL
 _BEFORE_RAISE = ("POP_TOP", "NOT_TAKEN", "EXTENDED_ARG", "NOP")  # of a < b < c
-_NO_CONDITION = (
-    "STORE",
-    "DELETE",
-    "IMPORT",
-    "POP_TOP",
-    "FOR_ITER",
-    "JUMP",
-    "RETURN",
-    "RAISE",
-)  # prefixes of opcodes that never occur while a condition is evaluated
+_NO_CONDITION = ("STORE", "DELETE", "IMPORT", "POP_TOP", "FOR_ITER", "JUMP", "RETURN", "RAISE")
+"""Prefixes of opcodes that never occur while a condition is evaluated."""
 
 
 def passed_assertions() -> list[Replacement]:

@@ -94,13 +94,14 @@ def bounded(
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
         current = {axis: _size(call.leaves[index], axis) for axis in roles}
+        own = max((current[axis] for axis, role in roles.items() if role == LENGTH), default=1)
         length = longest
         if index in sizes.states:
             length = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # lengths may differ, as of encoder and decoder
-            length = max((current[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+            length = own
         if index in sizes.encoded:  # max_length does not apply to these
-            length = max([length, *(current[axis] for axis, role in roles.items() if role == LENGTH)])
+            length = max(length, own)
         limits = {
             axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, current[axis], beyond)
             for axis, role in roles.items()
