@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphplan
 from graphplan.capture.autocast import write_casts
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracers.export_here import export
-from graphplan.capture.value_branches import Branches
 from tests.helpers.builders import largest_difference
 
 X = torch.randn(2, 8)
@@ -110,9 +109,8 @@ def test_blocks_for_other_devices_do_nothing() -> None:
                 return x @ x.T
 
     model = OnCuda()
-    new_branches = partial(Branches, model, lambda _: None)
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        program = export(model, (X,), {}, None, keep_grad=False, new_branches=new_branches)
+        program = export(ModelCopy(model), (X,), {}, None, keep_grad=False)
     module = program.graph_module
     write_casts(module, set(), None, ["cpu"])
     assert all(line.endswith("f32") for line in printed(module))

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -23,6 +23,7 @@ from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import put_back, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
@@ -40,20 +41,18 @@ STATE = "graphplan_state"
 
 
 def export(
-    module: nn.Module,
+    model_copy: ModelCopy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     *,
     keep_grad: bool,
-    new_branches: Callable[[], Branches],
     sizes: bool = False,
 ) -> torch.export.ExportedProgram:
     """Export a call; ``keep_grad`` as in :func:`graphplan.capture.tracing.capture`.
 
-    ``new_branches`` returns the branches of a new trace of the code. ``sizes`` says that all sizes of
-    ``dynamic_shapes`` vary, so that the time of the trace is limited. The trace is repeated with what it
-    teaches about the code::
+    ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so that the time of the trace is limited. The
+    trace is repeated with what it teaches about the code::
 
         the trace ends at                                the next trace
         a branch on values of weights or inputs          knows these values
@@ -67,12 +66,13 @@ def export(
         NoGraphError: a call leaves a buffer with a gradient history.
         Exception: any error of the model's own code or of the tracer.
     """
-    tracer = _CallTracer(module, args, kwargs, keep_grad=keep_grad)
+    module = model_copy.module
+    tracer = _CallTracer(model_copy, args, kwargs, keep_grad=keep_grad)
     before, ends = attributes_of(module), time_limit() if sizes else math.inf
     copies = True
     try:
         while True:
-            branches = new_branches()
+            branches = tracer.new_branches()
             repeated = RepeatedModules(branches) if copies and not branches.by_weights else None
             try:
                 state, program = tracer.run(dynamic_shapes, branches, repeated, ends)
@@ -80,8 +80,7 @@ def export(
                     repeated = None  # later errors would be the same without copies of blocks
                     if keep_grad:
                         state.refuse_history()
-                    trace_next = functools.partial(tracer.run, branches=new_branches())
-                    _require_same_next(module, state, program, trace_next, dynamic_shapes)
+                    tracer.require_same_next(state, program, dynamic_shapes)
                     place_writes(program.graph)
                     program.graph_module.meta[STATE] = state
                     return program
@@ -109,11 +108,15 @@ class _CallTracer:
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grad: bool
+        self, model_copy: ModelCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grad: bool
     ) -> None:
         self.numbers, self.below_autograd = WholeNumbers(), False
-        self._module, self._args, self._kwargs, self._keep_grad = module, args, kwargs, keep_grad
-        self._caches = CodeCaches(module)
+        self._model_copy, self._args, self._kwargs, self._keep_grad = model_copy, args, kwargs, keep_grad
+        self._caches = CodeCaches(model_copy.module)
+
+    def new_branches(self) -> Branches:
+        """Return the branches of a new trace."""
+        return self._model_copy.branches(self._args, self._kwargs)
 
     def run(
         self,
@@ -123,7 +126,8 @@ class _CallTracer:
         ends: float = math.inf,
     ) -> tuple[AssignedState, torch.export.ExportedProgram]:
         """Trace once; ``repeated`` and ``ends`` as in :func:`exporting`."""
-        module, state = self._module, AssignedState(self._module, branches)
+        module = self._model_copy.module
+        state = AssignedState(module, branches)
         patches = exporting(
             keep_grad=self._keep_grad, state=state, repeated=repeated, ends=ends, below=self.below_autograd
         )
@@ -144,27 +148,23 @@ class _CallTracer:
         state.data.require_kept()
         return state, program
 
-
-def _require_same_next(
-    module: nn.Module,
-    state: AssignedState,
-    program: torch.export.ExportedProgram,
-    trace: Callable[[Any], tuple[AssignedState, torch.export.ExportedProgram]],
-    dynamic_shapes: Any,
-) -> None:
-    """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
-    with state.after_call(program) as may_differ:
-        if not may_differ:
-            return
-        try:  # tensors that the first call made have one size
-            again = trace(None if state.makes_tensors else dynamic_shapes)
-        except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            name = type(module).__name__
-            raise KeptStateError(
-                f"after its first call {name} has attributes with which it cannot be traced: "
-                f"{first_line(error)}"
-            ) from error
-        state.require_same_next(program, *again)
+    def require_same_next(
+        self, state: AssignedState, program: torch.export.ExportedProgram, dynamic_shapes: Any
+    ) -> None:
+        """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
+        with state.after_call(program) as may_differ:
+            if not may_differ:
+                return
+            shapes = None if state.makes_tensors else dynamic_shapes  # tensors that it made have one size
+            try:
+                again = self.run(shapes, self.new_branches())
+            except Exception as error:  # the tracer runs the model's own code, which may raise anything
+                name = type(self._model_copy.module).__name__
+                raise KeptStateError(
+                    f"after its first call {name} has attributes with which it cannot be traced: "
+                    f"{first_line(error)}"
+                ) from error
+            state.require_same_next(program, *again)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -135,15 +134,7 @@ def _export(
         _called(module),
         with_forward(module, forward),
     ):
-        return export(
-            module,
-            call.args,
-            dict(call.kwargs),
-            shapes,
-            keep_grad=keep_grad,
-            new_branches=partial(model_copy.branches, call.args, call.kwargs),
-            sizes=sizes,
-        )
+        return export(model_copy, call.args, dict(call.kwargs), shapes, keep_grad=keep_grad, sizes=sizes)
 
 
 @contextmanager

@@ -89,15 +89,7 @@ def export_transformers(
     ):
         traced = forwards_of(module)
         arguments = map_leaves(copy.deepcopy, inputs)
-        program = export(
-            module,
-            (),
-            arguments,
-            shapes,
-            keep_grad=keep_grad,
-            new_branches=partial(model_copy.branches, (), arguments),
-            sizes=SIZE in varying,
-        )
+        program = export(model_copy, (), arguments, shapes, keep_grad=keep_grad, sizes=SIZE in varying)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)
     if uniform:
