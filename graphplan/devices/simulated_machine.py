@@ -43,7 +43,6 @@ class SimulatedMachine:
         workspace: bytes that each device takes at its first matrix product, as for cuBLAS on CUDA.
         watch: called with the tensors that each operation reads and those it writes, except for views; None
             for no calls.
-        paused: number of open :meth:`unmetered` blocks.
     """
 
     capacities: dict[int, int]
@@ -54,7 +53,7 @@ class SimulatedMachine:
     watch: Watch | None = field(default=None, repr=False)
     _live: dict[int, int] = field(default_factory=dict, repr=False)
     _peak: dict[int, int] = field(default_factory=dict, repr=False)
-    paused: int = field(default=0, repr=False)
+    _open_unmetered: int = field(default=0, repr=False)  # number of open blocks
     _multiplied: set[int] = field(default_factory=set, repr=False)
 
     @property
@@ -89,15 +88,20 @@ class SimulatedMachine:
     @contextmanager
     def unmetered(self) -> Iterator[None]:
         """Context manager in which allocations are not counted."""
-        self.paused += 1
+        self._open_unmetered += 1
         try:
             yield
         finally:
-            self.paused -= 1
+            self._open_unmetered -= 1
 
-    def take(self, index: int, nbytes: int) -> None:
-        """Count an allocation; raise SimulatedOutOfMemoryError if it exceeds the capacity."""
+    def take(self, index: int, nbytes: int) -> int:
+        """Count an allocation and return its counted bytes, which are none in a block of :meth:`unmetered`.
+
+        Raises:
+            SimulatedOutOfMemoryError: it exceeds the capacity.
+        """
         self.require(index)
+        nbytes = 0 if self._open_unmetered else nbytes
         live, capacity = self._live.get(index, 0), self.capacities[index]
         if live + nbytes > capacity:
             _fail(
@@ -110,11 +114,11 @@ class SimulatedMachine:
             )
         self._live[index] = live + nbytes
         self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
+        return nbytes
 
     def multiply(self, index: int) -> None:
         """Count the workspace of a device at its first matrix product, as :meth:`take` does."""
-        if self.workspace and not self.paused and index not in self._multiplied:
-            self.take(index, self.workspace)
+        if index not in self._multiplied and self.take(index, self.workspace):
             self._multiplied.add(index)
 
     def give(self, index: int, nbytes: int) -> None:

@@ -38,12 +38,11 @@ class _Allocation:
         self, device: int, storage: torch.UntypedStorage, part_of: _Allocation | None = None
     ) -> None:
         machine = _machine()
-        free = machine.paused or part_of is not None or storage.device.type == "meta"  # meta: a fake tensor
-        self.nbytes = 0 if free else round_up(storage.nbytes())
-        machine.take(device, self.nbytes)
+        free = part_of is not None or storage.device.type == "meta"  # meta: a fake tensor
+        nbytes = machine.take(device, 0 if free else round_up(storage.nbytes()))
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
         self.part_of = part_of  # keeps alive the allocation of which this storage covers a part
-        weakref.finalize(self, machine.give, device, self.nbytes)
+        weakref.finalize(self, machine.give, device, nbytes)
 
 
 _allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakref.WeakValueDictionary()
