@@ -140,8 +140,8 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
     the topology, or fewer: what they lack keeps its defaults.
 
     Raises:
-        DeviceError: ``devices`` is of another type, or names a device that the topology lacks, or an unknown
-            card.
+        DeviceError: ``devices`` is of another type, or names a device that the topology lacks, one that runs
+            no operations, or an unknown card.
     """
     if devices is None:
         return topology
@@ -152,10 +152,16 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
         named = _read_named(topology, devices)
         speeds = {key: _read_speed(key, speed) for key, speed in named.items()}
         links = links_to_host(topology.devices, named)
+    for spec in topology.devices:
+        if spec.key in speeds and not spec.computes:
+            raise DeviceError(
+                f"devices[{spec.key!r}]: no operation runs there. For the speed of its copies give "
+                f"links={{({spec.key!r}, {topology.computing[0].key!r}): graphplan.Link(6e9)}}"
+            )
     kept_pairs = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
     covered = {pair for a, b in kept_pairs for pair in ((a, b), (b, a))}
     added = {pair: link for pair, link in links.items() if pair not in covered}
-    specs = (speeds[s.key].applied(s) if s.key in speeds and s.computes else s for s in topology.devices)
+    specs = (speeds[s.key].applied(s) if s.key in speeds else s for s in topology.devices)
     return replace(topology, devices=tuple(specs), links={**topology.links, **added})
 
 

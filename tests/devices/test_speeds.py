@@ -165,6 +165,12 @@ def test_devices_that_cannot_be(devices: Any, message: str) -> None:
         with_speeds(read_max_memory({0: 1}), devices)
 
 
+@pytest.mark.parametrize("given", [lambda speeds: speeds, Measurements])
+def test_a_speed_of_the_disk_is_that_of_its_links(given: Any) -> None:
+    with pytest.raises(graphplan.DeviceError, match=r"devices\['disk'\].* links=\{\('disk', 'cpu'\)"):
+        with_speeds(read_max_memory({"disk": 1, "cpu": 1}), given({"disk": Speed(bandwidth=6e9)}))
+
+
 def test_the_cpu_is_measured(tmp_path: Path) -> None:
     measured = graphplan.measure_devices({"cpu": 128 * MIB}, repetitions=2, progress=False)
     speed = measured.speeds["cpu"]
