@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -52,6 +53,34 @@ _ROUTES = 16  # the most routes that are remembered
 _SIZES = 4096  # the most keys of ``by_sizes``
 
 
+@dataclass
+class Request:
+    """A call of a placed module or of a part of it, as the caller makes it.
+
+    Attributes:
+        entry: what is called, as in :func:`graphplan.capture.model_methods.method_of`.
+        signature: that of the callable.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+
+    entry: str
+    signature: inspect.Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def call(self) -> BoundCall:
+        """The call, bound and flattened: a known form is served without."""
+        return bind_call(self.signature, self.args, self.kwargs)
+
+    def sizes(self) -> tuple[Any, ...]:
+        """Return a key that tells most calls apart: the sizes of tensors, the types of other arguments."""
+        values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
+        sizes = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
+        return self.entry, tuple(self.kwargs), tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A call for program ``index``: its input leaves, and by name the arguments that it changes."""
@@ -65,86 +94,176 @@ class Served:
 class ServedByModules:
     """A call that runs module by module, and ``call_record``, how calls like it run."""
 
-    entry: str
-    call: BoundCall
+    request: Request
     call_record: CallForm | Untraced
 
 
 def serve(
-    module: nn.Module,
-    state: ModuleState,
-    entry: str,
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    step: Differentiation | None = None,
+    module: nn.Module, state: ModuleState, request: Request, step: Differentiation | None = None
 ) -> Served | ServedByModules | None:
     """Return the call as its program takes it, or as one that runs module by module; capture a new structure.
 
-    None if the module must be placed anew first: the caller then begins again. ``entry`` and ``signature``
-    are those of the callable, as in :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is
+    None if the module must be placed anew first: the caller then begins again. ``step`` says what is
     differentiated, if a backward pass may follow.
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
-        return ServedByModules(entry, bind_call(signature, args, kwargs), state.untraced)
+        return ServedByModules(request, state.untraced)
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
         reader = state.reader = state.new_reader(module)
     modes = reader.read(module)
-    if step is not None:
-        modes = replace(modes, step=step)
+    search = _Search(module, state, request, modes if step is None else replace(modes, step=step))
     if state.untraced is not None:
-        call = bind_call(signature, args, kwargs)
-        if state.modulewise.find(entry, call, modes) is None:
+        if search.by_modules() is None:
             state.start = state.retry
             return None
-        return ServedByModules(entry, call, state.untraced)
+        return ServedByModules(request, state.untraced)
     if state.hooked():
         with state.turns:  # hooks that a running call of another thread uses do not count
             hooked = state.hooked()
         if hooked:
-            return _serve_by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+            return search.by_modules() or search.begin_by_modules(hooked=True)
     if state.stale:
-        call = bind_call(signature, args, kwargs)
-        form = state.modulewise.find(entry, call, modes)
-        if form is None:
+        served = search.by_modules()
+        if served is None:
             state.begin_again(module, state.stale)
-        return None if form is None else ServedByModules(entry, call, form)
-    sizes = _sizes(entry, args, kwargs)
-    likely = state.by_sizes.get(sizes, ())
-    for number, known in enumerate(chain(likely, state.routes)):
-        served = _routed(module, state, known, entry, modes, args, kwargs)
-        if served is not None:
-            if number >= len(likely):
-                _remember(state, sizes, known)
-            return served
-    call = bind_call(signature, args, kwargs)
-    index = _find_or_capture(module, state, entry, call, modes, [known.index for known in likely])
-    if not isinstance(index, int):
-        return index
-    program = state.programs[index]
-    route = find_route(signature, program.signature, args, kwargs)
-    known = KnownForm(
-        route, index, () if route is None else _positions(signature, program.changed_names, kwargs)
-    )
-    if route is not None:
-        order = list(_smallest_first(state))
-        state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda form: order.index(form.index))
-    if route is not None or all(form.index != index for form in likely):
-        _remember(state, sizes, known)
-    changed = {name: call.kwargs[name] for name in program.changed_names}
-    traced = program.signature.traced(call)
-    return Served(index, traced.leaves, changed)
+        return served
+    return search.by_graph()
 
 
-def _sizes(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that tells most calls apart: the sizes of tensors, the types of other arguments."""
-    values = (*args, *kwargs.values()) if kwargs else args
-    sizes = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
-    return entry, tuple(kwargs), tuple(sizes)
+@dataclass(slots=True)
+class _Search:
+    """The search for what serves a request, while the modules are in these modes."""
+
+    module: nn.Module
+    state: ModuleState
+    request: Request
+    modes: Modes
+
+    def by_graph(self) -> Served | ServedByModules | None:
+        """Return the call for a program: by a known form, else by its structure, else for a new one."""
+        state, request, sizes = self.state, self.request, self.request.sizes()
+        likely = state.by_sizes.get(sizes, ())
+        for number, known in enumerate(chain(likely, state.routes)):
+            served = self.routed(known)
+            if served is not None:
+                if number >= len(likely):
+                    _remember(state, sizes, known)
+                return served
+        index = self._find_or_capture([known.index for known in likely])
+        if not isinstance(index, int):
+            return index
+        program = state.programs[index]
+        route = find_route(request.signature, program.signature, request.args, request.kwargs)
+        known = KnownForm(route, index, () if route is None else self._positions(program.changed_names))
+        if route is not None:
+            order = list(_smallest_first(state))
+            forms = [known, *state.routes[: _ROUTES - 1]]
+            state.routes = sorted(forms, key=lambda form: order.index(form.index))
+        if route is not None or all(form.index != index for form in likely):
+            _remember(state, sizes, known)
+        changed = {name: request.call.kwargs[name] for name in program.changed_names}
+        return Served(index, program.signature.traced(request.call).leaves, changed)
+
+    def routed(self, known: KnownForm) -> Served | None:
+        """Return the call for the program of a known form; None if the call does not match it."""
+        program, request = self.state.programs[known.index], self.request
+        if known.route is None or program.entry != request.entry or program.modes != self.modes:
+            return None
+        leaves = known.route.leaves(request.args, request.kwargs, program.host)
+        if leaves is None or not program.takes(leaves, self.module):
+            return None
+        places = known.changed_places
+        changed = {n: request.args[k] if isinstance(k, int) else request.kwargs[k] for n, k in places}
+        return Served(known.index, leaves, changed)
+
+    def by_modules(self) -> ServedByModules | None:
+        """Return the call as one that runs module by module; None if no call like it has."""
+        form = self.state.modulewise.find(self.request.entry, self.request.call, self.modes)
+        return None if form is None else ServedByModules(self.request, form)
+
+    def begin_by_modules(self, *, hooked: bool = False) -> ServedByModules:
+        """Have such calls run module by module from now on; if ``hooked``, while there are untraced hooks."""
+        request, state = self.request, self.state
+        if hooked:
+            warn(_HOOKED)
+        keeps_grad = state.keep_grad and not hooked
+        form = state.modulewise.note(
+            request.entry, request.call, self.modes, keeps_grad=keeps_grad, hooked=hooked
+        )
+        return ServedByModules(request, form)
+
+    def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules | None:
+        found = self._find(likely)
+        if found is not None:
+            return found
+        with CAPTURE_LOCK:
+            if self.state.start is not None:
+                return None
+            found = self._find()  # another thread may have captured it meanwhile
+            if found is not None:
+                return found
+            if len(self.state.programs) >= _MOST:
+                warn(_FULL)
+                self.state.start = self.state.restart
+                return None
+            return self._capture()
+
+    def _find(self, likely: Sequence[int] = ()) -> int | ServedByModules | None:
+        call, device = self.request.call, self.request.call.device
+        for index in chain(likely, _smallest_first(self.state)):
+            program = self.state.programs[index]
+            fits = self._is_like(program) and device in (None, program.host)
+            if fits and program.signature.mismatch(call) is None and program.takes(call.leaves, self.module):
+                return index
+        return self.by_modules()
+
+    def _is_like(self, program: Program) -> bool:
+        return program.entry == self.request.entry and program.modes == self.modes
+
+    @outside_inference_mode
+    def _capture(self) -> int | ServedByModules | None:
+        """Capture and plan a call of a new structure; None if the model runs without graphs from now on."""
+        state, entry, call = self.state, self.request.entry, self.request.call
+        assert state.compile is not None
+        assert state.guard is not None
+        try:
+            if state.refused is not None and self.modes.step is None:
+                self._require_few_graphs()
+            barely, values = not state.may_move(entry, call), state.guard.values
+            weights = weights_now(self.module)
+            state.programs.append(state.compile(call, entry, self.modes, values, weights, barely=barely))
+            if state.values is not values:
+                state.values = None
+        except NoGraphError as error:
+            own_code = isinstance(error, RunAsItIs | UntracedMethodError)
+            if state.refused is None or own_code or self.modes.step is not None:  # a planned step needs one
+                raise
+            state.refused(error)
+            if isinstance(error, KeptStateError):
+                state.start = state.restart
+                return None
+            return self.begin_by_modules()
+        share_prefetch_buffers(state.programs)
+        if len(state.programs) == _MANY:
+            warn(_MANY_PROGRAMS)
+        return len(state.programs) - 1
+
+    def _require_few_graphs(self) -> None:
+        """Raise NoGraphError if many graphs serve calls of this structure, each for other values."""
+        call, like = self.request.call, [p for p in self.state.programs if self._is_like(p)]
+        by_weights = sum(bool(p.branches) and p.signature.mismatch(call) is None for p in like)
+        by_inputs = sum(p.signature.spec == call.spec and took_other_inputs(p.signature, call) for p in like)
+        if max(by_weights, by_inputs) >= _MOST_GRAPHS:
+            raise NoGraphError(_MANY_GRAPHS)
+
+    def _positions(self, names: Sequence[str]) -> tuple[tuple[str, int | str], ...]:
+        """Return (name, its position, or its keyword) of each of these arguments."""
+        order = list(self.request.signature.parameters)
+        return tuple((n, n if n in self.request.kwargs else order.index(n)) for n in names)
 
 
 def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> None:
@@ -154,130 +273,12 @@ def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> N
     state.by_sizes[sizes] = (known, *state.by_sizes.get(sizes, ())[: _ROUTES - 1])
 
 
-def _routed(
-    module: nn.Module,
-    state: ModuleState,
-    known: KnownForm,
-    entry: str,
-    modes: Modes,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Served | None:
-    """Return the call for the program of a known form; None if the call does not match it."""
-    program = state.programs[known.index]
-    if known.route is None or program.entry != entry or program.modes != modes:
-        return None
-    leaves = known.route.leaves(args, kwargs, program.host)
-    if leaves is None or not program.takes(leaves, module):
-        return None
-    places = known.changed_places
-    changed = {name: args[key] if isinstance(key, int) else kwargs[key] for name, key in places}
-    return Served(known.index, leaves, changed)
-
-
-def _serve_by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
-    """Have a call run module by module, since graphs do not call hooks that were added to submodules."""
-    form = state.modulewise.find(entry, call, modes)
-    if form is None:
-        warn(_HOOKED)
-        form = state.modulewise.note(entry, call, modes, hooked=True)
-    return ServedByModules(entry, call, form)
-
-
-def _find_or_capture(
-    module: nn.Module,
-    state: ModuleState,
-    entry: str,
-    call: BoundCall,
-    modes: Modes,
-    likely: Sequence[int],
-) -> int | ServedByModules | None:
-    found = _find(module, state, entry, call, modes, likely)
-    if found is not None:
-        return found
-    with CAPTURE_LOCK:
-        if state.start is not None:
-            return None
-        found = _find(module, state, entry, call, modes)  # another thread may have captured it meanwhile
-        if found is None and len(state.programs) >= _MOST:
-            warn(_FULL)
-            state.start = state.restart
-            return None
-        return _capture(module, state, entry, call, modes) if found is None else found
-
-
-def _find(
-    module: nn.Module,
-    state: ModuleState,
-    entry: str,
-    call: BoundCall,
-    modes: Modes,
-    likely: Sequence[int] = (),
-) -> int | ServedByModules | None:
-    device = call.device
-    for index in chain(likely, _smallest_first(state)):
-        program = state.programs[index]
-        same_entry = program.entry == entry and (device is None or device == program.host)
-        fits = same_entry and program.modes == modes and program.signature.mismatch(call) is None
-        if fits and program.takes(call.leaves, module):
-            return index
-    form = state.modulewise.find(entry, call, modes)
-    return None if form is None else ServedByModules(entry, call, form)
-
-
 def _smallest_first(state: ModuleState) -> Iterator[int]:
     """Yield the indices of programs, smallest inputs first: plans for larger ones had less free memory.
 
     Of several for inputs of one size, the oldest comes first: later ones are for calls with less free memory.
     """
     yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
-
-
-@outside_inference_mode
-def _capture(
-    module: nn.Module, state: ModuleState, entry: str, call: BoundCall, modes: Modes
-) -> int | ServedByModules | None:
-    """Capture and plan a call of a new structure; None if the model runs without graphs from now on."""
-    assert state.compile is not None
-    assert state.guard is not None
-    try:
-        if state.refused is not None and modes.step is None:
-            _require_few_graphs(state, entry, call, modes)
-        barely, values, current = not state.may_move(entry, call), state.guard.values, weights_now(module)
-        state.programs.append(state.compile(call, entry, modes, values, current, barely=barely))
-        if state.values is not values:
-            state.values = None
-    except NoGraphError as error:
-        own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-        if state.refused is None or own_code or modes.step is not None:  # a planned step needs a graph
-            raise
-        state.refused(error)
-        if isinstance(error, KeptStateError):
-            state.start = state.restart
-            return None
-        form = state.modulewise.note(entry, call, modes, keeps_grad=state.keep_grad)
-        return ServedByModules(entry, call, form)
-    share_prefetch_buffers(state.programs)
-    if len(state.programs) == _MANY:
-        warn(_MANY_PROGRAMS)
-    return len(state.programs) - 1
-
-
-def _require_few_graphs(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> None:
-    """Raise NoGraphError if many graphs serve calls of this structure, each for other values at branches."""
-    like = [p for p in state.programs if p.entry == entry and p.modes == modes]
-    by_weights = sum(bool(p.branches) and p.signature.mismatch(call) is None for p in like)
-    by_inputs = sum(p.signature.spec == call.spec and took_other_inputs(p.signature, call) for p in like)
-    if max(by_weights, by_inputs) >= _MOST_GRAPHS:
-        raise NoGraphError(_MANY_GRAPHS)
-
-
-def _positions(
-    signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
-) -> tuple[tuple[str, int | str], ...]:
-    """Return (name, its position, or its keyword) of each of these arguments of a call."""
-    order = list(signature.parameters)
-    return tuple((name, name if name in kwargs else order.index(name)) for name in names)
 
 
 def share_prefetch_buffers(programs: list[Program]) -> None:

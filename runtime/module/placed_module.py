@@ -47,7 +47,7 @@ from graphplan.runtime.fallback.short_names import made_class, original_class, u
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import Served, ServedByModules, serve, share_prefetch_buffers
+from graphplan.runtime.module.dispatch import Request, Served, ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, runs_as_written
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
@@ -112,26 +112,29 @@ class PlacedModule(ShortNames, KeptInPlace):
         if is_on_one_device():
             with as_outside():
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
-        if self._graphplan.start is not None or _find_change(self) is not None:
-            _place_now(self, entry, args, kwargs)
-        state = self._graphplan
-        signature = signature or state.signature
-        assert signature is not None
-        state.streams.check_files()
-        without_gradients = not state.keep_grad and state.step is None
-        if without_gradients:
-            refuse_transforms()
-        may_warn = without_gradients and torch.is_grad_enabled() and not state.warned_of_gradients
-        step = differentiated(self, state, (args, kwargs))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            seen = state.turns.changes
-            try:
-                served = serve(self, state, entry, signature, args, kwargs, step)
-            except InfeasibleError:
-                served = None
-                if not _move_weights(self, state, entry, bind_call(signature, args, kwargs)):
-                    raise
-            if served is not None:
+        while True:  # again if the module was placed anew meanwhile, or weights move
+            if self._graphplan.start is not None or _find_change(self) is not None:
+                _place_now(self, entry, args, kwargs)
+            state = self._graphplan
+            called = signature or state.signature
+            assert called is not None
+            request = Request(entry, called, args, kwargs)
+            state.streams.check_files()
+            without_gradients = not state.keep_grad and state.step is None
+            if without_gradients:
+                refuse_transforms()
+            may_warn = without_gradients and torch.is_grad_enabled() and not state.warned_of_gradients
+            step = differentiated(self, state, (args, kwargs))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
+                seen = state.turns.changes
+                try:
+                    served = serve(self, state, request, step)
+                except InfeasibleError:
+                    if not _move_weights(self, state, request):
+                        raise
+                    continue
+                if served is None:
+                    continue
                 with state.turns:  # before start is read: a thread sets it before it moves weights
                     alone = state.turns.changes == seen + 1
                     if state.start is None and (alone or _still_valid(self, state, served)):
@@ -139,7 +142,6 @@ class PlacedModule(ShortNames, KeptInPlace):
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
                             warn_of_missing_gradients(self, state, plan, (*args, *kwargs.values()))
                         return _run(self, state, served, record, step)
-        return self._graphplan_enter(entry, signature, args, kwargs, record)  # no error holds tensors now
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state. Without a graph, ``assign`` is ignored, since no guard would notice new tensors."""
@@ -312,12 +314,13 @@ def _find_change(module: PlacedModule) -> str | None:
 
 
 @outside_inference_mode
-def _move_weights(module: PlacedModule, state: ModuleState, entry: str, call: BoundCall) -> bool:
+def _move_weights(module: PlacedModule, state: ModuleState, request: Request) -> bool:
     """Have the weights moved before the next call, to make room for this one.
 
     Return whether to try the call again: weights move, or it is planned without reserve. After any other
     error, the next call may have them moved.
     """
+    entry, call = request.entry, request.call
     if not state.may_move(entry, call):
         return False
     with CAPTURE_LOCK:
@@ -348,7 +351,7 @@ def _notice_changes(module: PlacedModule) -> None:
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
-    state, call = module._graphplan, served.call
+    state, call = module._graphplan, served.request.call
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
@@ -359,7 +362,9 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
     with as_written(module), watch:
-        result = run_by_modules(module, served.entry, call, known, compute_device, keeps_grad=keeps_grad)
+        result = run_by_modules(
+            module, served.request.entry, call, known, compute_device, keeps_grad=keeps_grad
+        )
     return to_device(result, device_of_inputs(call), module) if state.return_outputs else result
 
 

@@ -334,9 +334,9 @@ def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
         for x in inputs:
             placed(x)
         tried: list[int] = []
-        routed = dispatch._routed
+        routed = dispatch._Search.routed
         monkeypatch.setattr(
-            dispatch, "_routed", lambda state, known, *rest: tried.append(0) or routed(state, known, *rest)
+            dispatch._Search, "routed", lambda own, known: tried.append(0) or routed(own, known)
         )
         for x in inputs:
             assert largest_difference(placed(x), model(x)) < 1e-6
