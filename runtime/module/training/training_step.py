@@ -11,7 +11,7 @@ their ``grad``, on the devices of the plan, so that the user's training loop nee
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from graphplan.capture.model.model_weights import named_tensors
 from graphplan.errors import PlanError
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
-from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.program import Backward, Program
 from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
 from graphplan.runtime.module.training.undefined_gradients import reduced_backward
 
@@ -69,6 +69,35 @@ _NOT_PLANNED = (
 )
 
 
+class _ReadTensors:
+    """The tensors that a backward pass reads, with their versions after the forward pass."""
+
+    def __init__(self, module: nn.Module, program: Program, backward: Backward, saved: Sequence[Any]) -> None:
+        named, held = named_tensors(module), program.constant_attributes or {}
+        read = ((name, named[name]) for name in backward.weights if name in named)
+        self.module = module
+        self.weights = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
+        constants = ((held[n], program.constants[n]) for n in backward.attribute_constants if held)
+        self.constants = [(attribute, tensor, tensor._version) for attribute, tensor in constants]
+        # inference tensors have no version counter
+        self.saved = [v for v in saved if isinstance(v, torch.Tensor) and not v.is_inference()]
+        self.saved_versions = list(map(_version_of, self.saved))
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError if one of them was replaced or written to since."""
+        named = named_tensors(self.module)
+        for name, tensor, storage, version in self.weights:
+            if named.get(name) is not tensor or storage_of(tensor) != storage:
+                raise RuntimeError(_REPLACED.format(name))
+            if tensor._version != version:
+                raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
+        for attribute, tensor, version in self.constants:
+            if tensor._version != version:
+                raise RuntimeError(_OTHER.format(attribute))
+        if list(map(_version_of, self.saved)) != self.saved_versions:
+            raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
+
+
 @dataclass(slots=True)
 class _StepCall:
     """One forward pass, with what its backward pass needs."""
@@ -76,6 +105,7 @@ class _StepCall:
     module: nn.Module
     state: ModuleState
     program: Program
+    planned: Backward
     code: Code
     tensors: list[Any]
     written_back: list[tuple[torch.Tensor, torch.Tensor]]
@@ -83,10 +113,7 @@ class _StepCall:
     shapes: Sequence[Any] = ()  # of tensor inputs; the values of others
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
-    versions: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
-    held_versions: dict[str, int] = field(default_factory=dict)
-    watched: list[torch.Tensor] = field(default_factory=list)
-    saved_versions: list[int] = field(default_factory=list)
+    read: _ReadTensors | None = None
 
     def forward(self) -> Sequence[Any]:
         """Run the forward pass and return the flat results."""
@@ -101,14 +128,7 @@ class _StepCall:
         self.saved = list(saved)
         for original, changed in self.written_back:
             original.copy_(changed)
-        assert self.program.backward is not None
-        named = named_tensors(self.module)
-        read = ((name, named[name]) for name in self.program.backward.weights if name in named)
-        self.versions = [(name, tensor, storage_of(tensor), tensor._version) for name, tensor in read]
-        self.held_versions = self._held_versions()
-        # inference tensors have no version counter
-        self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
-        self.saved_versions = list(map(_version_of, self.watched))
+        self.read = _ReadTensors(self.module, self.program, self.planned, self.saved)
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor | None], *, accumulate: bool) -> Sequence[Any]:
@@ -117,25 +137,13 @@ class _StepCall:
         If ``accumulate``, add those of parameters to ``grad``; false if only gradients of inputs are wanted.
         """
         saved, self.saved = self.saved, None
-        if saved is None:
+        if saved is None or self.read is None:
             raise RuntimeError(_TWICE)
-        named = named_tensors(self.module)
-        for name, tensor, storage, version in self.versions:
-            if named.get(name) is not tensor or storage_of(tensor) != storage:
-                raise RuntimeError(_REPLACED.format(name))
-            if tensor._version != version:
-                raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
-        for name, version in self._held_versions().items():
-            if version != self.held_versions[name]:
-                raise RuntimeError(_OTHER.format(name))
-        watched, self.watched = self.watched, []  # the backward pass frees what it has read
-        if list(map(_version_of, watched)) != self.saved_versions:
-            raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
-        del watched
+        self.read.require_unchanged()
+        self.read = None  # the backward pass frees what it has read
         host, run = self.program.host, self.code.backward
-        assert self.program.backward is not None
         assert run is not None
-        _, *names = (node.name for node in self.program.backward.graph.find_nodes(op="placeholder"))
+        _, *names = (node.name for node in self.planned.graph.find_nodes(op="placeholder"))
         absent = frozenset(n for n, tangent in zip(names, tangents, strict=True) if tangent is None)
         if absent or not accumulate:
             run = reduced_backward(
@@ -149,16 +157,6 @@ class _StepCall:
             for gradient, home in zip(gradients, self.homes, strict=True)
         ]
 
-    def _held_versions(self) -> dict[str, int]:
-        """Return attribute -> version of the constants that the backward pass reads."""
-        held, backward = self.program.constant_attributes, self.program.backward
-        assert backward is not None
-        return (
-            {held[name]: self.program.constants[name]._version for name in backward.attribute_constants}
-            if held
-            else {}
-        )
-
 
 class _Step(torch.autograd.Function):
     """The autograd function of a call."""
@@ -166,8 +164,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _StepCall, anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
         """Return the results that are tensors; mark those that are not differentiable in eager mode."""
-        results, backward = call.forward(), call.program.backward
-        assert backward is not None
+        results, backward = call.forward(), call.planned
         ctx.call, ctx.anchor = call, get_gradient_edge(anchor).node
         ctx.set_materialize_grads(False)
         tensors, positions = list[torch.Tensor](), list[int]()
@@ -225,7 +222,8 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
         raise PlanError(_REPLICATED)
     tensors, back = take_inputs(program, served)
     inputs = [served.leaves[index] for index in program.backward.inputs]
-    call = _StepCall(module, state, program, code, tensors, back, [leaf.device for leaf in inputs])
+    homes = [leaf.device for leaf in inputs]
+    call = _StepCall(module, state, program, program.backward, code, tensors, back, homes)
     del tensors
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
