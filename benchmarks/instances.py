@@ -75,26 +75,14 @@ def _llama_8b(layers: int = 32) -> Graph:
     return llama(layers, 4096, 14336, 1024, 128256, 512)
 
 
-def _deepseek() -> Graph:
-    """DeepSeek-MoE 16B: 28 layers of 64 small experts and a shared one, the first layer dense."""
-    return moe(28, 2048, 1408, 64, 6, 102400, 256, tied=False, shared=2816, dense=10944)
-
-
-def _ten_branches() -> Graph:
-    widths = [512, 768, 1024, 1280, 640, 1536, 896, 2048, 768, 1152]
-    return towers(widths, [12, 8, 10, 6, 14, 5, 9, 4, 16, 7], 256)
+# DeepSeek-MoE 16B: 28 layers of 64 small experts and a shared one, the first layer dense
+_deepseek = partial(moe, 28, 2048, 1408, 64, 6, 102400, 256, tied=False, shared=2816, dense=10944)
+_WIDTHS = [512, 768, 1024, 1280, 640, 1536, 896, 2048, 768, 1152]  # of ten branches
+_DEPTHS = [12, 8, 10, 6, 14, 5, 9, 4, 16, 7]
 
 
 def _cards(*cards: tuple[Speed, float], cpu_gib: float = 0) -> Callable[[float], Topology]:
     return lambda _: devices([Card(speed, gib) for speed, gib in cards], cpu_gib)
-
-
-def _segformer_cpu(weights: float) -> Topology:
-    return devices([Card(SLOW, 0.9 * weights)], cpu_gib=64, cpu=Speed(0.5e12, 30e9))
-
-
-def _segformer_two(weights: float) -> Topology:
-    return devices([Card(MIDDLE, 0.14 * weights), Card(SLOW, 0.92 * weights)])
 
 
 # name -> functions that build the graph, and its devices from the GiB of its weights
@@ -114,11 +102,14 @@ _FIRST_SET: dict[str, tuple[Callable[[], Graph], Callable[[float], Topology]]] =
     ),
     "moe-cpu": (partial(moe, 16, 2048, 1408, 16, 4, 64000, 1), _cards((A, 2.5), cpu_gib=64)),
     "clip": (partial(clip, (24, 1024, 257), (12, 768, 77)), _cards((A, 0.40), (B, 0.25), (C, 0.25))),
-    "segformer-cpu": (segformer, _segformer_cpu),
-    "segformer-two": (segformer, _segformer_two),
+    "segformer-cpu": (
+        segformer,
+        lambda gib: devices([Card(SLOW, 0.9 * gib)], cpu_gib=64, cpu=Speed(0.5e12, 30e9)),
+    ),
+    "segformer-two": (segformer, lambda gib: devices([Card(MIDDLE, 0.14 * gib), Card(SLOW, 0.92 * gib)])),
     "llama-8b-streamed": (_llama_8b, _cards((A, 6), (B, 4), cpu_gib=64)),
     "deepseek-moe": (_deepseek, _cards(*[(A, 9)] * 4)),
-    "ten-branches": (_ten_branches, _cards((A, 0.6), (B, 0.4), (B, 0.3), (C, 0.3))),
+    "ten-branches": (partial(towers, _WIDTHS, _DEPTHS, 256), _cards((A, 0.6), (B, 0.4), (B, 0.3), (C, 0.3))),
 }
 
 

@@ -12,7 +12,6 @@ pass. Seconds are wall time; peaks are those of PyTorch's allocator, planning an
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,11 +21,12 @@ from typing import Any
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from models import llama_8b, llama_by_gpu
-from report import finished, in_turn, parser_of, write
+from report import finished, in_turn, parser_of, require_cuda, set_up, write
 from torch import nn
 
 import graphplan
 
+GPU = torch.device("cuda:0")
 LAYERS, PROMPT, TOKENS, ROUNDS = 16, 512, 8, 3
 SHARES = (0.5, 0.3)
 _ROOM = 2 << 30  # bytes of the budget for activations, cache and workspaces
@@ -66,7 +66,7 @@ def llama() -> nn.Module:
 
 
 def quickest(call: Callable[[], Any], rounds: int) -> float:
-    ended = partial(finished, call, torch.device("cuda:0"))
+    ended = partial(finished, call, GPU)
     return min(in_turn({"": ended}, rounds, time.perf_counter)[""])
 
 
@@ -80,14 +80,7 @@ class Bench:
 
     def measured(self, form: str, share: float, make: Callable[[Any], Any]) -> Row:
         """Build one form of the model and measure it."""
-        model = llama()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(0)
-        start = time.perf_counter()
-        model = make(model)
-        torch.cuda.synchronize(0)
-        setup = time.perf_counter() - start
+        model, setup = set_up(partial(make, llama()), GPU)
         ids = self.ids
         logits = model(input_ids=ids, use_cache=False).logits.cpu().float()
         if self.expected is None:
@@ -137,8 +130,7 @@ class Bench:
 @torch.no_grad()
 def main() -> None:
     parser_of(__doc__).parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    require_cuda()
     workload = {"layers": LAYERS, "shares": SHARES, "prompt": PROMPT, "tokens": TOKENS, "rounds": ROUNDS}
     rows = []
     for row in Bench().rows():

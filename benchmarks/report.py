@@ -83,6 +83,21 @@ def finished(call: Callable[[], T], device: torch.device) -> T:
     return result
 
 
+def set_up(make: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Return what ``make`` returns, and its wall seconds; the peak of the GPU is counted from here on."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    return finished(make, device), time.perf_counter() - start
+
+
+def require_cuda() -> None:
+    """End the script if there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+
+
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a table with a column for each key of any row; nested keys become ``outer inner``."""
     flat = [dict(_flat(row)) for row in rows]

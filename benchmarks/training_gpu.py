@@ -11,7 +11,6 @@ warm-up included.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from models import llama_8b, llama_by_gpu
-from report import finished, in_turn, parser_of, write
+from report import finished, in_turn, parser_of, require_cuda, set_up, write
 from torch import nn
 
 import graphplan
@@ -63,13 +62,7 @@ def measured(form: str, budget: int | None, make: Callable[[nn.Module], nn.Modul
     """Build one form of the step and measure it."""
     model = llama_by_gpu(llama_8b(LAYERS, VOCABULARY)).train()
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), device=GPU)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(GPU)
-    start = time.perf_counter()
-    model = make(model)
-    torch.cuda.synchronize(GPU)
-    setup = time.perf_counter() - start
+    model, setup = set_up(partial(make, model), GPU)
     optimizer = ADAMW(model.parameters(), lr=1e-5)
     losses = []
 
@@ -120,8 +113,7 @@ def rows() -> Iterator[Row]:
 
 def main() -> None:
     parser_of(__doc__).parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device")
+    require_cuda()
     workload = {"layers": LAYERS, "rows": ROWS, "length": LENGTH, "shares": SHARES, "rounds": ROUNDS}
     results: list[dict[str, Any]] = []
     for row in rows():
