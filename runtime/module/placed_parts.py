@@ -20,7 +20,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -297,43 +297,45 @@ def _planned_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(original, name)  # looked up now, as the class may change
-        placed, devices = self._graphplan_entry(), _devices((args, kwargs))
+        method, placed = getattr(original, name), self._graphplan_entry()  # now, as the class may change
         if placed is None:
             return method(self, *args, **kwargs)
         whole: Any = placed[0]
-        if devices:
+        entry, unplanned = f"{placed[1]}:{name}", whole._graphplan.as_written
+        key = entry, torch.is_grad_enabled()  # with gradients, loops are traced
+        devices = [leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if devices and key not in unplanned:
             if method not in signatures:
                 signatures.clear()
                 signatures[method] = signature_of(method.__get__(self))
-            entry, unplanned = f"{placed[1]}:{name}", whole._graphplan.as_written
-            key = entry, torch.is_grad_enabled()  # with gradients, loops are traced
-            if key not in unplanned:
-                try:
-                    return whole._graphplan_enter(entry, signatures[method], args, kwargs)
-                except RunAsItIs:
-                    unplanned.add(key)
-                except UntracedMethodError as error:
-                    if whole._graphplan.strict:
-                        raise
-                    warn(f"{error}{_OWN_CODE}")
-                    unplanned.add(key)
-        host = devices[0] if devices else _host(whole) or torch.device(CPU)
-        parts = self.modules() if devices else [self]  # a call without tensors may be a whole training loop
-        held = (one for part in parts for one in (*part._parameters.values(), *part._buffers.values()))
-        eligible = not (_keeps_grad(whole) or is_on_one_device())
-        several = eligible and any(one is not None and one.device != host for one in held)
-        with on_one_device(lambda: host) if several else nullcontext():
+            try:
+                return whole._graphplan_enter(entry, signatures[method], args, kwargs)
+            except RunAsItIs:
+                unplanned.add(key)
+            except UntracedMethodError as error:
+                if whole._graphplan.strict:
+                    raise
+                warn(f"{error}{_OWN_CODE}")
+                unplanned.add(key)
+        with _own_tensors_at_hand(self, whole, devices):
             return method(self, *args, **kwargs)
 
     return call
 
 
-def _keeps_grad(whole: Any) -> bool:
-    """Whether a backward pass may follow, to which copies made below autograd pass no gradients."""
+def _own_tensors_at_hand(
+    part: nn.Module, whole: Any, devices: Sequence[torch.device]
+) -> AbstractContextManager[None]:
+    """Return a context manager for a method's own code: it copies tensors of its module to where it computes.
+
+    ``devices`` are those of the tensors among its arguments.
+    """
     state = whole._graphplan
-    return torch.is_grad_enabled() and (state.keep_grad or state.step is not None)
-
-
-def _devices(values: Sequence[Any]) -> list[torch.device]:
-    return [leaf.device for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]
+    differentiates = torch.is_grad_enabled() and (state.keep_grad or state.step is not None)
+    if differentiates or is_on_one_device():  # copies made below autograd pass no gradients
+        return nullcontext()
+    host = devices[0] if devices else _host(whole) or torch.device(CPU)
+    parts = part.modules() if devices else [part]  # a call without tensors may be a whole training loop
+    held = (one for inner in parts for one in (*inner._parameters.values(), *inner._buffers.values()))
+    several = any(one is not None and one.device != host for one in held)
+    return on_one_device(lambda: host) if several else nullcontext()
