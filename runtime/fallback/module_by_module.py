@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +36,7 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, InputError, PlanError, SimulatedOutOfMemoryError
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line
-from graphplan.runtime.fallback.added_hooks import Hook, Hooks, hooks_beside, hooks_of
+from graphplan.runtime.fallback.added_hooks import HOOK_TABLES, Hook, Hooks, hooks_of
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, rolled_back, run_hooked
 from graphplan.runtime.fallback.replaced_tensors import tensors_in
 
@@ -46,7 +46,9 @@ TOGETHER = ExecutionMode("where their weights reside, with their inputs", togeth
 _MODES = (STAYS, RETURNS, TOGETHER, ExecutionMode("on the device of the call", gathered=True, together=True))
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, SimulatedOutOfMemoryError)
 
-_HOOK_TABLES = [name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None]
+_ALL_HOOK_TABLES = [
+    name for name, value in vars(nn.Module()).items() if "_hooks" in name and value is not None
+]
 
 _ANOTHER_MODE = (
     "graphplan runs this call module by module, {}, because an earlier call with the same input structure "
@@ -115,9 +117,23 @@ class Modulewise:
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
-        """Return :func:`hooks_beside` of ``parts``; [] if their number has changed, which shifts indices."""
-        same_count = len(parts) + 1 == len(self.names)
-        return hooks_beside(self.traced, self.names, parts) if same_count else []
+        """Return the tables of submodules ``parts`` that have hooks beside the traced ones, and the new keys.
+
+        A table that lacks a traced hook is left out: the new hooks replace it, and are traced like it. So is
+        each table of a submodule with parameters that are not in its ``names``: its hooks compute weights
+        from them, as ``torch.nn.utils.weight_norm`` does. If the number of submodules has changed, which
+        shifts indices, there are none.
+        """
+        added_hooks: list[Hooks] = []
+        for index, part in enumerate(parts, 1) if len(parts) + 1 == len(self.names) else ():
+            for name in HOOK_TABLES if set(part._parameters) <= set(self.names[index]) else ():
+                table: dict[int, Any] = vars(part)[name]
+                known = {
+                    key for place, table_name, key in self.traced if (place, table_name) == (index, name)
+                }
+                if known <= table.keys() and (added := [key for key in table if key not in known]):
+                    added_hooks.append((table, added))
+        return added_hooks
 
     def copy(self) -> Modulewise:
         """Return the record for a copy of the module."""
@@ -171,11 +187,17 @@ def run_by_modules(
     """
     _refuse_autocast(module)
     device = device_of_inputs(call)
-    mode = call_record.execution_mode = call_record.execution_mode or _first_mode(
-        module, entry, call, device, compute_device, keeps_grad
-    )
+
+    def run_in(mode: ExecutionMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return run_hooked(module, entry, HookedRun(mode, device, compute_device), args, kwargs)
+
+    if call_record.execution_mode is None:
+        # TOGETHER copies operands below autograd, so that no gradient reaches the originals
+        modes = [mode for mode in _MODES if not (keeps_grad and mode is TOGETHER)]
+        call_record.execution_mode = _first_mode(module, call, modes, run_in)
+    mode = call_record.execution_mode
     try:
-        return run_hooked(module, entry, HookedRun(mode, device, compute_device), call.args, call.kwargs)
+        return run_in(mode, call.args, call.kwargs)
     except RuntimeError as error:
         if type(error) is RuntimeError:  # by torch, as for mixed devices; not the model's, nor out of memory
             error.add_note(_ANOTHER_MODE.format(mode.name))
@@ -205,16 +227,10 @@ def with_same_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _first_mode(
-    tree: nn.Module,
-    entry: str,
-    call: BoundCall,
-    device: torch.device,
-    compute_device: torch.device | None,
-    keeps_grad: bool,
+    tree: nn.Module, call: BoundCall, modes: Sequence[ExecutionMode], run_in: Callable[..., Any]
 ) -> ExecutionMode:
+    """Return the first of the modes in which ``run_in`` runs copies of the arguments."""
     failures: list[Exception] = []
-    # TOGETHER copies operands below autograd, so that no gradient reaches the originals
-    modes = [mode for mode in _MODES if not (keeps_grad and mode is TOGETHER)]
     for mode in modes:
         try:
             args, kwargs = copied_arguments(call)
@@ -223,7 +239,7 @@ def _first_mode(
             continue
         try:
             with rolled_back(tree), _without_hooks(tree):
-                run_hooked(tree, entry, HookedRun(mode, device, compute_device), args, kwargs)
+                run_in(mode, args, kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             failures.append(error)
         else:
@@ -304,7 +320,7 @@ def _any_size(leaf: Any) -> Any:
 @contextmanager
 def _without_hooks(tree: nn.Module) -> Iterator[None]:
     """Context manager that empties all hook tables, so that a trial calls no hooks of the user."""
-    tables = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _HOOK_TABLES]
+    tables = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _ALL_HOOK_TABLES]
     for attributes, name, hooks in tables:
         attributes[name] = type(hooks)()
     try:

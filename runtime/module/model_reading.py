@@ -28,6 +28,7 @@ from graphplan.capture.model.model_weights import identity, is_dense, memory_of
 from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.parameter_notes import noted_tensors, notes_of
 from graphplan.capture.thread_patches import unpatched
+from graphplan.runtime.fallback.added_hooks import HOOK_TABLES
 from graphplan.runtime.fallback.short_names import original_class
 
 # `training` and PEFT's adapters are modes, for which there are separate graphs; the rest is torch's or ours
@@ -42,7 +43,6 @@ _ADAPTERS = {
 _GENERATES = {"prepare_inputs_for_generation"}
 _OURS = {"_graphplan", PATCHED, SERVED_BY}
 _IGNORED = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
 _CLASS_CODE = (FunctionType, classmethod, staticmethod, property, partialmethod)
 ANY = object()
@@ -100,7 +100,7 @@ class ModelReading:
         for table in (*self.children, *self.weights):
             for key in table:
                 self._watch(table, key)
-        self.hooks = [vars(part)[name] for part in self.parts for name in _HOOK_TABLES if name in vars(part)]
+        self.hooks = [vars(part)[name] for part in self.parts for name in HOOK_TABLES if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
         self._first: dict[Any, str] = {}  # identity of a weight -> its first name
@@ -129,7 +129,7 @@ class ModelReading:
             if name not in _IGNORED and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
-        for table_name in _HOOK_TABLES if path else ():
+        for table_name in HOOK_TABLES if path else ():
             hooks = vars(part).get(table_name, {})
             for key, hook in hooks.items():
                 self._read(f"{prefix}{table_name}[{key}]", hook, hooks, key, matters=False)

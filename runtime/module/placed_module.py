@@ -53,7 +53,7 @@ from graphplan.runtime.module.placed_parts import as_written, link, runs_as_writ
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
-from graphplan.runtime.module.training.missing_gradients import refuse_transforms, warn_of_missing_gradients
+from graphplan.runtime.module.training.missing_gradients import may_miss_gradients, warn_of_missing_gradients
 from graphplan.runtime.module.training.optimizer_states import states_follow
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import class_body
@@ -120,19 +120,11 @@ class PlacedModule(ShortNames, KeptInPlace):
             assert called is not None
             request = Request(entry, called, args, kwargs)
             state.streams.check_files()
-            without_gradients = not state.keep_grad and state.step is None
-            if without_gradients:
-                refuse_transforms()
-            may_warn = without_gradients and torch.is_grad_enabled() and not state.warned_of_gradients
+            may_warn = may_miss_gradients(state)
             step = differentiated(self, state, (args, kwargs))
             with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
                 seen = state.turns.changes
-                try:
-                    served = serve(self, state, request, step)
-                except InfeasibleError:
-                    if not _move_weights(self, state, request):
-                        raise
-                    continue
+                served = _served_with_room(self, state, request, step)
                 if served is None:
                     continue
                 with state.turns:  # before start is read: a thread sets it before it moves weights
@@ -140,7 +132,7 @@ class PlacedModule(ShortNames, KeptInPlace):
                     if state.start is None and (alone or _still_valid(self, state, served)):
                         if may_warn:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
-                            warn_of_missing_gradients(self, state, plan, (*args, *kwargs.values()))
+                            warn_of_missing_gradients(self, state, plan, request)
                         return _run(self, state, served, record, step)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +177,18 @@ class PlacedModule(ShortNames, KeptInPlace):
 def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> Any:
     inputs = tensors_in((args, kwargs))
     return to_device(result, inputs[0].device, module) if inputs else result
+
+
+def _served_with_room(
+    module: PlacedModule, state: ModuleState, request: Request, step: Differentiation | None
+) -> Served | ServedByModules | None:
+    """Return what :func:`serve` does; None also if weights are moved before the call to make room for it."""
+    try:
+        return serve(module, state, request, step)
+    except InfeasibleError:
+        if not _move_weights(module, state, request):
+            raise
+    return None
 
 
 def _still_valid(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:

@@ -8,15 +8,13 @@ often run for their results alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import nn
 
 from graphplan._compat.torch import in_grad_transform
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.module.dispatch import Request
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.warnings import warn
 
@@ -25,19 +23,27 @@ _WRITE = "give partition train=True, which plans the whole step, or grad=True"
 _TRANSFORMED = "torch.func would take them for zero: give partition grad=True"
 
 
-def refuse_transforms() -> None:
-    """Raise PlanError inside a ``torch.func`` transform, which would take the missing gradients for zero."""
+def may_miss_gradients(state: ModuleState) -> bool:
+    """Whether a call may lack gradients that its caller wants, and no warning has said so yet.
+
+    Raises:
+        PlanError: it is inside a ``torch.func`` transform, which would take the missing gradients for zero.
+    """
+    if state.keep_grad or state.step is not None:
+        return False
     if in_grad_transform():
         raise PlanError(f"{_NONE}, and {_TRANSFORMED}")
+    return torch.is_grad_enabled() and not state.warned_of_gradients
 
 
 def warn_of_missing_gradients(
-    module: nn.Module, state: ModuleState, plan: PlanData | None, inputs: Iterable[Any]
+    module: nn.Module, state: ModuleState, plan: PlanData | None, request: Request
 ) -> None:
     """Warn, in a call with gradients enabled, that they are not computed, if the caller seems to want them.
 
     ``plan`` is None if the call runs module by module.
     """
+    inputs = (*request.args, *request.kwargs.values())
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
         why = "an input requires them"
     elif not module.training or not any(parameter.requires_grad for parameter in module.parameters()):
