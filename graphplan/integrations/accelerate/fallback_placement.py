@@ -9,9 +9,9 @@ after another, on the example inputs, until one runs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -87,8 +87,8 @@ def fall_back(
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    fallback = _Fallback(model, model_copy, example, topology, options, source, retry)
-    placed = fallback.place(str(error))
+    fallback = _Fallback(str(error), model, model_copy, example, topology, options, source, retry)
+    placed = fallback.place()
     warn(
         f"{error}\nthe model runs module by module instead: its operations are not planned, and "
         "weights on the CPU are copied when they are used. strict=True makes this an error"
@@ -175,8 +175,14 @@ class _ByModules:
         return placed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Fallback:
+    """The trials of splits, until one runs the example call.
+
+    ``raised`` is the error of eager mode for the example, on zeros in place of weights that are elsewhere.
+    """
+
+    reason: str
     model: nn.Module
     model_copy: ModelCopy
     example: EntryCall
@@ -184,31 +190,30 @@ class _Fallback:
     options: Options
     source: Checkpoint | None
     retry: Callable[[Plan], Start] | None
+    profile: CallProfile = field(default_factory=CallProfile, init=False)
+    raised: Exception | None = field(default=None, init=False)
+    failures: list[str] = field(default_factory=list, init=False)
 
-    def place(self, reason: str) -> nn.Module:
+    def place(self) -> nn.Module:
         """Return a copy with the first split that runs the example call."""
-        profile, raised = self._profile()
-        failures: list[str] = []
-        for split in self._splits(profile, failures):
-            result = self._try(split, profile, reason, raised)
-            if isinstance(result, nn.Module):
-                return result
-            failures.append(result)
+        self._measure()
+        for split in self._splits():
+            placed = self._try(split)
+            if placed is not None:
+                return placed
             gc.collect()  # errors leave cycles of references, which hold memory
-        tried = "\n  ".join(dict.fromkeys(failures))
-        raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
+        tried = "\n  ".join(dict.fromkeys(self.failures))
+        raise CaptureError(f"{self.reason}\nHooks do not run it either:\n  {tried}")
 
-    def _try(
-        self, split: _Split, profile: CallProfile, reason: str, raised: Exception | None
-    ) -> nn.Module | str:
-        """Return the model run by hooks, or why it does not run; raise if eager raised the same error."""
+    def _try(self, split: _Split) -> nn.Module | None:
+        """Return the model run by hooks; None if it does not run. Raise if eager raised the same error."""
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
-        options, plan = self.options, self._plan(split, profile)
+        options, plan = self.options, self._plan(split)
         retry = None if self.retry is None else self.retry(plan)
         compute_device = self.topology[split.compute_key].torch_device
         tries = 0 if retry is None else _TRACE_TRIES
-        untraced = Untraced(reason, compute_device, split.execution_mode, tries)
+        untraced = Untraced(self.reason, compute_device, split.execution_mode, tries)
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
             placed = start.place(self.model, self.source)
@@ -217,10 +222,11 @@ class _Fallback:
             with rolled_back(placed):
                 self._run(placed)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
-            if is_same(error, raised):
+            if is_same(error, self.raised):
                 raise
             where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
-            return f"over {where}: {first_line(error)}"
+            self.failures.append(f"over {where}: {first_line(error)}")
+            return None
         return placed
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
@@ -228,12 +234,10 @@ class _Fallback:
         entry = self.example.entry
         return method_of(module, entry) if entry else partial(nn.Module.__call__, module)
 
-    def _profile(self) -> tuple[CallProfile, Exception | None]:
-        """Run the call once: on the model's weights if they are on the CPU, else on zeros.
+    def _measure(self) -> None:
+        """Run the call once for its profile: on the model's weights if they are on the CPU, else on zeros.
 
-        Returns:
-            the profile and None; if the run on zeros raises, which may be due to them, an empty profile and
-            the error.
+        If the run on zeros raises, which may be due to them, the profile is empty.
         """
         tensors = self.model_copy.weights.tensors.values()
         has_data = all(tensor.device.type == CPU for tensor in tensors)
@@ -246,41 +250,42 @@ class _Fallback:
             # simulated accelerators decompose attention: measure the memory of the same kernels
             with untouched(module), on_any_device() if simulated else nullcontext():
                 run, keep_grad = self._run(module), self.options.grad
-                return profile_call(module, run, args, kwargs, keep_grad=keep_grad), None
+                self.profile = profile_call(module, run, args, kwargs, keep_grad=keep_grad)
         except Exception as error:  # a model's code may raise anything on zeros
             if has_data:
                 raise
-            return CallProfile(), error
+            self.raised = error
         finally:
             put_back(before)
 
-    def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
+    def _splits(self) -> Iterator[_Split]:
         """Yield splits, those that use the accelerators best first; the CPU alone comes last."""
         cpu, any_fits = self.topology.cpu, False
         for share in _BUDGET_SHARES:
-            for split in self._over_accelerators(share, profile.peak):
+            for split in self._over_accelerators(share):
                 any_fits = True
                 yield split
-            if not any("OutOfMemory" in failure for failure in failures):
+            if not any("OutOfMemory" in failure for failure in self.failures):
                 break
-        budgets = self._budgets(1.0, profile.peak)
+        budgets = self._budgets(1.0)
         alone = None if cpu is None else _Split({"": cpu}, cpu)
         if alone is not None and self._fits(alone, budgets):
             yield alone
         elif not any_fits:
-            raise self._infeasible(budgets, profile.peak)
+            raise self._infeasible(budgets)
 
-    def _budgets(self, share: float, peak: int) -> dict[DeviceKey, int]:
-        """Return device key -> bytes for weights; accelerators leave ``peak`` bytes for activations."""
+    def _budgets(self, share: float) -> dict[DeviceKey, int]:
+        """Return device key -> bytes for weights; accelerators have room for all activations too."""
+        peak = self.profile.peak
         return {
             spec.key: max(0, int(spec.room * share) - peak) if spec.is_accelerator else spec.room
             for spec in self.topology.devices
             if spec.key != DISK
         }
 
-    def _over_accelerators(self, share: float, peak: int) -> list[_Split]:
+    def _over_accelerators(self, share: float) -> list[_Split]:
         accelerators = [spec.key for spec in self.topology.accelerators]
-        budgets, cpu = self._budgets(share, peak), self.topology.cpu or CPU
+        budgets, cpu = self._budgets(share), self.topology.cpu or CPU
         mapped = partial(map_modules, self.model, sizes=_SIZES, cpu=cpu, quiet=True)
         splits = [
             _Split(mapped(budgets, whole), accelerators[0]) for whole in self._granularities() if accelerators
@@ -322,7 +327,8 @@ class _Fallback:
             taken[key] = taken.get(key, 0) + tensor_bytes(tensor)
         return taken
 
-    def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
+    def _infeasible(self, budgets: Mapping[DeviceKey, int]) -> InfeasibleError:
+        peak = self.profile.peak
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
         available = self.topology.budgets
         first = next(spec for spec in self.topology.devices if spec.key in budgets)
@@ -335,8 +341,8 @@ class _Fallback:
             available=available,
         )
 
-    def _plan(self, split: _Split, profile: CallProfile) -> Plan:
-        graph, devices = self._graph(profile), dict[str, DeviceKey]()
+    def _plan(self, split: _Split) -> Plan:
+        graph, devices = self._graph(), dict[str, DeviceKey]()
         for name, operation in graph.operations.items():
             key = _device_of(split.entries, operation.module_path or name)
             devices[name] = split.compute_key if self.topology[key].type == CPU else key
@@ -356,9 +362,9 @@ class _Fallback:
             streaming=False,
         )
 
-    def _graph(self, profile: CallProfile) -> Graph:
+    def _graph(self) -> Graph:
         """Return a graph of the modules with own tensors, in the order in which they ran."""
-        weights = self.model_copy.weights
+        weights, profile = self.model_copy.weights, self.profile
         members: dict[str, list[str]] = {}
         parts = dict(self.model.named_modules(remove_duplicate=False))
         for name, first in weights.first.items():
