@@ -24,7 +24,7 @@ from graphplan.runtime.module.placed_parts import runs_as_written
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.training.training_step import starts_of
 from graphplan.runtime.module.weight_binding import BoundCode
-from graphplan.runtime.profile.call_profile import Profile, Recorder
+from graphplan.runtime.profile.call_profile import Profile, Recorder, Recording
 
 
 class PlacedView:
@@ -79,22 +79,21 @@ class PlacedView:
         simulated devices and by CUDA are reset. A training step also runs backward, from the sum of the
         outputs that it is trained on, and adds to ``grad``; the optimizer's step is not measured.
         """
-        recorders: list[Recorder] = []
+        recordings: list[Recording] = []
 
         def record(program: Program, code: Code) -> Code:
-            recorders.append(Recorder(code.module, program.plan))
-            if not isinstance(code.backward, BoundCode):
-                return replace(code, bound=recorders[0])
-            recorders.append(Recorder(code.backward.code, program.plan, recorders[0]))
-            return replace(code, bound=recorders[0], backward=recorders[1])
+            recording, backward = Recording(program.plan), code.backward
+            recordings.append(recording)
+            if isinstance(backward, BoundCode):
+                backward = Recorder(backward.code, recording)
+            return replace(code, bound=Recorder(code.module, recording), backward=backward)
 
         result = self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
-        if len(recorders) > 1:
-            ends = starts_of(leaves_of(result))
+        if ends := starts_of(leaves_of(result)):
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        measured = recorders[-1].measured
-        assert measured is not None
-        return Profile(recorders[0].plan, measured)
+        (recording,) = recordings
+        assert recording.measured is not None
+        return Profile(recording.plan, recording.measured)
 
     def _first(self) -> Program:
         if self._state.untraced is not None:

@@ -20,7 +20,6 @@ from torch import fx
 
 from graphplan._compat.torch import uncompiled
 from graphplan.devices.machine import current_machine
-from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
@@ -151,53 +150,30 @@ class _Measured:
         return max(0.0, self.seconds - marking * waited)
 
 
-class Recorder(fx.Interpreter):
-    """Run generated code in place of the compiled function, and record the times of its nodes.
+class Recording:
+    """The marks of one forward pass, and of the backward pass of the same step, by clocks that they share.
 
-    Args:
-        module: the generated code, over the weights of its module.
-        plan: the plan of the code.
-        before: the recorder of the forward pass, if this runs the backward pass of the same step.
+    Attributes:
+        plan: the plan of both.
+        measured: what was measured so far; None before the first pass.
     """
 
-    def __init__(self, module: fx.GraphModule, plan: PlanData, before: Recorder | None = None) -> None:
-        super().__init__(module)
-        self.plan, self.before = plan, before
+    def __init__(self, plan: PlanData) -> None:
+        self.plan = plan
         self.spans: list[_Measured] = []
-        self.bases: dict[torch.device, torch.cuda.Event] = {}
-        self.marking: dict[DeviceKey, float] = {}
-        self.began = 0.0
         self.measured: Measured | None = None
+        self._bases: dict[torch.device, torch.cuda.Event] = {}
+        self._marking: dict[DeviceKey, float] = {}
+        self._began = 0.0
 
-    def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return the flat results for the flat inputs, and set :attr:`measured`."""
-        machine = current_machine.get()
-        if self.before is None:
-            self._begin(machine)
-        else:
-            first = self.before
-            self.spans, self.bases, self.began = first.spans, first.bases, first.began
-            self.marking = first.marking
-        results: Sequence[Any] = self.run(*tensors)
-        self.env = {}  # it refers to the results, and so to tensors saved for the backward pass
-        for device in self.bases:
-            torch.cuda.synchronize(device)
-        ended = time.perf_counter()
-        seconds = {
-            span.name: span.without(self.marking.get(span.device, 0.0))
-            for span in self.spans
-            if span.kind == "run"
-        }
-        self.measured = Measured(self._timeline(ended), self._peaks(machine), seconds)
-        return results
-
-    def _begin(self, machine: SimulatedMachine | None) -> None:
-        """Measure the overhead of marks, reset the peaks, and set the clocks."""
+    def begin(self, marking: Callable[[torch.device], float]) -> None:
+        """Reset the peaks and set the clocks; ``marking`` measures the overhead of marks on a device."""
         devices = self.plan.devices.items()
         timed = {key: device for key, device in devices if device.type != SIMULATED}
         self._set_clocks(timed)
-        self.marking = {key: self._marking(device) for key, device in timed.items()}
+        self._marking = {key: marking(device) for key, device in timed.items()}
         self._set_clocks(timed)
+        machine = current_machine.get()
         if machine is not None:
             machine.reset_peaks()
 
@@ -206,23 +182,81 @@ class Recorder(fx.Interpreter):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                self.bases[device] = torch.cuda.Event(enable_timing=True)
-                self.bases[device].record(torch.cuda.current_stream(device))
-        self.began = time.perf_counter()
+                self._bases[device] = torch.cuda.Event(enable_timing=True)
+                self._bases[device].record(torch.cuda.current_stream(device))
+        self._began = time.perf_counter()
+
+    def mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:
+        """Return a mark of the present time, or of that of a CUDA device's stream."""
+        if device is None or device.type != "cuda":
+            passed = time.perf_counter() - self._began
+            return _Mark(lambda: passed, passed)
+        base, event = self._bases[device], torch.cuda.Event(enable_timing=True)
+        event.record(stream or torch.cuda.current_stream(device))
+        return _Mark(lambda: float(base.elapsed_time(event)) / 1e3, time.perf_counter() - self._began)
+
+    def finish(self) -> None:
+        """Set :attr:`measured` at the end of a pass."""
+        for device in self._bases:
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter() - self._began
+        runs = (span for span in self.spans if span.kind == "run")
+        seconds = {span.name: span.without(self._marking.get(span.device, 0.0)) for span in runs}
+        self.measured = Measured(self._timeline(ended), self._peaks(), seconds)
+
+    def _timeline(self, ended: float) -> Timeline:
+        events = []
+        for span in self.spans:
+            start = max(0.0, span.start.seconds())
+            end = max(start, span.end.seconds())
+            if span.kind != "wait" or end - start > _NO_WAIT:
+                events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
+        return Timeline(tuple(events), max([ended, *(event.end for event in events)]))
+
+    def _peaks(self) -> dict[DeviceKey, int]:
+        peaks, machine = dict[DeviceKey, int](), current_machine.get()
+        for key, device in self.plan.devices.items():
+            if device.type == "cuda":
+                peaks[key] = torch.cuda.max_memory_allocated(device)
+            elif machine is not None and device.type == SIMULATED:
+                peaks[key] = machine.peak_bytes(device.index or 0)
+        return peaks
+
+
+class Recorder(fx.Interpreter):
+    """Run generated code in place of the compiled function, and record the times of its nodes.
+
+    Args:
+        module: the generated code, over the weights of its module.
+        recording: where the times go; the first recorder that runs begins it.
+    """
+
+    def __init__(self, module: fx.GraphModule, recording: Recording) -> None:
+        super().__init__(module)
+        self.recording, self.plan = recording, recording.plan
+
+    def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return the flat results for the flat inputs, and finish the recording of this pass."""
+        if self.recording.measured is None:
+            self.recording.begin(self._marking)
+        results: Sequence[Any] = self.run(*tensors)
+        self.env = {}  # it refers to the results, and so to tensors saved for the backward pass
+        self.recording.finish()
+        return results
 
     def _marking(self, device: torch.device) -> float:
         """Return the seconds that marks and the interpreter add to a short operation."""
-        element = torch.ones(1, device=device)
+        element, mark = torch.ones(1, device=device), self.recording.mark
         node = fx.Graph().create_node("call_function", lambda: torch.neg(element), name="tiny")
         marked = []
         for _ in range(_TINY):
-            start = self._mark(device)
+            start = mark(device)
             super().run_node(node)
-            marked.append((start, self._mark(device)))
-        plain = self._mark(device)
+            marked.append((start, mark(device)))
+        plain = mark(device)
         for _ in range(_TINY):
             torch.neg(element)
-        end = self._mark(device)
+        end = mark(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         unmarked = (end.seconds() - plain.seconds()) / _TINY
@@ -253,8 +287,7 @@ class Recorder(fx.Interpreter):
         """Return the name of the first operation of a compiled stage; None for any other node."""
         if node.op != "call_module":
             return None
-        stage = self.fetch_attr(str(node.target))
-        stage = uncompiled(stage)
+        stage = uncompiled(self.fetch_attr(str(node.target)))
         names = (inner.meta.get("operation") for inner in stage.graph.nodes)
         return next((name for name in names if name is not None), None)
 
@@ -266,46 +299,19 @@ class Recorder(fx.Interpreter):
         node: fx.Node,
         places: tuple[torch.device | None, torch.device | None],
         weights: tuple[str, ...] = (),
+        stream: torch.cuda.Stream | None = None,
     ) -> Any:
-        start = self._mark(places[0])
+        """Run a node between a mark on the first and a mark on the second of ``places``."""
+        start = self.recording.mark(places[0], stream)
         result = super().run_node(node)
-        self.spans.append(_Measured(kind, name, key, start, self._mark(places[1]), weights))
+        end = self.recording.mark(places[1], stream)
+        self.recording.spans.append(_Measured(kind, name, key, start, end, weights))
         return result
 
     def _load(self, node: fx.Node, step: Load) -> Any:
         stream = self.env[node.args[0]]  # type: ignore[index]  # the stream is the first argument
-        queues = stream.storage.queues
+        queues, place = stream.storage.queues, self.plan.devices[step.device]
         copies = getattr(queues, "copies", None)  # without a copy stream the host copies
-        place = self.plan.devices[step.device]
         queues.copies_wait(stream.segments[step.segment].free)  # the copy begins when its slot is free
-        start = self._mark(place, copies)
-        result = super().run_node(node)
-        end = self._mark(place, copies)
-        self.spans.append(_Measured("load", ", ".join(step.weights), step.device, start, end, step.weights))
-        return result
-
-    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:
-        if device is None or device.type != "cuda":
-            passed = time.perf_counter() - self.began
-            return _Mark(lambda: passed, passed)
-        base, event = self.bases[device], torch.cuda.Event(enable_timing=True)
-        event.record(stream or torch.cuda.current_stream(device))
-        return _Mark(lambda: float(base.elapsed_time(event)) / 1e3, time.perf_counter() - self.began)
-
-    def _timeline(self, ended: float) -> Timeline:
-        events = []
-        for span in self.spans:
-            start = max(0.0, span.start.seconds())
-            end = max(start, span.end.seconds())
-            if span.kind != "wait" or end - start > _NO_WAIT:
-                events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
-        return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))
-
-    def _peaks(self, machine: SimulatedMachine | None) -> dict[DeviceKey, int]:
-        peaks: dict[DeviceKey, int] = {}
-        for key, device in self.plan.devices.items():
-            if device.type == "cuda":
-                peaks[key] = torch.cuda.max_memory_allocated(device)
-            elif machine is not None and device.type == SIMULATED:
-                peaks[key] = machine.peak_bytes(device.index or 0)
-        return peaks
+        name = ", ".join(step.weights)
+        return self._span("load", name, step.device, node, (place, place), step.weights, copies)
