@@ -91,15 +91,15 @@ def place_model(
         torch.no_grad(),
         tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
-        placing = _Placement(weights, layout, source, owned, bar.update)
+        shares, data = source is None, source or Checkpoint(weights, {})
+        placing = _Placement(weights, layout, data, owned, shares, bar.update)
         placing.run()
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
     placed_model = become(model, with_attributes(model, memo))
     trace_patched(placed_model)
-    files = () if source is None else source.files
-    return of_class(placed_model, placed_class(type(placed_model))), [*placing.pages, *files]
+    return of_class(placed_model, placed_class(type(placed_model))), [*placing.pages, *data.files]
 
 
 def bring_back(
@@ -138,12 +138,17 @@ def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]
 
 @dataclass(slots=True)
 class _Placement:
-    """The placement of every weight: memory is reserved for all, then filled."""
+    """The placement of every weight: memory is reserved for all, then filled.
+
+    Parameters that are on their device already share the caller's memory if the model is ``owned``, or if it
+    ``shares`` them.
+    """
 
     weights: ModelWeights
     layout: Layout
-    source: Checkpoint | None
+    source: Checkpoint
     owned: bool
+    shares: bool
     progress: Progress
     placed: dict[str, torch.Tensor] = field(default_factory=dict)
     pages: list[HostPages] = field(default_factory=list)
@@ -152,12 +157,12 @@ class _Placement:
         grouped: dict[torch.device, list[str]] = {}
         for name, tensor in self.weights.tensors.items():
             device = self.layout.devices[name]
-            if self.source is not None and name in self.layout.mapped:
+            if name in self.layout.mapped and name in self.source:  # an unpickled model has no file
                 self.placed[name] = self.source.map(name)
             elif self._keeps_memory(name, tensor, device):
                 self.placed[name] = tensor if self.owned else tensor.detach()
                 self.progress(tensor_bytes(tensor))
-            elif is_plain(tensor) and (device.type != CPU or self._in_source(name)):
+            elif is_plain(tensor) and (device.type != CPU or name in self.source):
                 grouped.setdefault(device, []).append(name)
             else:
                 self.placed[name] = self._place_alone(name, tensor, device)
@@ -165,17 +170,14 @@ class _Placement:
             self._reserve(device, names)
         self._fill([name for names in grouped.values() for name in names])
 
-    def _in_source(self, name: str) -> bool:
-        return self.source is not None and name in self.source
-
     def _keeps_memory(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
-        ours = self.owned or (self.source is None and isinstance(tensor, nn.Parameter))
-        return ours and tensor.device == device and not self._in_source(name)
+        ours = self.owned or (self.shares and isinstance(tensor, nn.Parameter))
+        return ours and tensor.device == device and name not in self.source
 
     def _place_alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a copy with its own allocation, for tensors that are not plain or go from model to CPU."""
         data = tensor.detach()
-        if self.source is not None and name in self.source:
+        if name in self.source:
             data = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.source.read({name: data}, self.progress)
         else:
@@ -202,11 +204,10 @@ class _Placement:
             self.placed[name] = memory.reserve(self.weights.tensors[name])
 
     def _fill(self, names: Sequence[str]) -> None:
-        in_source = [name for name in names if self._in_source(name)]
-        if self.source is not None and in_source:
-            self.source.read({name: self.placed[name] for name in in_source}, self.progress)
+        if in_source := {name: self.placed[name] for name in names if name in self.source}:
+            self.source.read(in_source, self.progress)
         for name in names:
-            if not self._in_source(name):
+            if name not in self.source:
                 self.placed[name].copy_(self.weights.tensors[name].detach())
                 self.progress(tensor_bytes(self.weights.tensors[name]))
 
