@@ -91,29 +91,30 @@ def _case(name: str, rows: Sequence[Data]) -> list[str]:
     return [name, f"{median(ratios):.2f}×", *counts, f"{100 * median(gaps):.1f} %"]
 
 
+def _gigabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e9:.1f} GB"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+
+
 def _offload(data: Data) -> str:
     rows = [
         [
             row["form"],
-            "-" if row["share"] == 1 else f"{row['budget'] / 1e9:.1f} GB",
-            f"{1e3 * row['forward']:.0f} ms",
+            "-" if row["share"] == 1 else _gigabytes(row["budget"]),
+            _milliseconds(row["forward"]),
             f"{row['generate']:.2f} s",
-            *("-" if row[key] is None else f"{1e3 * row[key]:.0f} ms" for key in ("estimated", "copies")),
+            *(_milliseconds(row[key]) for key in ("estimated", "copies")),
             f"{row['setup']:.0f} s",
         ]
         for row in data["rows"]
     ]
     load = data["workload"]
     shares = " and ".join(f"{100 * share:.0f} %" for share in load["shares"])
-    header = [
-        "",
-        "budget",
-        "forward pass",
-        f"generate, {load['tokens']} tokens",
-        "estimated",
-        "copies",
-        "setup",
-    ]
+    generate = f"generate, {load['tokens']} tokens"
+    header = ["", "budget", "forward pass", generate, "estimated", "copies", "setup"]
     return (
         f"## Measured on a GPU\n\nA language model of the shape of Llama 3 8B with {load['layers']} layers "
         f"and random weights in bfloat16, a prompt of {load['prompt']} tokens. The GPU's budgets are "
@@ -129,12 +130,9 @@ def _training_gpu(data: Data) -> str:
     rows = [
         [
             row["form"],
-            "-" if row["budget"] is None else f"{row['budget'] / 1e9:.1f} GB",
-            f"{row['peak'] / 1e9:.1f} GB",
-            f"{1e3 * row['seconds']:.0f} ms",
-            "-" if row["estimated"] is None else f"{1e3 * row['estimated']:.0f} ms",
-            "-" if row["recomputed"] is None else f"{1e3 * row['recomputed']:.0f} ms",
-            "-" if row["streamed"] is None else f"{row['streamed'] / 1e9:.1f} GB",
+            *(_gigabytes(row[key]) for key in ("budget", "peak")),
+            *(_milliseconds(row[key]) for key in ("seconds", "estimated", "recomputed")),
+            _gigabytes(row["streamed"]),
         ]
         for row in data["rows"]
     ]

@@ -17,12 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from playwright.sync_api import sync_playwright
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    SegformerConfig,
-    SegformerForSemanticSegmentation,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
 
 import graphplan
 

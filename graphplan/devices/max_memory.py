@@ -220,12 +220,8 @@ def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
         return DeviceSpec(spec_key, DISK, memory, 0.0, 0.0, 0.0)
     if device == CPU:
         return DeviceSpec(spec_key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
-    return _accelerator(spec_key, device, memory, threads)
-
-
-def _accelerator(key: DeviceKey, device: str, memory: int, threads: int) -> DeviceSpec:
     machine, card, index = current_machine.get(), _card(device), _index_here(device)
-    spec = DeviceSpec(key, device, memory, *_ACCELERATOR, _ACCELERATOR_OVERHEAD)
+    spec = DeviceSpec(spec_key, device, memory, *_ACCELERATOR, _ACCELERATOR_OVERHEAD)
     if machine is not None and spec.type == SIMULATED:
         spec = replace(spec, taken=machine.workspace)
     if card is not None:

@@ -266,8 +266,7 @@ class Topology:
 
     def scaled(self, factor: float) -> Topology:
         """Return the topology with every budget multiplied by ``factor``."""
-        grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)
-        return replace(self, devices=tuple(grown))
+        return self.with_memory({spec.key: int(spec.memory * factor) for spec in self.devices})
 
     def with_faster_link(self, one: DeviceKey, other: DeviceKey, factor: float) -> Topology:
         """Return the topology with both directions of a link ``factor`` times as fast."""

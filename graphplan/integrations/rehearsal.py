@@ -158,8 +158,8 @@ class _StandIn:
     """Base class of a model whose calls go to a :class:`Rehearsal`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rehearsal, signature = self.__dict__["_graphplan_rehearsal"], self.__dict__["_graphplan_signature"]
-        return rehearsal.play("", signature, args, kwargs)
+        rehearsal = self.__dict__["_graphplan_rehearsal"]
+        return rehearsal.play("", rehearsal.compiler.model_copy.signature, args, kwargs)
 
     def _graphplan_entry(self) -> tuple[Any, str]:
         return self, ""
@@ -170,14 +170,9 @@ class _StandIn:
 
 def _shell_of(rehearsal: Rehearsal) -> Any:
     """Return the model to trace, with calls redirected to the rehearsal."""
-    model_copy = rehearsal.compiler.model_copy
-    module: nn.Module = model_copy.module
+    module: nn.Module = rehearsal.compiler.model_copy.module
     original = type(module)
     shell: Any = object.__new__(made_class(original, _StandIn, lambda: class_body(_StandIn, original)))
-    shell.__dict__.update(module.__dict__)
-    shell.__dict__.update(
-        _graphplan=ModuleState([], refused=lambda _error: None),  # its submodules are traced instead
-        _graphplan_rehearsal=rehearsal,
-        _graphplan_signature=model_copy.signature,
-    )
+    shell.__dict__.update(module.__dict__, _graphplan_rehearsal=rehearsal)
+    shell.__dict__["_graphplan"] = ModuleState([], refused=lambda _error: None)  # submodules are traced then
     return shell

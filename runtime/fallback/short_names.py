@@ -20,11 +20,7 @@ _class_lock = Lock()
 
 
 def made_class(
-    original: type[nn.Module],
-    base: type,
-    body: Callable[[], Mapping[str, Any]],
-    *,
-    in_place: bool = False,
+    original: type[nn.Module], base: type, body: Callable[[], Mapping[str, Any]], *, in_place: bool = False
 ) -> type[nn.Module]:
     """Return the class that derives from ``base`` and a model's class, with the latter's name and docstring.
 

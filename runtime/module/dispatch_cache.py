@@ -102,10 +102,7 @@ class Route:
 
 
 def find_route(
-    forward: inspect.Signature,
-    signature: InputSignature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    forward: inspect.Signature, signature: InputSignature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Route | None:
     """Return the route of a call that was bound and served; None if no route can test its form.
 

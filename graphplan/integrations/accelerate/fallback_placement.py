@@ -46,13 +46,7 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, rolled_back
-from graphplan.runtime.fallback.module_by_module import (
-    RETURNS,
-    STAYS,
-    TOGETHER,
-    Untraced,
-    copied_arguments,
-)
+from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, TOGETHER, Untraced, copied_arguments
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
