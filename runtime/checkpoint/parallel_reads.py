@@ -25,7 +25,7 @@ from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
 from graphplan.runtime.memory.copy_queues import queues_of
-from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
+from graphplan.runtime.memory.pinned_buffers import Staging, StagingBuffer, flat_bytes
 
 _CHUNK = 8 << 20  # the most bytes of one read
 _MOST_TENSORS = 256  # in one read
@@ -160,23 +160,23 @@ def _read_staged(
     queues.join()  # earlier work may still read the memory that is filled
     largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
-    under_way: deque[tuple[Sequence[Read], int, Future[None]]] = deque()
+    under_way: deque[tuple[Sequence[Read], StagingBuffer, Future[None]]] = deque()
 
     def finish() -> None:
-        batch, index, reading = under_way.popleft()
+        batch, buffer, reading = under_way.popleft()
         reading.result()
-        for piece, part in zip(batch, _slices(batch, staging.buffer(index)), strict=True):
+        for piece, part in zip(batch, _slices(batch, buffer.bytes), strict=True):
             queues.copy(piece.target, _converted(piece, part))
-        staging.give(index)
+        staging.give(buffer)
         progress(_nbytes(batch))
 
     try:
         for batch in batches:
-            if len(under_way) == len(staging.events):
+            if len(under_way) == len(staging.buffers):
                 finish()
-            index = staging.take()
-            slices = list(_slices(batch, staging.buffer(index)))
-            under_way.append((batch, index, pool.submit(_read, files, batch, slices)))
+            buffer = staging.take()
+            slices = list(_slices(batch, buffer.bytes))
+            under_way.append((batch, buffer, pool.submit(_read, files, batch, slices)))
         while under_way:
             finish()
     finally:

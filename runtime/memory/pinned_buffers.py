@@ -7,6 +7,9 @@ it. A buffer is refilled once the last copy from it is complete.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -18,6 +21,14 @@ from graphplan.runtime.memory.host_pages import HostPages
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor without gaps, in memory order."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingBuffer:
+    """Host memory, and the event after the last copy from it."""
+
+    bytes: torch.Tensor
+    copied: Any
 
 
 class Staging:
@@ -32,38 +43,33 @@ class Staging:
 
     def __init__(self, queues: Queues, nbytes: int, count: int, *, pinned: bool) -> None:
         self.queues, self.nbytes = queues, round_up(nbytes)
-        self.pages = HostPages(count * self.nbytes, pinned=pinned)
-        self.events = [queues.event() for _ in range(count)]
-        self._next = 0
+        pages = HostPages(count * self.nbytes, pinned=pinned)
+        starts = range(pages.start, pages.end, self.nbytes)
+        self.buffers = [StagingBuffer(pages.bytes_at(s, self.nbytes), queues.event()) for s in starts]
+        self._turns = cycle(self.buffers)
 
-    def take(self) -> int:
-        """Return the index of the next buffer, once the last copy from it is complete."""
-        index = self._next
-        self._next = (index + 1) % len(self.events)
-        self.queues.wait(self.events[index])
-        return index
+    def take(self) -> StagingBuffer:
+        """Return the next buffer, once the last copy from it is complete."""
+        buffer = next(self._turns)
+        self.queues.wait(buffer.copied)
+        return buffer
 
-    def buffer(self, index: int) -> torch.Tensor:
-        """Return the bytes of a buffer."""
-        return self.pages.bytes_at(self.pages.start + index * self.nbytes, self.nbytes)
-
-    def give(self, index: int) -> None:
+    def give(self, buffer: StagingBuffer) -> None:
         """Release a buffer after all copies from it are enqueued."""
-        self.queues.record_copies(self.events[index])
+        self.queues.record_copies(buffer.copied)
 
     def copy(self, target: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
         """Copy ``parts`` (offset in ``target`` -> bytes) into ``target`` through the buffers."""
         for begin in range(0, target.numel(), self.nbytes):
             end = min(begin + self.nbytes, target.numel())
-            index = self.take()
-            buffer = self.buffer(index)
+            buffer = self.take()
             for offset, data in parts.items():
                 first, last = max(begin, offset), min(end, offset + data.numel())
                 if first < last:
-                    buffer[first - begin : last - begin].copy_(data[first - offset : last - offset])
+                    buffer.bytes[first - begin : last - begin].copy_(data[first - offset : last - offset])
             try:
-                self.queues.copy(target[begin:end], buffer[: end - begin])
-                self.give(index)
+                self.queues.copy(target[begin:end], buffer.bytes[: end - begin])
+                self.give(buffer)
             except BaseException:  # an interrupt in between: no event marks the end of the copy
                 self.queues.settle()
                 raise
