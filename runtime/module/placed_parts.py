@@ -74,7 +74,7 @@ class _Link:
     """Forwards calls of a submodule to its placed module; holds both weakly, and a copy or pickle is None."""
 
     def __init__(self, whole: nn.Module, path: str, part: nn.Module) -> None:
-        self._whole, self._path, self._part = weakref.ref(whole), path, weakref.ref(part)
+        self._whole, self.path, self._part = weakref.ref(whole), path, weakref.ref(part)
         self._signature: inspect.Signature | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class _Link:
             return call_without_compiled(part, *args, **kwargs)
         if self._signature is None:
             self._signature = signature_of(part.forward)
-        return whole._graphplan_enter(self._path, self._signature, args, kwargs)
+        return whole._graphplan_enter(self.path, self._signature, args, kwargs)
 
     def whole(self) -> nn.Module | None:
         """Return the placed module; None if the submodule must run its own code: in a run, or once replaced.
@@ -95,20 +95,15 @@ class _Link:
         whole = self._whole()
         if whole is None:
             raise PlanError(
-                f"{self._path!r} is a submodule of a placed model that is gone: keep the model that "
+                f"{self.path!r} is a submodule of a placed model that is gone: keep the model that "
                 "partition returned as long as its submodules are called"
             )
         if runs_as_written(whole) or _is_recomputed(whole):
             return None
         part: Any = whole
-        for name in self._path.split("."):
+        for name in self.path.split("."):
             part = None if part is None else part._modules.get(name)
         return whole if part is self._part() else None
-
-    def entry(self) -> tuple[nn.Module, str] | None:
-        """Return the placed module and the path; None as :meth:`whole`."""
-        whole = self.whole()
-        return None if whole is None else (whole, self._path)
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -122,7 +117,8 @@ class PlacedPart(nn.Module):
 
     def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
         call = call_of(self)
-        return call.entry() if isinstance(call, _Link) else None
+        whole = call.whole() if isinstance(call, _Link) else None
+        return None if whole is None else (whole, call.path)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move nothing; raise PlanError except for a move to the CPU, where inputs may come from."""
@@ -191,7 +187,7 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the derived class of placed submodules; ``original`` itself if there is nothing to override."""
     derived = class_made(original, PlacedPart)
     if derived is None and original not in _without_methods:
-        body = methods_of(original) | device_of(original) | checkpointing_of(original) | _forward_of(original)
+        body = planned_attributes(original) | _forward_of(original)
         if body and hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deepcopy
         if body:
@@ -201,13 +197,16 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     return derived or original
 
 
-def methods_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Return name -> method that a placed class has in place of one of the model's that may compute.
+def planned_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    """Return the attributes that a placed class has in place of the model's own, beside ``forward``.
 
-    Called without a tensor, or if it calls the whole model or changes it, the method runs its own code: the
-    submodules that it calls are placed, and other tensors of its module are copied to where it computes.
+    They are methods that may compute; the ``device`` property, if there is one; and the methods of
+    transformers that enable gradient checkpointing, which the plan decides: the last of them adds hooks, with
+    which calls would run module by module.
     """
-    return {name: _planned_method(original, name) for name in dir(original) if _may_compute(original, name)}
+    methods = {n: _planned_method(original, n) for n in dir(original) if _may_compute(original, n)}
+    ignored = {n: _ignored_by_plan(original, n) for n in _CHECKPOINTING if hasattr(original, n)}
+    return methods | _device_of(original) | ignored
 
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
     return {"forward": call}
 
 
-def device_of(original: type[nn.Module]) -> dict[str, Any]:
+def _device_of(original: type[nn.Module]) -> dict[str, Any]:
     """The planned device of inputs: code around a model, such as ``generate``, makes its inputs there.
 
     It overrides the ``device`` property of the model's class, if that has one.
@@ -239,7 +238,7 @@ def device_of(original: type[nn.Module]) -> dict[str, Any]:
         host: torch.device = (None if entry is None else _host(entry[0])) or get(self)
         return host
 
-    return {"device": property(device, doc=device_of.__doc__)}
+    return {"device": property(device, doc=_device_of.__doc__)}
 
 
 _CHECKPOINTING = (
@@ -251,14 +250,6 @@ _PLANNED = (
     "gradient checkpointing of a placed model is left to its plan: with train=True, the plan recomputes "
     "activations where that pays"
 )
-
-
-def checkpointing_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Return replacements of the methods of transformers that enable checkpointing, which the plan decides.
-
-    The last of them adds hooks, with which calls would run module by module.
-    """
-    return {name: _ignored_by_plan(original, name) for name in _CHECKPOINTING if hasattr(original, name)}
 
 
 def _ignored_by_plan(original: type[nn.Module], name: str) -> Callable[..., None]:
@@ -293,6 +284,11 @@ def _may_compute(original: type, name: str) -> bool:
 
 
 def _planned_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return the method that runs a planned graph of one of the model's.
+
+    Called without a tensor, or if it calls the whole model or changes it, the method runs its own code: the
+    submodules that it calls are placed, and other tensors of its module are copied to where it computes.
+    """
     signatures: dict[Any, inspect.Signature] = {}
 
     @functools.wraps(getattr(original, name))

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
-from graphplan.runtime.module.placed_parts import checkpointing_of, device_of, methods_of
+from graphplan.runtime.module.placed_parts import planned_attributes
 
 _MOVED_BY_LIBRARY = {"PreTrainedModel", "PeftModel"}  # base classes of models that their library moves
 
@@ -26,8 +26,7 @@ def class_body(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return placed.forward(self, *args, **kwargs)
 
-    body: dict[str, Any] = {"forward": forward, **methods_of(original), **device_of(original)}
-    body |= checkpointing_of(original)
+    body: dict[str, Any] = {"forward": forward, **planned_attributes(original)}
     if _MOVED_BY_LIBRARY.isdisjoint(cls.__name__ for cls in original.__mro__):
         return {**body, "hf_device_map": property(_device_map)}
     body["to"] = _to
