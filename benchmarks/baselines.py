@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphplan.devices.topology import CPU, DeviceKey
-from graphplan.integrations.accelerate.comparison import Baseline, best, device_maps, judged
+from graphplan.integrations.accelerate.comparison import Baseline, best, device_maps, estimated
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
@@ -26,10 +26,9 @@ from graphplan.passes.placement.residence import on_one_device, reside
 def baselines(problem: Problem) -> list[Baseline]:
     """Return all three; of a baseline with several variants, the fastest placement within the budgets."""
     filled = sequential_fill(problem)
-    readers_together = _readers_together(problem, filled)
     variants = [
-        judged(problem, "sequential fill", "", lambda: filled),
-        judged(problem, "sequential fill", "readers together", lambda: readers_together),
+        estimated(problem, filled, "sequential fill"),
+        estimated(problem, _readers_together(problem, filled), "sequential fill", "readers together"),
     ]
     return [best(variants), *device_maps(problem, skeleton(problem.graph), [Block.__name__])]
 

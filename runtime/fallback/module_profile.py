@@ -57,9 +57,23 @@ def profile_call(
     tensors = tensors_in(leaves_of((args, kwargs)))
     counted = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
+
+    def before(name: str, _module: nn.Module, _args: Any) -> None:
+        if counted.within is not None:
+            raise CaptureError(
+                f"torch.{counted.within} calls {name!r}: in a model without a graph it may call no module. "
+                "Write it in plain Python"
+            )
+        if name not in profile.order:
+            profile.order.append(name)
+
+    def after(name: str, _module: nn.Module, _args: Any, result: Any) -> None:
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+        profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(_before, profile, counted, name)))
-        handles.append(part.register_forward_hook(partial(_after, profile, name)))
+        handles.append(part.register_forward_pre_hook(partial(before, name)))
+        handles.append(part.register_forward_hook(partial(after, name)))
     try:
         with torch.set_grad_enabled(keep_grad), counted:
             run(*args, **kwargs)
@@ -68,18 +82,3 @@ def profile_call(
             handle.remove()
     profile.peak = counted.live.peak + sum(round_up(tensor.nbytes) for tensor in tensors)
     return profile
-
-
-def _before(profile: CallProfile, counted: LiveBytes, name: str, _module: nn.Module, _args: Any) -> None:
-    if counted.within is not None:
-        raise CaptureError(
-            f"torch.{counted.within} calls {name!r}: in a model without a graph it may call no module. Write "
-            "it in plain Python"
-        )
-    if name not in profile.order:
-        profile.order.append(name)
-
-
-def _after(profile: CallProfile, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
-    tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-    profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)

@@ -101,8 +101,7 @@ def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> 
 
 def ours(plan: Plan, planning: float) -> Baseline:
     """Return the row of a plan of graphplan, which took ``planning`` seconds."""
-    assignment = plan.schedule.assignment
-    return replace(judged(plain_problem(plan), "graphplan", "", lambda: assignment), planning=planning)
+    return estimated(plain_problem(plan), plan.schedule.assignment, "graphplan", planning=planning)
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
@@ -110,16 +109,10 @@ def best(found: Sequence[Baseline]) -> Baseline:
     return min(found, key=lambda row: (row.seconds is None, row.over, row.seconds or 0.0))
 
 
-def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
-    """Return the estimates of a proposed placement, or the error that ``propose`` raised."""
-    start = time.perf_counter()
-    try:
-        assignment = propose()
-    except Exception as error:  # any error of another planner's code is its result
-        return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
-    planning = time.perf_counter() - start
-    if assignment is None:
-        return Baseline(name, strategy, planning=planning, error="found no placement")
+def estimated(
+    problem: Problem, assignment: Assignment, name: str, strategy: str = "", planning: float = 0.0
+) -> Baseline:
+    """Return the estimates of a placement that took ``planning`` seconds; others as in :class:`Baseline`."""
     evaluation, spilled = _evaluate(problem, assignment)
     return Baseline(
         name,
@@ -166,7 +159,12 @@ def _judge_map(
     problem: Problem, name: str, strategy: str, mapper: Mapper, removed: Mapping[DeviceKey, int]
 ) -> Baseline:
     budgets = {s.key: max(0, s.room - removed.get(s.key, 0)) for s in problem.topology.devices}
-    return judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))
+    start = time.perf_counter()
+    try:
+        assignment = assignment_of(problem, mapper(budgets))
+    except Exception as error:  # any error of another planner's code is its result
+        return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
+    return estimated(problem, assignment, name, strategy, time.perf_counter() - start)
 
 
 def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
