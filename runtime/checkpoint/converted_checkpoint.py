@@ -19,8 +19,6 @@ from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
-Make = Callable[[Sequence[Any]], Mapping[str, Any]]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Conversion:
@@ -34,7 +32,7 @@ class Conversion:
 
     sources: tuple[FileTensor, ...]
     dtype: torch.dtype
-    make: Make
+    make: Callable[[Sequence[Any]], Mapping[str, Any]]
 
     def outline(self) -> Mapping[str, Any]:
         """Return the weights as meta tensors."""
@@ -72,21 +70,20 @@ class ConvertedCheckpoint(Checkpoint):
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """See :meth:`Checkpoint.read`."""
         requests = [Read(self.tensors[name], targets[name]) for name in targets if name in self.tensors]
+        converted: dict[Conversion, list[str]] = {}
+        for name in targets:
+            if name in self.conversions:
+                converted.setdefault(self.conversions[name], []).append(name)
         computed: dict[Conversion, list[str]] = {}
-        outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
-        for name, target in targets.items():
-            conversion = self.conversions.get(name)
-            if conversion is None:
-                continue
-            if conversion not in outlines:
-                with DeferredReads(conversion.sources) as deferred:
-                    outlines[conversion] = deferred, conversion.make(deferred.tensors)
-            deferred, outline = outlines[conversion]
-            reads = deferred.requests(self._result(name, outline), target)
-            if reads is None:
-                computed.setdefault(conversion, []).append(name)
-            else:
-                requests += reads
+        for conversion, names in converted.items():
+            with DeferredReads(conversion.sources) as deferred:
+                outline = conversion.make(deferred.tensors)
+            for name in names:
+                reads = deferred.requests(self._result(name, outline), targets[name])
+                if reads is None:
+                    computed.setdefault(conversion, []).append(name)
+                else:
+                    requests += reads
         read_into(requests, progress)
         for conversion, names in computed.items():
             results = conversion.results(progress)

@@ -50,7 +50,7 @@ class MappedFile(Pages):
         """Return a tensor of the file, over the mapped pages."""
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._bytes(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return self.piece(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:

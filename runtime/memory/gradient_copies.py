@@ -44,7 +44,7 @@ class GradientCopies:
         place: _Place | None = self._first.get(parameter) if first else self._added
         if place is None or not place.takes(parameter.nbytes):
             pages = HostPages(round_up(parameter.nbytes), pinned=gradient.is_cuda)
-            data = pages.bytes_at(pages.start, max(parameter.nbytes, 1))  # torch makes no tensor over 0 bytes
+            data = pages.piece(0, max(parameter.nbytes, 1))  # torch makes no tensor over 0 bytes
             place = _Place(data, holders_of_storage(data))
             if first:
                 self._first[parameter] = place

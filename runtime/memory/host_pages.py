@@ -33,19 +33,16 @@ class Pages:
 
     def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
         self._mapping = mapping
-        self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
+        self.start = self.piece(0, max(nbytes, 1)).data_ptr()
         self.end = self.start + nbytes
 
-    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+    def piece(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a tensor over ``nbytes`` bytes from an offset on."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def holds(self, address: int) -> bool:
         """Whether an address is in the used bytes of the mapping."""
         return self.start <= address < self.end
-
-    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return a tensor over ``nbytes`` bytes from an address on."""
-        return self._bytes(address - self.start, nbytes)
 
 
 class _Mapping(mmap.mmap):
@@ -100,7 +97,7 @@ class HostPages(Pages):
         """Return an uninitialized tensor over the next free bytes, with the layout of a copy of ``like``."""
         if not like.nbytes:
             return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
-        place = self._bytes(self._used, like.nbytes)
+        place = self.piece(self._used, like.nbytes)
         self._used += round_up(like.nbytes)
         return shaped(place, like)
 

@@ -44,8 +44,8 @@ class Staging:
     def __init__(self, queues: Queues, nbytes: int, count: int, *, pinned: bool) -> None:
         self.queues, self.nbytes = queues, round_up(nbytes)
         pages = HostPages(count * self.nbytes, pinned=pinned)
-        starts = range(pages.start, pages.end, self.nbytes)
-        self.buffers = [StagingBuffer(pages.bytes_at(s, self.nbytes), queues.event()) for s in starts]
+        starts = range(0, count * self.nbytes, self.nbytes)
+        self.buffers = [StagingBuffer(pages.piece(s, self.nbytes), queues.event()) for s in starts]
         self._turns = cycle(self.buffers)
 
     def take(self) -> StagingBuffer:

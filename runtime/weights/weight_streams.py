@@ -183,7 +183,7 @@ class WeightStream:
             if all(map(memory.in_file, tensors)):
                 parts = dict(zip(segment.offsets, map(flat_bytes, tensors), strict=True))
                 storage.stage(segment.nbytes)
-            source = None if parts else memory.in_one_piece(segment, [t.data_ptr() for t in tensors])
+            source = None if parts else memory.in_one_piece(segment, tensors)
             self.segments.append(_LoadedSegment(segment, slot, storage, tensors, source, parts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
@@ -277,14 +277,13 @@ class ModuleStreams:
         """Whether a weight is in a mapped file."""
         return isinstance(self._pages_of(weight), MappedFile)
 
-    def in_one_piece(self, segment: PrefetchSegment, addresses: Sequence[int]) -> torch.Tensor | None:
+    def in_one_piece(self, segment: PrefetchSegment, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return a segment's bytes if host memory has its weights laid out as the segment, else None."""
-        first = addresses[0]
-        for pages in self.pages:
-            if pages.holds(first) and first + segment.nbytes <= pages.end:
-                planned = tuple(first + offset for offset in segment.offsets)
-                return pages.bytes_at(first, segment.nbytes) if tuple(addresses) == planned else None
-        return None
+        first, pages = weights[0].data_ptr(), self._pages_of(weights[0])
+        offsets = tuple(weight.data_ptr() - first for weight in weights)
+        if pages is None or offsets != tuple(segment.offsets) or first + segment.nbytes > pages.end:
+            return None
+        return pages.piece(first - pages.start, segment.nbytes)
 
 
 def _layout(weight: torch.Tensor) -> tuple[int, tuple[int, ...], bool]:

@@ -62,7 +62,7 @@ def test_neighbours_with_storages_of_their_own() -> None:
     assert made.holds(made.start)
     assert not made.holds(made.end)
     adopted[0].zero_()
-    assert not made.bytes_at(made.start, 5 * 7 * 4).any()
+    assert not made.piece(0, 5 * 7 * 4).any()
 
 
 def test_tensors_keep_the_memory_alive() -> None:
