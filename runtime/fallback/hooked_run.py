@@ -10,6 +10,7 @@ layers on devices 0 and 1::
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -274,26 +275,24 @@ def run_hooked(
 
 
 def devices_of(tree: nn.Module) -> dict[int, torch.device | None]:
-    """Return id(module) -> the device with most bytes of its tensors; None for a module without tensors."""
-    devices: dict[int, torch.device | None] = {}
-    _count(tree, devices, {})
-    return devices
+    """Return id(module) -> the device with most bytes of its tensors; None for a module without tensors.
 
+    A shared tensor counts at each place.
+    """
+    counted: dict[int, Counter[torch.device]] = {}
 
-def _count(
-    module: nn.Module, devices: dict[int, torch.device | None], counted: dict[int, dict[torch.device, int]]
-) -> dict[torch.device, int]:
-    """Return device -> bytes of a module, and fill ``devices``; a shared tensor counts at each place."""
-    if id(module) not in counted:
-        here = counted[id(module)] = dict[torch.device, int]()
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                here[tensor.device] = here.get(tensor.device, 0) + tensor.nbytes
-        for child in module._modules.values():
-            for device, nbytes in ({} if child is None else _count(child, devices, counted)).items():
-                here[device] = here.get(device, 0) + nbytes
-        devices[id(module)] = max(here, key=here.__getitem__, default=None)
-    return counted[id(module)]
+    def count(module: nn.Module) -> Counter[torch.device]:
+        if id(module) not in counted:
+            here = counted[id(module)] = Counter[torch.device]()
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    here[tensor.device] += tensor.nbytes
+            for child in module._modules.values():
+                here.update({} if child is None else count(child))
+        return counted[id(module)]
+
+    count(tree)
+    return {key: max(here, key=here.__getitem__, default=None) for key, here in counted.items()}
 
 
 def _is_on(device: torch.device, value: Any) -> bool:

@@ -7,6 +7,7 @@ them; its ``device_map()`` has the same form.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -201,7 +202,7 @@ def _tied_groups(tensors: _Tensors) -> list[list[str]]:
 def _make_block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:
     """Return the block of atoms that must be on one device, with its byte counts."""
     seen: dict[object, int] = {}
-    own: dict[str, int] = {}  # module -> bytes that hooks copy when it runs
+    own = Counter[str]()  # module -> bytes that hooks copy when it runs
     kept = 0
     for atom in atoms:
         for name, tensor in tensors[atom]:
@@ -209,11 +210,10 @@ def _make_block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, off
             seen.setdefault(identity(tensor), nbytes)
             hooked = name != atom  # hooks reach modules, not single tensors
             if hooked and (isinstance(tensor, nn.Parameter) or offload_buffers):
-                module = name.rpartition(".")[0]
-                own[module] = own.get(module, 0) + nbytes
+                own[name.rpartition(".")[0]] += nbytes
             elif first:
                 kept += nbytes
-    copied = (sum(own.get(around, 0) for around in _with_ancestors(module)) for module in own)
+    copied = (sum(own[around] for around in _with_ancestors(module)) for module in own)
     return Block(tuple(atoms), sum(seen.values()), max(copied, default=0), kept)
 
 

@@ -9,6 +9,7 @@ after another, on the example inputs, until one runs.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -285,7 +286,7 @@ class _Fallback:
             _Split(mapped(budgets, whole), accelerators[0]) for whole in self._granularities() if accelerators
         ]
         # stable: of splits with equal bytes on the CPU, large blocks stay first
-        splits.sort(key=lambda split: self._taken(split).get(cpu, 0))
+        splits.sort(key=lambda split: self._taken(split)[cpu])
         splits += [replace(split, execution_mode=RETURNS) for split in splits]
         for key in accelerators:
             alone = {k: budgets[k] for k in budgets if k in (key, cpu)}
@@ -313,12 +314,11 @@ class _Fallback:
             return False
         return all(nbytes <= budgets[key] for key, nbytes in self._taken(split).items())
 
-    def _taken(self, split: _Split) -> dict[DeviceKey, int]:
+    def _taken(self, split: _Split) -> Counter[DeviceKey]:
         """Return device key -> bytes of weights."""
-        taken: dict[DeviceKey, int] = {}
+        taken = Counter[DeviceKey]()
         for name, tensor in self.model_copy.weights.tensors.items():
-            key = _device_of(split.entries, name)
-            taken[key] = taken.get(key, 0) + tensor_bytes(tensor)
+            taken[_device_of(split.entries, name)] += tensor_bytes(tensor)
         return taken
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int]) -> InfeasibleError:
