@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -76,9 +76,15 @@ def read_max_memory(
     _check_links(links, specs)
     machine, caller_links = current_machine.get(), own_links(specs, links or {})
     default_links = links_to_host(specs) if machine is None else own_links(specs, machine.links)
-    covered = {pair for a, b in caller_links for pair in ((a, b), (b, a))}
-    default_links = {pair: link for pair, link in default_links.items() if pair not in covered}
-    return Topology(_with_reserve(specs, reserve), {**default_links, **caller_links})
+    links_here = {**links_besides(caller_links, default_links), **caller_links}
+    return Topology(_with_reserve(specs, reserve), links_here)
+
+
+def links_besides(
+    known: Container[tuple[DeviceKey, DeviceKey]], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
+) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+    """Return the links of pairs that are ``known`` in neither direction."""
+    return {(a, b): link for (a, b), link in links.items() if not ((a, b) in known or (b, a) in known)}
 
 
 def links_to_host(

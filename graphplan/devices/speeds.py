@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from graphplan.devices.datasheets import card_names, find_card
 from graphplan.devices.device_keys import by_own_keys, own_key
-from graphplan.devices.max_memory import links_to_host, own_links
+from graphplan.devices.max_memory import links_besides, links_to_host, own_links
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, JsonFile, decode_fields, encode, fields_but
@@ -158,9 +158,8 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
                 f"devices[{spec.key!r}]: no operation runs there. For the speed of its copies give "
                 f"links={{({spec.key!r}, {topology.computing[0].key!r}): graphplan.Link(6e9)}}"
             )
-    kept_pairs = (pair for pair, link in topology.links.items() if link.origin != "datasheet")
-    covered = {pair for a, b in kept_pairs for pair in ((a, b), (b, a))}
-    added = {pair: link for pair, link in links.items() if pair not in covered}
+    kept = [pair for pair, link in topology.links.items() if link.origin != "datasheet"]
+    added = links_besides(kept, links)
     specs = (speeds[s.key].applied(s) if s.key in speeds else s for s in topology.devices)
     return replace(topology, devices=tuple(specs), links={**topology.links, **added})
 
