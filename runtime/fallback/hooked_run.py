@@ -73,7 +73,7 @@ class HookedRun:
         device = self.host if self.execution_mode.gathered else self.devices[id(module)]
         if device is not None and device.type == CPU and self.compute_device is not None:
             device = self.compute_device
-        outer_copies = {id(own): copied.here for outer in self.running for *_, own, copied in outer.kept}
+        outer_copies = {id(one.own): one.copied.here for outer in self.running for one in outer.kept}
         running = _Running(module, device or self.device)
         self.running.append(running)
         if device is None:
@@ -120,7 +120,7 @@ class _Running:
     Attributes:
         module: the module.
         device: where it computes.
-        kept: (table, name, own tensor, copy) of each parameter and buffer that a copy replaces while it runs.
+        kept: the parameters and buffers that copies replace while it runs.
         noted: (attributes of the original, attributes of the copy, the latter before the run) of these
             parameters, and of objects in their attributes.
         input_replacement: the replacement of the tensors in its inputs.
@@ -129,7 +129,7 @@ class _Running:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.kept: list[tuple[dict[str, Any], str, torch.Tensor, _Copy]] = []
+        self.kept: list[_Kept] = []
         self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.copies: list[_Copy] = []
         self.input_replacement = Replacement(partial(_on_device, device, self.copies), in_place=True)
@@ -148,7 +148,8 @@ class _Running:
                     here = source if source.device == self.device else moved(source, self.device)
                     if here is not source and isinstance(tensor, nn.Parameter):
                         self._copy_notes(tensor, here, {})
-                self.kept.append((table, name, tensor, _Copy(source, here)))
+                is_buffer = table is self.module._buffers
+                self.kept.append(_Kept(table, name, tensor, _Copy(source, here), is_buffer))
                 table[name] = outer_copies[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
         _update_weight_list(self.module)
 
@@ -178,14 +179,8 @@ class _Running:
         for copied in self.copies:
             if copied.written and copied.here.shape == copied.original.shape:
                 copied.give_back()
-        for table, name, tensor, copied in self.kept:
-            value = table[name]
-            # kernels of BatchNorm write to buffers without a change of version
-            statistics = table is self.module._buffers and not copied.here.requires_grad
-            if value is copied.here and copied.here is not copied.original and (statistics or copied.written):
-                copied.give_back()
-            replaced = value is not None and value is not copied.here  # by the model
-            table[name] = value.to(tensor.device) if replaced else tensor
+        for one in self.kept:
+            one.put_back()
         _update_weight_list(self.module)
 
 
@@ -214,6 +209,29 @@ class _Copy:
         """Write the copy to the original, with a gradient if what was written to the copy has one."""
         with torch.set_grad_enabled(self.here.grad_fn is not self._history):
             self.original.copy_(self.here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A module's ``own`` parameter or buffer, in whose place its table has a copy while it runs."""
+
+    table: dict[str, Any]
+    name: str
+    own: torch.Tensor
+    copied: _Copy
+    is_buffer: bool
+
+    def put_back(self) -> None:
+        """Put the own tensor back, with what was written to the copy, or what the model put in its place."""
+        value, copied = self.table[self.name], self.copied
+        if value is not None and value is not copied.here:
+            self.table[self.name] = value.to(self.own.device)
+            return
+        # kernels of BatchNorm write to buffers without a change of version
+        written = copied.written or (self.is_buffer and not copied.here.requires_grad)
+        if value is not None and copied.here is not copied.original and written:
+            copied.give_back()
+        self.table[self.name] = self.own
 
 
 def _update_weight_list(module: nn.Module) -> None:

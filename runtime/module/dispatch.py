@@ -54,7 +54,7 @@ _SIZES = 4096  # the most keys of ``by_sizes``
 
 
 @dataclass
-class Request:
+class CallRequest:
     """A call of a placed module or of a part of it, as the caller makes it.
 
     Attributes:
@@ -94,12 +94,12 @@ class Served:
 class ServedByModules:
     """A call that runs module by module, and ``call_record``, how calls like it run."""
 
-    request: Request
+    request: CallRequest
     call_record: CallForm | Untraced
 
 
 def serve(
-    module: nn.Module, state: ModuleState, request: Request, step: Differentiation | None = None
+    module: nn.Module, state: ModuleState, request: CallRequest, step: Differentiation | None = None
 ) -> Served | ServedByModules | None:
     """Return the call as its program takes it, or as one that runs module by module; capture a new structure.
 
@@ -140,7 +140,7 @@ class _Search:
 
     module: nn.Module
     state: ModuleState
-    request: Request
+    request: CallRequest
     modes: Modes
 
     def by_graph(self) -> Served | ServedByModules | None:

@@ -47,7 +47,13 @@ from graphplan.runtime.fallback.short_names import made_class, original_class, u
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import Request, Served, ServedByModules, serve, share_prefetch_buffers
+from graphplan.runtime.module.dispatch import (
+    CallRequest,
+    Served,
+    ServedByModules,
+    serve,
+    share_prefetch_buffers,
+)
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, runs_as_written
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
@@ -118,7 +124,7 @@ class PlacedModule(ShortNames, KeptInPlace):
             state = self._graphplan
             called = signature or state.signature
             assert called is not None
-            request = Request(entry, called, args, kwargs)
+            request = CallRequest(entry, called, args, kwargs)
             state.streams.check_files()
             may_warn = may_miss_gradients(state)
             step = differentiated(self, state, (args, kwargs))
@@ -180,7 +186,7 @@ def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> 
 
 
 def _served_with_room(
-    module: PlacedModule, state: ModuleState, request: Request, step: Differentiation | None
+    module: PlacedModule, state: ModuleState, request: CallRequest, step: Differentiation | None
 ) -> Served | ServedByModules | None:
     """Return what :func:`serve` does; None also if weights are moved before the call to make room for it."""
     try:
@@ -318,7 +324,7 @@ def _find_change(module: PlacedModule) -> str | None:
 
 
 @outside_inference_mode
-def _move_weights(module: PlacedModule, state: ModuleState, request: Request) -> bool:
+def _move_weights(module: PlacedModule, state: ModuleState, request: CallRequest) -> bool:
     """Have the weights moved before the next call, to make room for this one.
 
     Return whether to try the call again: weights move, or it is planned without reserve. After any other

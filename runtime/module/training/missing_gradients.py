@@ -14,7 +14,7 @@ from torch import nn
 from graphplan._compat.torch import in_grad_transform
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.module.dispatch import Request
+from graphplan.runtime.module.dispatch import CallRequest
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.warnings import warn
 
@@ -37,7 +37,7 @@ def may_miss_gradients(state: ModuleState) -> bool:
 
 
 def warn_of_missing_gradients(
-    module: nn.Module, state: ModuleState, plan: PlanData | None, request: Request
+    module: nn.Module, state: ModuleState, plan: PlanData | None, request: CallRequest
 ) -> None:
     """Warn, in a call with gradients enabled, that they are not computed, if the caller seems to want them.
 
