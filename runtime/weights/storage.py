@@ -91,8 +91,8 @@ def place_model(
         torch.no_grad(),
         tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
-        shares, data = source is None, source or Checkpoint(weights, {})
-        placing = _Placement(weights, layout, data, owned, shares, bar.update)
+        data = Checkpoint(weights, {}) if source is None else source
+        placing = _Placement(weights, layout, data, bar.update, owned=owned, shares=source is None)
         placing.run()
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
@@ -147,9 +147,9 @@ class _Placement:
     weights: ModelWeights
     layout: Layout
     source: Checkpoint
+    progress: Progress
     owned: bool
     shares: bool
-    progress: Progress
     placed: dict[str, torch.Tensor] = field(default_factory=dict)
     pages: list[HostPages] = field(default_factory=list)
 
