@@ -169,7 +169,7 @@ class StageRunner:
         self.stages: list[Any] = []
         for step in self.steps:
             index, count = step.program.index, len(step.program.ranks)
-            wires = _wires(step.program, grad)
+            wires = _wires(step.program, grad=grad)
             self.stages.append(pipelining.PipelineStage(step, index, count, _HOST, *wires, group=group))
         self.losses: list[torch.Tensor] = []
         self.targets: Sequence[Any] = ()
@@ -315,7 +315,7 @@ def _checked_loss(value: Any) -> torch.Tensor:
     return value
 
 
-def _wires(program: StageProgram, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def _wires(program: StageProgram, *, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Return meta tensors of what a stage receives and sends, each after a microbatch or form number."""
     number = torch.empty(1, dtype=torch.int64, device="meta")
     leaving = () if program.is_last else (number,)

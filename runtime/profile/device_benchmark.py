@@ -67,12 +67,12 @@ def measure_devices(
     topology = read_max_memory(max_memory)
     require_present(topology)
     with suspended(), torch.inference_mode():
-        return _Bench(topology, dtype, repetitions, progress).run()
+        return _Bench(topology, dtype, repetitions, progress=progress).run()
 
 
 class _Bench:
     def __init__(
-        self, topology: Topology, dtype: torch.dtype | None, repetitions: int, progress: bool
+        self, topology: Topology, dtype: torch.dtype | None, repetitions: int, *, progress: bool
     ) -> None:
         self.topology, self.dtype, self.repetitions = topology, dtype, repetitions
         self.progress = progress

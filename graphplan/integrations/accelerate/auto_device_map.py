@@ -92,7 +92,9 @@ def map_modules(
     accelerators = [key for key in budgets if key not in (cpu, DISK)]
     capacities = [budgets[key] for key in accelerators]
     tensors = dict(_split_into_atoms(model, whole, sizes, max(capacities, default=0)))
-    blocks = [_make_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
+    blocks = [
+        _make_block(group, tensors, sizes, offload_buffers=offload_buffers) for group in _tied_groups(tensors)
+    ]
     main_index = accelerators.index(main) if main is not None else 0
     places = pack(blocks, capacities, main_index)
     offloaded = {i: block for i, block in enumerate(blocks) if places[i] is None}
@@ -199,7 +201,9 @@ def _tied_groups(tensors: _Tensors) -> list[list[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _make_block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:
+def _make_block(
+    atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, *, offload_buffers: bool
+) -> Block:
     """Return the block of atoms that must be on one device, with its byte counts."""
     seen: dict[object, int] = {}
     own = Counter[str]()  # module -> bytes that hooks copy when it runs

@@ -38,8 +38,12 @@ def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> P
     if all_placed is not None:
         return all_placed
     limits = sorted({block.loaded for block in blocks}, reverse=True) if capacities else []
-    ways = [(limit, largest_first) for largest_first in (False, True) for limit in limits]
-    found = [places for way in ways if (places := _with_offload(blocks, capacities, main, *way)) is not None]
+    tried = (
+        _with_offload(blocks, capacities, main, limit, largest_first=largest_first)
+        for largest_first in (False, True)
+        for limit in limits
+    )
+    found = [places for places in tried if places is not None]
     return max(found, key=lambda places: _bytes_placed(blocks, places), default=[None] * len(blocks))
 
 
@@ -99,7 +103,7 @@ def _places(order: Sequence[int], placed: Any) -> list[int]:
 
 
 def _with_offload(
-    blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, largest_first: bool
+    blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, *, largest_first: bool
 ) -> Places | None:
     """Return places that offload only blocks with at most ``limit`` loaded bytes; None if none were found."""
     free = list(capacities)

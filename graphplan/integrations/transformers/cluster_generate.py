@@ -55,7 +55,7 @@ def generator_of(
 
     def choose(generation_config: Any) -> Callable[..., torch.Tensor]:
         _require_simple(generation_config)
-        return functools.partial(_choose, last, bool(generation_config.do_sample), traffic)
+        return functools.partial(_choose, last, traffic, sample=bool(generation_config.do_sample))
 
     body: dict[str, Any] = {
         "forward": functools.wraps(cls.forward)(run),
@@ -103,7 +103,7 @@ def _require_simple(config: Any) -> None:
 
 
 def _choose(
-    last: int, sample: bool, traffic: Counter[str], _input_ids: torch.Tensor, scores: torch.Tensor
+    last: int, traffic: Counter[str], _input_ids: torch.Tensor, scores: torch.Tensor, *, sample: bool
 ) -> torch.Tensor:
     """Return scores that allow only the token that the ``last`` rank chooses, or draws if ``sample``.
 
