@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -53,7 +52,7 @@ _ROUTES = 16  # the most routes that are remembered
 _SIZES = 4096  # the most keys of ``by_sizes``
 
 
-@dataclass
+@dataclass(slots=True)
 class CallRequest:
     """A call of a placed module or of a part of it, as the caller makes it.
 
@@ -68,17 +67,20 @@ class CallRequest:
     signature: inspect.Signature
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    _bound: BoundCall | None = None
 
-    @cached_property
+    @property
     def call(self) -> BoundCall:
         """The call, bound and flattened: a known form is served without."""
-        return bind_call(self.signature, self.args, self.kwargs)
+        if self._bound is None:
+            self._bound = bind_call(self.signature, self.args, self.kwargs)
+        return self._bound
 
     def sizes(self) -> tuple[Any, ...]:
         """Return a key that tells most calls apart: the sizes of tensors, the types of other arguments."""
         values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
         sizes = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
-        return self.entry, tuple(self.kwargs), tuple(sizes)
+        return self.entry, *self.kwargs, *sizes
 
 
 @dataclass(frozen=True, slots=True)
