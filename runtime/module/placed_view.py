@@ -79,19 +79,21 @@ class PlacedView:
         simulated devices and by CUDA are reset. A training step also runs backward, from the sum of the
         outputs that it is trained on, and adds to ``grad``; the optimizer's step is not measured.
         """
-        recordings: list[Recording] = []
+        recorders: list[Recorder] = []  # of the forward pass, and of the backward pass of a step
 
         def record(program: Program, code: Code) -> Code:
             recording, backward = Recording(program.plan), code.backward
-            recordings.append(recording)
+            recorders.append(Recorder(code.module, recording))
             if isinstance(backward, BoundCode):
                 backward = Recorder(backward.code, recording)
-            return replace(code, bound=Recorder(code.module, recording), backward=backward)
+                recorders.append(backward)
+            return replace(code, bound=recorders[0], backward=backward)
 
         result = self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
-        if ends := starts_of(leaves_of(result)):
+        if len(recorders) > 1:  # else a result may be an input that another model's step has made
+            ends = starts_of(leaves_of(result))
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        (recording,) = recordings
+        recording = recorders[0].recording
         assert recording.measured is not None
         return Profile(recording.plan, recording.measured)
 

@@ -92,6 +92,26 @@ def test_profiling_positional_calls_and_results() -> None:
     assert "-" in found.summary()
 
 
+def test_profiling_runs_no_backward_pass_of_the_model_that_made_an_input() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, self.linear(x)
+
+    x = torch.ones(2, 8)
+    trained = graphplan.partition(torch.nn.Linear(8, 8), {"cpu": "1GiB"}, (x,), train=True)
+    placed = graphplan.partition(Both().eval(), {"cpu": "1GiB"}, (x,))
+    made = trained(x)
+    with torch.no_grad():
+        placed.profile(made)
+    assert all(parameter.grad is None for parameter in trained.parameters())
+    made.sum().backward()
+    assert all(parameter.grad is not None for parameter in trained.parameters())
+
+
 def test_operations_are_counted_without_what_marks_take(profile: Profile) -> None:
     took = {e.name: e.end - e.start for e in profile.timeline.events if e.kind == "run"}
     seconds = profile.measured.operation_seconds
