@@ -65,9 +65,9 @@ class Captures:
         ``ahead`` is as in :meth:`graphplan.capture.sizes.size_limits.SizeLimits.largest`.
         """
         known = self.traced(call, entry)
-        capture = known.capture
-        limits, grows = self.options.size_limits, bool(known.annotators)
-        bound = bounded(capture, call, limits, ahead, grows=grows)
+        # a bound that was only tried for this call is none that it has outgrown
+        grows = any(one.capture.signature.mismatch(call) is not None for one in known.annotators)
+        bound = bounded(known.capture, call, self.options.size_limits, ahead, grows=grows)
         for annotator in known.annotators:
             if annotator.capture.signature == bound.signature:
                 return annotator

@@ -207,6 +207,41 @@ def test_sizes_for_which_there_was_no_room_are_not_tried_again(monkeypatch: pyte
     assert searched == [4, 32, 21, 17, 18, 19]
 
 
+class Text(nn.Module):
+    """Reads token ids; has a method of which no call is planned at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids))
+
+    def score(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return 2 * self.head(self.embed(input_ids))
+
+
+def test_where_a_text_has_little_room_to_grow_its_batch_takes_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, searched = Text().eval(), list[list[int]]()
+    own = Compiler._place
+
+    def counted(compiler: Compiler, members: Any, limits: Any) -> Any:
+        (leaf,) = members[0].annotator.capture.signature.leaves
+        searched.append([most for _, most in leaf.ranges])
+        return own(compiler, members, limits)
+
+    monkeypatch.setattr(Compiler, "_place", counted)
+    with graphplan.simulate({0: bytes_of(model) + 650_000}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.ones(2, 4, dtype=torch.long),))
+        for length in (100, 101, 125):
+            ids = torch.ones(10, length, dtype=torch.long)
+            assert largest_difference(placed.score(ids), model.score(ids)) < 1e-5
+    assert searched == [[2, 4], [10, 128], [10, 125]]
+
+
 def test_where_nothing_has_room_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sought = layers(), list[bool]()
 

@@ -80,7 +80,7 @@ def bounded(
     """Return the capture, traced for all sizes, with the sizes bounded to those of a plan.
 
     ``ahead`` is as in :meth:`SizeLimits.largest`. It applies to batches and images only if ``grows``, that is
-    if smaller calls came before.
+    if the call has outgrown the bounds of smaller ones before it.
 
     Raises:
         LimitError: the call is larger than the caller's limit.
