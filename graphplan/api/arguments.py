@@ -57,7 +57,7 @@ def read_request(
         check: whether results are compared with eager's, which training does not allow.
 
     Raises:
-        DeviceError: ``pin`` names an invalid device.
+        DeviceError: ``pin`` names an invalid device, or no device can hold a sparse weight.
         InputError: another argument is not as :func:`graphplan.plan` says.
     """
     plan_options.require_flags()
@@ -67,6 +67,8 @@ def read_request(
     model_copy = ModelCopy(model)
     if topology is None:  # stages do not evaluate branches on weights anew, so none is traced
         model_copy.current = lambda _: None
+    else:
+        constraints = _pin_sparse(constraints, model_copy.weights, topology)
     unsupported: dict[str, Any] = {"grad": preset.grad, "compile": preset.compile is not None, "check": check}
     if topology is not None:
         unsupported |= {"dynamic_shapes": plan_options.dynamic_shapes, "calls": plan_options.calls}
@@ -134,7 +136,7 @@ def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Co
     return Constraints(pins, groups, plan_options.offload, plan_options.cpu_compute, plan_options.balance)
 
 
-def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
+def _pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
     """Return the constraints, with sparse weights pinned to the CPU if simulated devices cannot hold them."""
     sparse = [name for name, tensor in weights.tensors.items() if tensor.layout is not torch.strided]
     if not sparse or all(spec.type != SIMULATED for spec in topology.devices):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -14,7 +13,6 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import (
     budgeted,
-    pin_sparse,
     read_compile,
     read_example,
     read_examples,
@@ -153,13 +151,12 @@ def partition(
     preset = Options(grad=grad, return_outputs=bool(return_outputs), compile=read_compile(compile, topology))
     request = read_request(model, topology, plan_options, preset, check=check)
     model, model_copy = request.model, request.model_copy
-    constraints = pin_sparse(request.options.constraints, model_copy.weights, topology)
     _warn_of_shared(model_copy.shared)
     if checkpoint is None:
         require_data(model, model_copy.weights)
     placer = Placer(
         topology,
-        replace(request.options, constraints=constraints),
+        request.options,
         strict=strict is True,
         source=read_source(request, checkpoint, strict=strict is not False),
         check=check,

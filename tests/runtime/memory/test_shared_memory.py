@@ -145,8 +145,12 @@ def test_sparse_weights(layout: str, parameter: bool) -> None:
                 pytest.warns(graphplan.GraphplanWarning, match=_EACH_ANEW),
             ):
                 placed = graphplan.partition(model, {0: "1MiB", "cpu:0": "1MiB"}, (X,))
+            with pytest.warns(graphplan.GraphplanWarning):
+                planned = graphplan.plan(model, {0: "1MiB", "cpu:0": "1MiB"}, (X,))
+            assert planned.placement == placed.plan.placement
             assert placed.plan.placement["adjacency"] == "cpu:0"
             assert placed.plan.placement["first.weight"] == 0
             assert largest_difference(placed(X), model(X)) < 1e-6
-        with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(graphplan.DeviceError, match="sparse"):
-            graphplan.partition(model, machine.max_memory, (X,))
+        for function in (graphplan.partition, graphplan.plan):
+            with graphplan.simulate({0: "1MiB"}), pytest.raises(graphplan.DeviceError, match="sparse"):
+                function(model, {0: "1MiB"}, (X,))
