@@ -87,14 +87,15 @@ class Refusal:
     def __exit__(self, *_: object) -> None:
         del self.machine.take
 
-    def take(self, index: int, nbytes: int) -> None:
+    def take(self, index: int, nbytes: int) -> int:
         full, self.asked = self.machine.capacities, self.asked + (nbytes > 0)
         if nbytes and self.asked == self.at:
             self.machine.capacities = {**full, index: self.machine.live_bytes(index)}
         try:
-            type(self.machine).take(self.machine, index, nbytes)
+            counted: int = type(self.machine).take(self.machine, index, nbytes)
         finally:
             self.machine.capacities = full
+        return counted
 
 
 def refuse(machine: Any, at: int, work: Callable[[], Any]) -> tuple[bool, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import graphplan
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
+from graphplan.compiler.compile_state import Member, in_parts
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
 
@@ -594,8 +595,13 @@ def test_no_slices_are_made_where_none_can_help(
     monkeypatch: pytest.MonkeyPatch, memory: dict[int | str, int], fits: bool
 ) -> None:
     """Dozens of parts of each weight of a model take a minute to make."""
-    made: list[Any] = []
-    monkeypatch.setattr("graphplan.compiler.slicing_choice.in_parts", made.append)
+    made: list[Part] = []
+
+    def record(member: Member, parts: Sequence[Part]) -> Member:
+        made.extend(parts)
+        return in_parts(member, parts)
+
+    monkeypatch.setattr("graphplan.compiler.slicing_choice.in_parts", record)
     with nullcontext() if fits else pytest.raises(graphplan.InfeasibleError):
         assert not graphplan.plan(Head(), memory, (numbers(1, WIDTH),)).parts
     assert not made
