@@ -137,10 +137,11 @@ class _StepCall:
         If ``accumulate``, add those of parameters to ``grad``; false if only gradients of inputs are wanted.
         """
         saved, self.saved = self.saved, None
-        if saved is None or self.read is None:
+        read, self.read = self.read, None
+        if saved is None or read is None:
             raise RuntimeError(_TWICE)
-        self.read.require_unchanged()
-        self.read = None  # the backward pass frees what it has read
+        read.require_unchanged()
+        del read  # the backward pass frees what it has read
         host, run = self.program.host, self.code.backward
         assert run is not None
         _, *names = (node.name for node in self.planned.graph.find_nodes(op="placeholder"))

@@ -772,6 +772,22 @@ def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("name", ["0.weight", "an input"])
+def test_a_refused_backward_pass_keeps_nothing_that_was_saved_for_it(name: str) -> None:
+    with graphplan.simulate({0: ROOMY}) as machine:
+        x = torch.randn(512, 8, device="sim:0")
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+        placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
+        loss = placed(x).sum()
+        held = machine.live_bytes(0)
+        with torch.no_grad():
+            dict(placed.named_parameters()).get(name, x).add_(1)
+        with pytest.raises(RuntimeError, match=f"(?i){name}.* has been changed"):
+            loss.backward()
+        gc.collect()
+        assert machine.live_bytes(0) < held
+
+
 def _assign(model: nn.Module) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
 
