@@ -96,7 +96,8 @@ class Served:
 class ServedByModules:
     """A call that runs module by module, and ``call_record``, how calls like it run."""
 
-    request: CallRequest
+    entry: str
+    call: BoundCall
     call_record: CallForm | Untraced
 
 
@@ -112,7 +113,7 @@ def serve(
         GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
-        return ServedByModules(request, state.untraced)
+        return ServedByModules(request.entry, request.call, state.untraced)
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
         reader = state.reader = state.new_reader(module)
@@ -122,7 +123,7 @@ def serve(
         if search.by_modules() is None:
             state.start = state.retry
             return None
-        return ServedByModules(request, state.untraced)
+        return ServedByModules(request.entry, request.call, state.untraced)
     if state.hooked():
         with state.turns:  # hooks that a running call of another thread uses do not count
             hooked = state.hooked()
@@ -184,19 +185,18 @@ class _Search:
 
     def by_modules(self) -> ServedByModules | None:
         """Return the call as one that runs module by module; None if no call like it has."""
-        form = self.state.modulewise.find(self.request.entry, self.request.call, self.modes)
-        return None if form is None else ServedByModules(self.request, form)
+        entry, call = self.request.entry, self.request.call
+        form = self.state.modulewise.find(entry, call, self.modes)
+        return None if form is None else ServedByModules(entry, call, form)
 
     def begin_by_modules(self, *, hooked: bool = False) -> ServedByModules:
         """Have such calls run module by module from now on; if ``hooked``, while there are untraced hooks."""
-        request, state = self.request, self.state
+        entry, call, state = self.request.entry, self.request.call, self.state
         if hooked:
             warn(_HOOKED)
         keeps_grad = state.keep_grad and not hooked
-        form = state.modulewise.note(
-            request.entry, request.call, self.modes, keeps_grad=keeps_grad, hooked=hooked
-        )
-        return ServedByModules(request, form)
+        form = state.modulewise.note(entry, call, self.modes, keeps_grad=keeps_grad, hooked=hooked)
+        return ServedByModules(entry, call, form)
 
     def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules | None:
         found = self._find(likely)

@@ -361,7 +361,7 @@ def _notice_changes(module: PlacedModule) -> None:
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
-    state, call = module._graphplan, served.request.call
+    state, call = module._graphplan, served.call
     if record is not None:
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
@@ -372,9 +372,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
     with as_written(module), watch:
-        result = run_by_modules(
-            module, served.request.entry, call, known, compute_device, keeps_grad=keeps_grad
-        )
+        result = run_by_modules(module, served.entry, call, known, compute_device, keeps_grad=keeps_grad)
     return to_device(result, device_of_inputs(call), module) if state.return_outputs else result
 
 

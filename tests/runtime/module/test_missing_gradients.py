@@ -73,6 +73,23 @@ def test_an_input_requires_gradients() -> None:
     quiet(placed, x=X.clone().requires_grad_())
 
 
+def test_a_wrong_call_of_a_model_without_a_graph_is_no_reason() -> None:
+    class ByValue(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(x.detach().numpy().sum() > 0)
+
+    with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
+        placed: Any = graphplan.partition(ByValue(8, 8), CPU, (X,))
+    for dimensions in range(3, 7):  # calls of new structures, until none is traced any more
+        placed(X.view(*[1] * (dimensions - 2), 2, 8))
+    assert placed._graphplan.untraced.tries == 0
+    x = X.clone().requires_grad_()
+    with pytest.raises(graphplan.InputError, match="do not fit"):
+        quiet(placed, x=x, y=x)
+    with pytest.warns(graphplan.GraphplanWarning, match="an input requires them"):
+        placed(x)
+
+
 def test_results_that_are_wanted_for_themselves() -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
     quiet(placed, x=X)  # a new module is in training mode
