@@ -78,20 +78,17 @@ class _MovedCall:
 
     Attributes:
         plan: the call's plan.
-        problem: its problem, with the caller's constraints.
+        problem: its problem without constraints, which are named as obstacles.
+        allowed: operation -> devices that it may run on under the caller's constraints, as in the problem.
         operations: those to move.
         group: these, and those that must share a device with them, in order.
     """
 
     plan: PlanData
     problem: Problem
+    allowed: Mapping[str, frozenset[DeviceKey]]
     operations: Sequence[str]
     group: Sequence[str]
-
-    @property
-    def free(self) -> Problem:
-        """The problem without constraints, which are named as obstacles."""
-        return replace(self.problem, allowed={})
 
 
 class Mover:
@@ -170,7 +167,7 @@ class Mover:
 
     def _compute(self, assignment: Assignment) -> float:
         """Return the seconds of its operations, or of a weight's readers, under an assignment."""
-        problem, operations = self.calls[0].free, self.plan.graph.operations
+        problem, operations = self.calls[0].problem, self.plan.graph.operations
         return sum(
             problem.seconds(operations[op], self.plan.topology[assignment.operations[op]])
             for op in self._working()
@@ -223,7 +220,7 @@ class Mover:
                 carried = (*self.owned, *(only_read_by(graph, one.group) if self.along else ()))
                 homes.update((name, home) for name in carried if name in homes)
             moved.append(replace(assignment, operations=devices, weights=homes))
-        return _outcome(self.plan, fit_together([one.free for one in self.calls], moved))
+        return _outcome(self.plan, fit_together([one.problem for one in self.calls], moved))
 
     def _rule(self, key: DeviceKey) -> str:
         """Return the constraint of the caller, or of an earlier plan, that forbids it; empty if none does."""
@@ -241,8 +238,7 @@ class Mover:
             if not plan.constraints.cpu_compute and self.kind != "weight":
                 return "cpu_compute=False"
         for one in self.calls:
-            allowed = one.problem.allowed
-            stuck = [op for op in one.group if key not in allowed.get(op, plan.topology.keys)]
+            stuck = [op for op in one.group if key not in one.allowed.get(op, plan.topology.keys)]
             if stuck and self.kind != "weight":
                 return f"{stuck[0]!r} shares memory with something that must stay where it is"
         return ""
@@ -282,10 +278,10 @@ def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
 
 
 def _moved_call(plan: PlanData, operations: Sequence[str]) -> _MovedCall:
-    graph = plan.graph
+    graph, problem = plan.graph, constrained_problem(plan)
     group = set(operations).union(*(one for one in graph.together if not one.isdisjoint(operations)))
     ordered = [name for name in graph.operations if name in group]
-    return _MovedCall(plan, constrained_problem(plan), operations, ordered)
+    return _MovedCall(plan, replace(problem, allowed={}), problem.allowed, operations, ordered)
 
 
 def _shortage(outcome: _Outcome) -> str:
