@@ -220,7 +220,7 @@ def test_other_structures_are_captured_with_the_weights_where_they_are() -> None
         for call, plan in zip([calls[0], calls[1], calls[3]], placed.plans[1:], strict=True):
             machine.reset_peaks()
             placed(**call)
-            assert_kept(machine, plan)
+            assert_kept(machine, plan, larger=True)
 
 
 def test_dynamic_shapes_serve_other_sizes_from_one_graph() -> None:

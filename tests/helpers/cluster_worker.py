@@ -9,7 +9,6 @@ import contextlib
 import copy
 import ctypes
 import datetime
-import enum
 import inspect
 import itertools
 import os
@@ -342,12 +341,6 @@ def no_batches() -> None:
             say(f"InputError: {error}")
 
 
-class Turn(enum.Enum):
-    """An argument that is neither a tensor nor plain data."""
-
-    SIGN, SQUARE = 1, 2
-
-
 class Options(torch.nn.Module):
     """What it computes depends on arguments that are no tensors."""
 
@@ -356,10 +349,10 @@ class Options(torch.nn.Module):
         self.layers = chain()
 
     def forward(
-        self, x: torch.Tensor, turn: Turn | None = None, added: list[torch.Tensor] | None = None
+        self, x: torch.Tensor, dtype: torch.dtype | None = None, added: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
         x = self.layers(x)
-        x = x if turn is None else -x if turn is Turn.SIGN else x * x
+        x = x if dtype is None else x.to(dtype)
         return x if added is None else x + 1
 
 
@@ -372,7 +365,7 @@ def constants() -> None:
         model, machines=machines, args=(x,), network=QUICK, return_outputs="all"
     )
     assert len(placed.plan.stages) == len(machines)
-    for options in ({}, {"turn": Turn.SIGN}, {"turn": Turn.SQUARE}, {"added": []}):
+    for options in ({}, {"dtype": torch.float64}, {"dtype": torch.complex64}, {"added": []}):
         say(f"{difference(placed(x, **options), model(x, **options)) < 1e-6}")
 
 
