@@ -19,6 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from cluster_models import PLAIN, SharedWeight, Stopped
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan._compat.torch import stages_go_backward
@@ -341,6 +343,16 @@ def no_batches() -> None:
             say(f"InputError: {error}")
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A constant argument that is neither a tensor nor plain data."""
+
+    squares: bool
+
+
+pytree.register_constant(Turn)
+
+
 class Options(torch.nn.Module):
     """What it computes depends on arguments that are no tensors."""
 
@@ -349,10 +361,10 @@ class Options(torch.nn.Module):
         self.layers = chain()
 
     def forward(
-        self, x: torch.Tensor, dtype: torch.dtype | None = None, added: list[torch.Tensor] | None = None
+        self, x: torch.Tensor, turn: Turn | None = None, added: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
         x = self.layers(x)
-        x = x if dtype is None else x.to(dtype)
+        x = x if turn is None else x * x if turn.squares else -x
         return x if added is None else x + 1
 
 
@@ -365,7 +377,7 @@ def constants() -> None:
         model, machines=machines, args=(x,), network=QUICK, return_outputs="all"
     )
     assert len(placed.plan.stages) == len(machines)
-    for options in ({}, {"dtype": torch.float64}, {"dtype": torch.complex64}, {"added": []}):
+    for options in ({}, {"turn": Turn(False)}, {"turn": Turn(True)}, {"added": []}):
         say(f"{difference(placed(x, **options), model(x, **options)) < 1e-6}")
 
 
