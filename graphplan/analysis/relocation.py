@@ -44,7 +44,7 @@ class Alternative:
         transfer_seconds: of the forward pass in which it only copies: transfers, and waits for streamed
             weights.
         missing_bytes: device key -> bytes by which its budget would be exceeded.
-        operation: at which one of these budgets would be exceeded.
+        operation: at which the budget that lacks most of them would be exceeded.
         along: operations that would have to move too, because they must share a device.
         obstacle: what rules it out, in words.
     """
@@ -268,12 +268,10 @@ class Mover:
 
 def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
     seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, evaluated, strict=True))
-    excess: dict[DeviceKey, int] = {}
-    operation = None
-    for judged in evaluated:
-        for key, nbytes in judged.excess.items():
-            if nbytes > excess.get(key, 0):
-                excess[key], operation = nbytes, judged.peak(key).operation
+    shortages = [(nbytes, key, judged) for judged in evaluated for key, nbytes in judged.excess.items()]
+    shortages.sort(key=lambda shortage: shortage[0])
+    excess = {key: nbytes for nbytes, key, _ in shortages}
+    operation = None if not shortages else shortages[-1][2].peak(shortages[-1][1]).operation
     return _Outcome(tuple(evaluated), seconds, excess, operation)
 
 
@@ -285,7 +283,8 @@ def _moved_call(plan: PlanData, operations: Sequence[str]) -> _MovedCall:
 
 
 def _shortage(outcome: _Outcome) -> str:
-    parts = [f"{key!r} is short of {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
+    by_size = sorted(outcome.excess.items(), key=lambda shortage: shortage[1])
+    parts = [f"{key!r} is short of {readable_bytes(nbytes)}" for key, nbytes in by_size]
     where = f" at {outcome.operation!r}" if outcome.operation else ""
     return f"{' and '.join(parts)}{where}" if parts else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Speed, Value, Weight
 from graphplan.analysis.plan_problem import constrained_problem, plain_problem
+from graphplan.analysis.relocation import _outcome, _shortage
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.ir.constraints import Constraints
@@ -135,6 +137,17 @@ def test_what_lacks_memory_says_how_much_and_where() -> None:
     budgets[first] += other.missing_bytes[first]
     grown = replace(plan, topology=read_max_memory(budgets))
     assert grown.explain("layer5").to(first).possible
+
+
+def test_the_operation_that_is_named_is_of_the_device_that_lacks_most() -> None:
+    calls: Any = SimpleNamespace(calls=[SimpleNamespace(call_weight=1.0)])
+    judged: Any = SimpleNamespace(
+        seconds=1.0, excess={0: 3000, 1: 1000}, peak=lambda key: SimpleNamespace(operation=f"op_{key}")
+    )
+    outcome = _outcome(calls, [judged])
+    assert (outcome.excess, outcome.operation) == ({0: 3000, 1: 1000}, "op_0")
+    assert _shortage(outcome).index("1 is short of") < _shortage(outcome).index("0 is short of")
+    assert _shortage(outcome).endswith(" at 'op_0'")
 
 
 def test_rules_are_named() -> None:
