@@ -12,7 +12,7 @@ A call is traced in several attempts, each of which lets less vary; the first th
     given dynamic_shapes      torch.export              these
 
 If the values of integer inputs decide a branch of the code, all attempts are repeated with these values
-known. Within one attempt, :mod:`graphplan.capture.tracers.export_here` repeats the trace with what it has
+known. Within one attempt, :mod:`graphplan.capture.tracers.export_loop` repeats the trace with what it has
 learned.
 """
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphplan
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.model.model_copy import ModelCopy
-from graphplan.capture.tracers.export_here import export
+from graphplan.capture.tracers.export_loop import export
 from tests.helpers.builders import largest_difference
 
 X = torch.randn(2, 8)

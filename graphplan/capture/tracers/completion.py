@@ -16,7 +16,7 @@ from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
-from graphplan.capture.tracers.export_here import STATE
+from graphplan.capture.tracers.export_loop import STATE
 from graphplan.errors import NoGraphError
 
 

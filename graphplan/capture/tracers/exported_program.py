@@ -37,7 +37,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     sizes_of_call,
     values_of,
 )
-from graphplan.capture.tracers.export_here import STATE
+from graphplan.capture.tracers.export_loop import STATE
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError

@@ -30,7 +30,7 @@ from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_
 from graphplan.capture.sizes.dynamic_sizes import values_of
 from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.export_here import export
+from graphplan.capture.tracers.export_loop import export
 from graphplan.capture.tracers.exported_program import from_program
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.tracers.recurrent_layers import lengths_vary

@@ -33,7 +33,7 @@ from graphplan.capture.signature import BoundCall, Guard, InputSignature, Prepar
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.structure import leaves_of, map_leaves
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.export_here import export
+from graphplan.capture.tracers.export_loop import export
 from graphplan.capture.tracers.exported_program import from_program, leaf_spec
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
