@@ -268,10 +268,14 @@ class Mover:
 
 def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
     seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, evaluated, strict=True))
-    shortages = [(nbytes, key, judged) for judged in evaluated for key, nbytes in judged.excess.items()]
+    shortages = [
+        (nbytes, key, judged.peak(key).operation)
+        for judged in evaluated
+        for key, nbytes in judged.excess.items()
+    ]
     shortages.sort(key=lambda shortage: shortage[0])
-    excess = {key: nbytes for nbytes, key, _ in shortages}
-    operation = None if not shortages else shortages[-1][2].peak(shortages[-1][1]).operation
+    excess = {key: nbytes for nbytes, key, _ in shortages}  # the largest of each device
+    operation = shortages[-1][2] if shortages else None
     return _Outcome(tuple(evaluated), seconds, excess, operation)
 
 
