@@ -12,7 +12,7 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, reside
 
-SLOW = 5.0  # ratio to the time with room: some operations on the CPU take a few times as long
+_SLOW = 5.0  # ratio to the time with room: some operations on the CPU take a few times as long
 
 
 def seconds_with_room(plan: PlanData) -> float:
@@ -32,8 +32,8 @@ def slowness(plan: PlanData) -> float:
 
 
 def lacks_room(plan: PlanData) -> bool:
-    """Whether lack of memory makes a forward pass slower by more than the factor ``SLOW``."""
-    return slowness(plan) > SLOW
+    """Whether lack of memory makes a forward pass slower by more than the factor ``_SLOW``."""
+    return slowness(plan) > _SLOW
 
 
 def _simple_placements(problem: Problem) -> Iterator[Assignment]:

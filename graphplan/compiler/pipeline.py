@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphplan.analysis.lack_of_room import SLOW, lacks_room, seconds_with_room, slowness
+from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import tensor_bytes
@@ -140,7 +140,7 @@ class Compiler:
         placed = self.homes is not None
         *larger, last = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
         plan_ahead = self._plan_ahead(call, entry, larger)
-        if plan_ahead is not None and (last or not placed or slowness(plan_ahead.plan) <= SLOW):
+        if plan_ahead is not None and (last or not placed or slowness(plan_ahead.plan) <= _WORTH):
             return plan_ahead
         annotator = self.captures.annotated(call, entry, last)
         if plan_ahead is not None and plan_ahead.capture.signature == annotator.capture.signature:
@@ -158,9 +158,7 @@ class Compiler:
             raise
         if plan_ahead is None:
             return planned
-        # if neither is fast, the one for larger sizes saves planning again
-        times = slowness(planned.plan)
-        return planned if times <= SLOW or _WORTH * times < slowness(plan_ahead.plan) else plan_ahead
+        return planned if _WORTH * slowness(planned.plan) < slowness(plan_ahead.plan) else plan_ahead
 
     def _plan_ahead(self, call: BoundCall, entry: str, aheads: Sequence[float]) -> Planned | None:
         """Return the plan for the first of these larger sizes for which there is room; None for no room."""
