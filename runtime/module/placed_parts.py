@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -129,7 +130,11 @@ class PlacedPart(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = unplaced(self).__reduce_ex__(protocol)
+        plain = unplaced(self)
+        for name, value in vars(plain).items():
+            if isinstance(value, MethodType) and value.__self__ is plain:  # copies know this module, not that
+                plain.__dict__[name] = MethodType(value.__func__, self)
+        reduced: Any = plain.__reduce_ex__(protocol)
         made_by_class = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
         return (_new, *reduced[1:]) if made_by_class else reduced
 

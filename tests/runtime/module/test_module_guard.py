@@ -138,6 +138,35 @@ def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], 
         assert torch.allclose(other(x), net(x), atol=1e-5)
 
 
+class Stepping(nn.Module):
+    """A layer that keeps its own method in an attribute, and what the method reads in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.ones(())
+        self.step = self._step
+
+    def _step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = x.abs().mean()
+        return self.step(x)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), graphplan.unplace]
+)
+def test_a_method_in_an_attribute_is_of_the_copy(machine: Any, copied: Callable[[Any], Any]) -> None:
+    net, x = nn.Sequential(Stepping(), Stepping()).eval(), torch.randn(3, 8)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    placed(x)
+    other = copied(placed)
+    assert all(layer.step.__self__ is layer for layer in other)
+    with torch.no_grad():
+        assert torch.allclose(other(2 * x), net(2 * x), atol=1e-5)
+
+
 def test_what_no_graph_reads_changes_nothing(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     placed.note = "mine"
