@@ -22,11 +22,10 @@ from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.aliases import find_together
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult
-from graphplan.passes.frontend.fx_nodes import module_path, target_name
+from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node, module_path, target_name
 from graphplan.passes.frontend.graph_weights import cache_weight, constant_weight, part_weight, weight_of
-from graphplan.passes.frontend.operation_values import unnamed_bytes, value_of, values_of
 from graphplan.passes.frontend.simplify import mutated_arguments
-from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, dtype_name
 
 aten = torch.ops.aten
 
@@ -107,7 +106,7 @@ class GraphReader:
         self.name_of[node] = node.name
         self.inputs.append(node.name)
         nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
-        value = value_of(node.name, described, nbytes)
+        value = _value_of(node.name, described, nbytes)
         self.values[node.name] = replace(value, is_tensor=False) if is_number else value
 
     def _is_part(self, node: fx.Node) -> bool:
@@ -125,7 +124,7 @@ class GraphReader:
         self.name_of.update({part: part.name for part in output_nodes})
         inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
         self.written.update(storage_root(self.values, name) for name in mutates)
-        values = values_of(node, parts, effect, self.name_of)
+        values = _values_of(node, parts, effect, self.name_of)
         gradients = {} if self.capture.step is None else self.capture.step.gradients
         for value in values:
             parameter = gradients.get(value.name, "")
@@ -172,7 +171,7 @@ class GraphReader:
         self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool
     ) -> tuple[int, int, Mapping[str, int]]:
         """Return an operation's FLOPs, its bytes read and written, and its workspace by device type."""
-        extra = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
+        extra = _unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
         workspace = {kind: nbytes + extra for kind, nbytes in effect.workspace.items()}
         return effect.flops, self._bytes_accessed(node, effect, writes=writes), workspace
 
@@ -264,3 +263,79 @@ def _inner_tensor(node: fx.Node) -> Effect | None:
         return None
     meta = describe(node.meta["val"])
     return Effect(meta, (OperationResult(meta, 0, argument=0),), 0, {})
+
+
+def _values_of(
+    node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Mapping[fx.Node, str]
+) -> list[Value]:
+    """Return the output values of a measured operation.
+
+    Args:
+        node: the operation.
+        parts: the nodes that take one of its several results.
+        effect: of the operation, as measured.
+        names: node -> name of the value or weight, for all nodes before it.
+    """
+    arguments = [names[n] for n in argument_nodes(node) if is_tensor_node(n) and n in names]
+    if parts:
+        return _taken_values(parts, effect, arguments)
+    if isinstance(effect.value, TensorMeta):
+        return [_result_value(node.name, effect.results[0], arguments, {})]
+    if not effect.results:
+        return [Value(node.name, is_tensor=False)]
+    total = sum(round_up(result.nbytes) for result in effect.results)  # each is an allocation
+    return [Value(node.name, total, sum(result.tensor.copy_bytes for result in effect.results))]
+
+
+def _unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:
+    """Return the bytes of results that no node takes out: they are freed with the operation."""
+    if not parts:
+        return 0
+    index_of = _result_index(effect.value)
+    taken = {index_of.get(part.args[1]) for part in parts}
+    return sum(round_up(result.nbytes) for i, result in enumerate(effect.results) if i not in taken)
+
+
+def _value_of(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:
+    """Return the value of a tensor, or of another result."""
+    if isinstance(described, TensorMeta):
+        dtype = dtype_name(described.dtype)
+        return Value(name, nbytes, described.copy_bytes, base, True, described.shape, dtype)
+    return Value(name, nbytes, 0, base)
+
+
+def _taken_values(parts: Sequence[fx.Node], effect: Effect, arguments: Sequence[str]) -> list[Value]:
+    index_of = _result_index(effect.value)
+    owners = {index_of[p.args[1]]: p.name for p in reversed(parts) if p.args[1] in index_of}
+    values: list[Value] = []
+    for part in parts:
+        index = index_of.get(part.args[1])
+        if index is None:
+            values.append(Value(part.name, is_tensor=False))
+        elif owners[index] != part.name:  # the same result taken out twice
+            values.append(_value_of(part.name, effect.results[index].tensor, 0, owners[index]))
+        else:
+            values.append(_result_value(part.name, effect.results[index], arguments, owners))
+    return values
+
+
+def _result_value(
+    name: str, result: OperationResult, arguments: Sequence[str], owners: Mapping[int, str]
+) -> Value:
+    base, nbytes = None, result.nbytes
+    if 0 <= result.argument < len(arguments):
+        base = arguments[result.argument]
+    elif result.sibling >= 0:
+        base = owners.get(result.sibling)
+        nbytes = 0 if base is not None else result.tensor.copy_bytes
+    return _value_of(name, result.tensor, nbytes, base)
+
+
+def _result_index(value: Any) -> dict[Any, int]:
+    """Return position in a list of results -> index among its tensors."""
+    index_of: dict[Any, int] = {}
+    if isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            if isinstance(item, TensorMeta):
+                index_of[position] = len(index_of)
+    return index_of
