@@ -1,4 +1,4 @@
-"""Read and check a caller's arguments: the model, example calls, constraints, compile options, plans."""
+"""Read and check a caller's arguments: model, example calls, constraints, training, compiling, plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from graphplan._compat.torch import uncompiled
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.plan_options import ExampleCall, PlanOptions
-from graphplan.api.training_arguments import read_training
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model_methods import entry_named
@@ -25,12 +24,14 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.compiler.saved_captures import SavedCaptures
+from graphplan.compiler.training import Training, trainable
 from graphplan.devices.device_keys import own_key
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
-from graphplan.devices.topology import SIMULATED, Topology
+from graphplan.devices.topology import SIMULATED, Topology, is_figure
 from graphplan.errors import DeviceError, InputError, PlanError
 from graphplan.integrations.rehearsal import rehearse
 from graphplan.ir.constraints import Constraints
+from graphplan.passes.training.optimizer_memory import optimizer_memory
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.warnings import warn
 
@@ -74,7 +75,7 @@ def read_request(
         unsupported |= {"dynamic_shapes": plan_options.dynamic_shapes, "calls": plan_options.calls}
     else:
         unsupported |= {"max_batch": plan_options.max_batch, "max_length": plan_options.max_length}
-    training = read_training(plan_options, model_copy, unsupported)
+    training = _read_training(plan_options, model_copy, unsupported)
     if training is not None and topology is not None:
         model_copy.step = training.differentiation
     folder = plan_options.capture_cache
@@ -155,6 +156,55 @@ def _read_group(group: object) -> str | tuple[str, ...]:
     names = tuple(group) if isinstance(group, Iterable) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise InputError(f"together must list names, or lists of them: {group!r} is neither")
+    return names
+
+
+def _read_training(
+    plan_options: PlanOptions, model_copy: ModelCopy, unsupported: Mapping[str, Any]
+) -> Training | None:
+    """Return the parameters to train and how; None for a forward pass alone.
+
+    ``unsupported``: name -> value of arguments that cannot be given with ``train=True``.
+    """
+    if not plan_options.train:
+        return None
+    for name, value in unsupported.items():
+        if value:
+            raise InputError(f"train=True does not take {name}")
+    outputs = _read_train_outputs(plan_options.train_outputs)
+    _require_one_optimizer(plan_options)
+    weights = model_copy.weights
+    required = trainable(weights)
+    trained = tuple(name for name in weights.tensors if name in required)
+    if not trained:
+        raise InputError("train=True: no parameter of the model requires a gradient")
+    dtypes = {weights.tensors[name].dtype for name in trained}
+    later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in dtypes}
+    memory = optimizer_memory(later, plan_options.optimizer, plan_options.optimizer_bytes_per_element)
+    allowed = plan_options.recompute, plan_options.offload_activations, plan_options.accumulate_gradients
+    return Training(memory, trained, outputs, *allowed)
+
+
+def _require_one_optimizer(plan_options: PlanOptions) -> None:
+    optimizer, nbytes = plan_options.optimizer, plan_options.optimizer_bytes_per_element
+    if nbytes is not None and optimizer is not None:
+        raise InputError("give optimizer or optimizer_bytes_per_element, not both")
+    if nbytes is not None and not is_figure(nbytes, may_be_zero=True):
+        raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
+    if optimizer is not None and not callable(optimizer):
+        text = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}(...)"
+        raise InputError(
+            f"optimizer={text}: give the class of an optimizer, such as torch.optim.AdamW, or a function "
+            "from parameters to one"
+        )
+
+
+def _read_train_outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"train_outputs must be names of results, such as 'loss', not {given!r}")
     return names
 
 
