@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import graphplan
-from graphplan.runtime.simulate.simulated_backend import SimulationMode
+from graphplan.runtime.simulate.simulation import SimulationMode
 
 WIDTH, DEPTH = 32, 4
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -26,7 +26,7 @@ import graphplan
 from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.runtime.module import module_state
 from graphplan.runtime.module.module_state import CallTurns
-from graphplan.runtime.simulate.simulated_backend import SimulationMode
+from graphplan.runtime.simulate.simulation import SimulationMode
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 WIDTH, DEPTH = 32, 6

@@ -25,7 +25,7 @@ from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.schedule.transfers import build_schedule
-from graphplan.runtime.simulate.simulated_backend import SimulationMode
+from graphplan.runtime.simulate.simulation import SimulationMode
 
 
 def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
