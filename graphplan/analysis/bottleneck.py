@@ -19,6 +19,7 @@ from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topolog
 from graphplan.errors import InfeasibleError
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
+from graphplan.ir.timeline import call_seconds
 from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -27,17 +28,20 @@ from graphplan.passes.placement.residence import on_one_device
 from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned
 
-WORTH = 1e-3  # of the makespan: a smaller gain counts as none
+_WORTH = 1e-3  # of the makespan: a smaller gain counts as none
 _SAME = 1e-6  # of the makespan: times that differ by less are equal
 _PRECISION = 0.05  # relative precision of the increase that is reported
 _TWICE = 2.0
 _TRIALS = 0.5  # share of a plan's effort for the first plans of all improvements
 _ANSWER = 0.3  # likewise for the plan of the answer; a fraction of it for plans that narrow it down
+_LOOK = 0.15  # a quick look: share of a plan's effort for all plans with more memory
+_ROUGH = 0.25  # likewise: relative precision of the increase
+_NARROWED = 700  # likewise: with more operations, a search for fewer bytes takes seconds
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with each improvement; the result depends on the plan only."""
-    search = BottleneckSearch(plan)
+    search = _Search(plan)
     faster = (partial(search.sped, *one) for one in search.faster())
     trials: list[Callable[[], Growth]] = [*search.memory(), *faster]
     search.share = _TRIALS / max(1, len(trials))
@@ -45,7 +49,7 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
     with bar, unwarned("balance=True"):  # the plan itself has warned
         growths = sorted((trial() for trial in bar), key=lambda growth: -growth.gain)
-        useful = [growth for growth in growths if growth.gain > WORTH * plan.weighted_makespan]
+        useful = [growth for growth in growths if growth.gain > _WORTH * plan.weighted_makespan]
         binding = [growth for growth in useful if growth.what == "memory"]
         answer = next(iter(binding or useful), None)
         if answer is not None:
@@ -66,6 +70,40 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     )
 
 
+def advice(plan: PlanData) -> str:
+    """Return a sentence on what would save time, from a quick look; empty for the method ``"hooks"``.
+
+    More memory is tried with less search. If it saves nothing, the same schedule is timed with each link and
+    each device twice as fast.
+    """
+    if plan.method == "hooks":
+        return ""
+    search = _Search(plan)
+    trials = list(search.memory())
+    search.share = _LOOK / max(1, len(trials))
+    with unwarned("balance=True"):  # the plan itself has warned
+        best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
+        if best is not None and best.gain > _WORTH * plan.weighted_makespan:
+            narrowed = len(plan.graph.operations) <= _NARROWED
+            return (search.with_fewest_bytes(best, _ROUGH) if narrowed else best).saving
+    text = "a quick look found no gain from more memory"
+    fastest = _fastest(search)
+    return text if fastest is None else f"{text}; {fastest.saving}"
+
+
+def _fastest(search: _Search) -> Growth | None:
+    """Return the link or device that saves most if it is twice as fast and nothing moves."""
+    now, growths = search.now, []
+    for what, devices in search.faster():
+        topology = search.topology_with_faster(what, devices)
+        seconds = sum(
+            one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in search.plan.calls
+        )
+        growths.append(Growth(what, devices, (), 0, seconds, now - seconds))
+    useful = (growth for growth in growths if growth.gain > _WORTH * now)
+    return max(useful, key=lambda growth: growth.gain, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Placements:
     """Placements of all calls on modified devices."""
@@ -77,7 +115,7 @@ class _Placements:
         return max(one.peak(key).nbytes for one in self.calls)
 
 
-class BottleneckSearch:
+class _Search:
     """Plans again on other devices, as if no earlier plan had placed the weights.
 
     ``share`` is what each trial takes of a plan's effort.

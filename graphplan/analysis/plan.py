@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Self
 
-from graphplan.analysis.advice import advice
-from graphplan.analysis.bottleneck import find_bottleneck
-from graphplan.analysis.explanation import Explanation, explain
+from graphplan.analysis.bottleneck import advice, find_bottleneck
+from graphplan.analysis.explanation import Explanation, explain, stage_reasons
 from graphplan.analysis.sensitivity import Bottleneck
-from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import PLAN_FORMAT, decode_plan, encode_plan
 from graphplan.ir.remarks import Remarks

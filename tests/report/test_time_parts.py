@@ -13,8 +13,8 @@ from torch import nn
 
 import graphplan
 from graphplan import Graph, Operation, Plan, Value
-from graphplan.analysis.advice import advice
-from graphplan.analysis.stage_reasons import stage_reasons
+from graphplan.analysis.bottleneck import advice
+from graphplan.analysis.explanation import stage_reasons
 from graphplan.report.page_data import page_data
 from graphplan.report.perfetto import to_trace
 from graphplan.report.time_parts import time_parts, what_takes_the_time
