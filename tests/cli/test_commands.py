@@ -19,7 +19,7 @@ from plans import hostile_plan
 
 import graphplan
 from graphplan.cli.console import complain
-from graphplan.cli.example_inputs import example_inputs
+from graphplan.cli.model_argument import example_inputs
 from graphplan.devices.datasheets import find_card
 from graphplan.errors import PlanError
 from graphplan.report.html_page import to_html
