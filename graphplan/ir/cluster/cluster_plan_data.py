@@ -95,12 +95,17 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @cached_property
     def timed_actions(self) -> tuple[TimedAction, ...]:
-        """The estimated times at which machines run their stages in a batch, interleaved."""
+        """The estimated times at which machines run their stages in a batch.
+
+        Unless interleaved, the forward and the backward pass of a microbatch are one action.
+        """
+        interleaved = self.schedule == "interleaved"
+        crossings = self.flight.crossings if interleaved else 1
         stages = [
-            stage_seconds(stage.plan, sent / self.flight.crossings, trains=self.trains)
+            stage_seconds(stage.plan, sent / crossings, trains=self.trains and interleaved)
             for stage, sent in zip(self.stages, self.transfer_seconds, strict=True)
         ]
-        return tuple(play(self.machines, self.microbatches, stages))
+        return tuple(play(len(stages) // self.flight.stages_per_machine, self.microbatches, stages))
 
     @property
     def makespan(self) -> float:

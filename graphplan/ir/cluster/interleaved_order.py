@@ -58,7 +58,7 @@ def interleaved_order(
     machines: int, stages_per_machine: int, microbatches: int
 ) -> tuple[tuple[StageAction, ...], ...]:
     """Return the actions of each machine, in order."""
-    assert rounds_divide(machines, microbatches)
+    assert stages_per_machine == 1 or rounds_divide(machines, microbatches)
     each = microbatches // max(1, microbatches // machines)  # microbatches of a round
     total = microbatches * stages_per_machine
 
@@ -109,7 +109,8 @@ def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> li
     """Simulate a batch: each action runs as soon as its machine is free and its input has been computed.
 
     A transfer takes time of the sender, and of the receiver when it starts the action: an early input waits
-    in a buffer, of which there is one for each microbatch.
+    in a buffer, of which there is one for each microbatch. With one stage for each machine, and without
+    backward passes, this is a plain pipeline.
     """
     order = interleaved_order(machines, len(stages) // machines, microbatches)
     trains = any(stage.backward is not None for stage in stages)

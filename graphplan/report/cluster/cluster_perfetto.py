@@ -47,26 +47,6 @@ class Slot:
 
 def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
     """Yield when machines receive, compute and wait, as estimated; forward only, unless interleaved."""
-    if plan.schedule == "interleaved":
-        yield from _timed_slots(plan)
-        return
-    count, sent = len(plan.stages), plan.transfer_seconds
-    free = [0.0] * count
-    for microbatch in range(plan.microbatches):
-        for index, stage in enumerate(plan.stages):
-            begin = free[index]
-            if index:
-                arrives = max(begin, free[index - 1])
-                if arrives > begin:
-                    yield Slot(index, microbatch, "wait", begin, arrives)
-                begin = arrives + sent[index - 1]
-                yield Slot(index, microbatch, "receive", arrives, begin)
-                free[index - 1] = begin
-            free[index] = begin + stage.plan.makespan
-            yield Slot(index, microbatch, "stage", begin, free[index])
-
-
-def _timed_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
     for one in plan.timed_actions:
         ids, backward = (one.action.stage, one.action.microbatch), one.action.backward
         if one.received > one.free:
