@@ -29,7 +29,7 @@ from torch.fx.experimental import _config as symbolic_config
 
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.passes.placement.driver import place
 
@@ -80,7 +80,7 @@ def stages(recipe: Model, devices: int) -> dict[str, Any]:
     compiler = Compiler(model_copy, topology, Options())
     call = model_copy.bind((), inputs)
     timed(seconds, "capture", lambda: compiler.captures.traced(call))
-    timed(seconds, "annotate", lambda: compiler.pose(EntryCall(call)))
+    timed(seconds, "annotate", lambda: compiler.pose(call))
     planned = timed(seconds, "place", lambda: compiler.plan(call))
     return {"operations": len(planned.plan.graph.operations), "gap": planned.plan.gap, "seconds": seconds}
 

@@ -22,7 +22,7 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model_methods import entry_named
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.compiler.training import Training, trainable
 from graphplan.devices.device_keys import own_key
@@ -267,7 +267,7 @@ def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad
 
 def read_examples(
     plan_options: PlanOptions, args: Sequence[Any], kwargs: Mapping[str, Any] | None, compiler: Compiler
-) -> list[EntryCall]:
+) -> list[WeightedCall]:
     """Return the example calls of ``calls=`` with their weights; a function is rehearsed to find its calls.
 
     Raises:
@@ -299,7 +299,7 @@ def read_examples(
     return [_bind_call(compiler.model_copy, call, float(weight)) for call, weight in pairs]
 
 
-def _bind_call(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:
+def _bind_call(model_copy: ModelCopy, call: ExampleCall, weight: float) -> WeightedCall:
     if isinstance(call, Mapping):
         call = (), call
     if isinstance(call, tuple | list) and 2 <= len(call) <= 3:
@@ -307,7 +307,7 @@ def _bind_call(model_copy: ModelCopy, call: ExampleCall, weight: float) -> Entry
         named = all(isinstance(item, str) for item in name)
         if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
             entry = entry_named(model_copy.module, *name) if name else ""
-            return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry, weight)
+            return WeightedCall(model_copy.part(entry).bind(tuple(args), kwargs), weight)
     kind = type(call).__name__
     raise InputError(
         f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or "

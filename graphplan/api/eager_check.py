@@ -22,8 +22,8 @@ from graphplan.warnings import warn
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: bool) -> Any:
-    """Return what ``entry`` of the model returns in eager mode, run on copies of whatever it may write to."""
+def _eager_result(model: nn.Module, call: BoundCall, *, keep_grad: bool) -> Any:
+    """Return the result of a call in eager mode, run on copies of whatever it may write to."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     shell = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -33,10 +33,10 @@ def _eager_result(model: nn.Module, entry: str, call: BoundCall, *, keep_grad: b
 
     with torch.set_grad_enabled(keep_grad), tensors_restored(model):
         args, kwargs = map_leaves(here, copied_arguments(call))
-        return method_of(shell, entry)(*args, **kwargs)
+        return method_of(shell, call.entry)(*args, **kwargs)
 
 
-def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
+def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall) -> None:
     """Raise NoGraphError if a placed model and eager mode differ on the example inputs.
 
     Warn instead if the model has no data, or if two eager runs differ.
@@ -46,12 +46,12 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
         return
     with random_state_restored(model), rolled_back(placed):
         keep_grad = vars(placed)["_graphplan"].keep_grad
-        eager = [_eager_result(model, entry, call, keep_grad=keep_grad) for _ in range(2)]
+        eager = [_eager_result(model, call, keep_grad=keep_grad) for _ in range(2)]
         if compare(*eager) is not None:
             warn("check: results of eager mode differ from call to call, so nothing can be compared")
             return
         args, kwargs = copied_arguments(call)
-        diff = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
+        diff = compare(method_of(placed, call.entry)(*args, **kwargs), eager[0])
     if diff is not None:
         what = "graph" if PlacedView(placed).graph_modules else "module-by-module run"
         raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {diff}")

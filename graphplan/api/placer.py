@@ -34,7 +34,7 @@ from graphplan.capture.value_branches import ValueOf
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.compiler.progress import enter_stage
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
@@ -108,17 +108,17 @@ class Placer:
         if self._step is not None and torch.is_grad_enabled():
             model_copy.step = self._step.of(module, (args, kwargs))
         call = model_copy.part(entry).bind(args, kwargs)
-        return replace(self, become=taken_over).place(model, model_copy, call, entry)
+        return replace(self, become=taken_over).place(model, model_copy, call)
 
-    def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str = "") -> nn.Module:
-        """Return the placed model for a call of ``entry``, or of the model itself if it is empty.
+    def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall) -> nn.Module:
+        """Return the placed model for a call.
 
         If a training step cannot be traced, only its forward pass is, and autograd does the rest.
         """
         if self.options.training is None:
-            return self._place_forward(model, model_copy, call, entry)
+            return self._place_forward(model, model_copy, call)
         try:
-            return self._traced(model, self._compiler(model_copy), EntryCall(call, entry))
+            return self._traced(model, self._compiler(model_copy), call)
         except NoGraphError as error:
             if self._must_raise(error):
                 raise
@@ -127,15 +127,13 @@ class Placer:
         size_text = "of unknown size" if nbytes is None else f"about {readable_bytes(nbytes)}"
         warn(_UNTRACED.format(size_text, failure))
         plain = replace(self, options=replace(self.options, training=None, grad=True))
-        return plain._place_forward(model, ModelCopy(model), call, entry)
+        return plain._place_forward(model, ModelCopy(model), call)
 
-    def _place_forward(
-        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, entry: str
-    ) -> nn.Module:
+    def _place_forward(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall) -> nn.Module:
         """Return the placed model for a forward pass; its modules run the pass if that cannot be traced."""
-        compiler, example = self._compiler(model_copy), EntryCall(call, entry)
+        compiler = self._compiler(model_copy)
         try:
-            return self._traced(model, compiler, example)
+            return self._traced(model, compiler, call)
         except NoGraphError as error:
             if self._must_raise(error):
                 raise
@@ -143,24 +141,25 @@ class Placer:
         if self.homes is not None:  # its modules run this call where their weights are
             compiler.settle()
             return self.attached(model, compiler, [], no_graph=failed)
-        return self._hooked(model, model_copy, [example], failed)
+        return self._hooked(model, model_copy, [call], failed)
 
-    def _traced(self, model: nn.Module, compiler: Compiler, example: EntryCall) -> nn.Module:
-        placed = self.attached(model, compiler, plan_first(compiler, example.call, example.entry))
-        return self._checked(model, placed, [example])
+    def _traced(self, model: nn.Module, compiler: Compiler, call: BoundCall) -> nn.Module:
+        placed = self.attached(model, compiler, plan_first(compiler, call))
+        return self._checked(model, placed, [call])
 
     def _must_raise(self, error: NoGraphError) -> bool:
         """Whether the caller of this placer handles a call without a graph."""
         return self.strict or self.beside_hooks or isinstance(error, RunAsItIs | UntracedMethodError)
 
     def place_together(
-        self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]
+        self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[WeightedCall]]
     ) -> nn.Module:
         """Return the placed model for several calls, which ``find`` reads or rehearses."""
         compiler = self._compiler(model_copy)
-        calls = find(compiler)
+        weighted = find(compiler)
+        calls = [one.call for one in weighted]
         try:
-            placed = self.attached(model, compiler, compiler.plan_and_commit(calls))
+            placed = self.attached(model, compiler, compiler.plan_and_commit(weighted))
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             if self.strict or isinstance(error, RunAsItIs):
@@ -168,16 +167,16 @@ class Placer:
             failed = error
         return self._hooked(model, model_copy, calls, failed)
 
-    def _checked(self, model: nn.Module, placed: nn.Module, calls: Sequence[EntryCall]) -> nn.Module:
-        for example in calls if self.check else ():
-            require_equal(model, placed, example.call, example.entry)
+    def _checked(self, model: nn.Module, placed: nn.Module, calls: Sequence[BoundCall]) -> nn.Module:
+        for call in calls if self.check else ():
+            require_equal(model, placed, call)
         return placed
 
     def _hooked(
-        self, model: nn.Module, model_copy: ModelCopy, calls: Sequence[EntryCall], failed: NoGraphError
+        self, model: nn.Module, model_copy: ModelCopy, calls: Sequence[BoundCall], failed: NoGraphError
     ) -> nn.Module:
         """Return the model run by hooks, with memory for the call with the largest inputs."""
-        largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
+        largest = max(calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
         # results that differ from eager's, or state that calls keep, rule out later traces too
         retry = None if self.check or isinstance(failed, KeptStateError) else self._beside_hooks
         placed = fall_back(
@@ -275,7 +274,6 @@ class Placer:
         self,
         known: Compiler,
         call: BoundCall,
-        entry: str,
         modes: Modes,
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
@@ -290,7 +288,7 @@ class Placer:
         """
         known.model_copy.enter(modes, values, current)
         mover = known.anew()
-        planned = mover.plan(call, entry, mover.aheads(call, entry), caller_retries=True)
+        planned = mover.plan(call, mover.aheads(call), caller_retries=True)
         mover.commit(planned)
         placer = Placer(
             self.topology,

@@ -40,12 +40,14 @@ class BoundCall:
         kwargs: everything else by name, in the order of the signature.
         leaves: the flattened ``(args, kwargs)``.
         spec: the structure that ``leaves`` came from.
+        entry: what is called, as in :func:`graphplan.capture.model_methods.method_of`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    entry: str = ""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -62,7 +64,7 @@ class BoundCall:
         """Return the call with ``function`` applied to each leaf."""
         leaves = tuple(map(function, self.leaves))
         args, kwargs = unflatten(leaves, self.spec)
-        return BoundCall(args, kwargs, leaves, self.spec)
+        return BoundCall(args, kwargs, leaves, self.spec, self.entry)
 
     def on_cpu(self) -> BoundCall:
         """Return the call with distinct tensors on the CPU; those of the meta device become zeros.
@@ -114,8 +116,10 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return signature
 
 
-def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
-    """Bind arguments to the parameters of ``forward``."""
+def bind_call(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
+) -> BoundCall:
+    """Bind arguments to the parameters of ``forward``, or of what ``entry`` names."""
     parameters = signature.parameters
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -143,7 +147,7 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
     if any(dataclasses.is_dataclass(leaf) or isinstance(leaf, UserDict) for leaf in leaves):
         know_containers(leaves)
         leaves, spec = flatten((tuple(positional), named))
-    return BoundCall(tuple(positional), named, tuple(leaves), spec)
+    return BoundCall(tuple(positional), named, tuple(leaves), spec, entry)
 
 
 def _hints(parameters: Mapping[str, Parameter], kwargs: Mapping[str, Any], error: str) -> str:

@@ -59,12 +59,12 @@ class Captures:
         self._fixed_entries = set[str]()  # entries whose training steps are traced with fixed sizes
 
     @one_at_a_time
-    def annotated(self, call: BoundCall, entry: str = "", ahead: float = 0.0) -> Annotator:
+    def annotated(self, call: BoundCall, ahead: float = 0.0) -> Annotator:
         """Return the annotator of a call for sizes up to a bound; trace the call if its structure is new.
 
         ``ahead`` is as in :meth:`graphplan.capture.sizes.size_limits.SizeLimits.largest`.
         """
-        known = self.traced(call, entry)
+        known = self.traced(call)
         # a bound that was only tried for this call is none that it has outgrown
         grows = any(one.capture.signature.mismatch(call) is not None for one in known.annotators)
         bound = bounded(known.capture, call, self.options.size_limits, ahead, grows=grows)
@@ -88,12 +88,12 @@ class Captures:
         self.captured[:] = [known for known in self.captured if annotator not in known.annotators]
 
     @one_at_a_time
-    def traced(self, call: BoundCall, entry: str = "") -> Captured:
+    def traced(self, call: BoundCall) -> Captured:
         """Return the capture of a call; trace it if its structure is new."""
         modes, step = self.model_copy.modes, self.model_copy.step is not None
         mismatches = list[tuple[Captured, str]]()
         for known in self.captured:
-            if known.modes == modes and known.capture.entry == entry:
+            if known.modes == modes and known.capture.entry == call.entry:
                 mismatch = known.capture.signature.mismatch(call)
                 if mismatch is None and same_answers(known.capture.branches, self.model_copy.current):
                     return known
@@ -103,7 +103,7 @@ class Captures:
             reasons = (why for _, why in (*reversed(alike), *mismatches))
             logger.info(
                 "capturing another graph of %s for (%s): %s",
-                entry or type(self.model_copy.module).__name__,
+                call.entry or type(self.model_copy.module).__name__,
                 ", ".join(leaf_names(call)),
                 next(reasons, None)
                 or modes.difference(self.captured[-1].modes)
@@ -115,47 +115,45 @@ class Captures:
             vary |= bool(differing) or _other_number(known.capture.signature, call)
             sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         enter_stage("trace")
-        traced = self._trace(call, entry, vary=vary, sizes=sizes)
+        traced = self._trace(call, vary=vary, sizes=sizes)
         self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.captured[-1]
 
-    def _trace(self, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
+    def _trace(self, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:
         """Trace a call; trace a training step for the sizes of this call alone if its sizes cannot vary."""
-        part, step = self.model_copy.part(entry), self.model_copy.step is not None
-        if step and (not vary or entry in self._fixed_entries):
-            return self._capture(part, call, entry, vary=False, sizes=False)
+        part, step = self.model_copy.part(call.entry), self.model_copy.step is not None
+        if step and (not vary or call.entry in self._fixed_entries):
+            return self._capture(part, call, vary=False, sizes=False)
         try:
-            return self._capture(part, call, entry, vary=vary, sizes=sizes)
+            return self._capture(part, call, vary=vary, sizes=sizes)
         except NoGraphError as error:
             if not step:
                 raise
             why = first_line(error)
-        self._fixed_entries.add(entry)
-        fixed_capture = self._capture(part, call, entry, vary=False, sizes=False)
+        self._fixed_entries.add(call.entry)
+        fixed_capture = self._capture(part, call, vary=False, sizes=False)
         part.warn_once(
             "sizes cannot vary in the trace of this training step, so each new size is traced and planned "
             f"again: {why}"
         )
         return fixed_capture
 
-    def _capture(self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool) -> Capture:
+    def _capture(self, part: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:
         """Read a capture from the folder; or trace, simplify and differentiate the call, and save it.
 
         A backward pass that needs values of integer inputs is traced again, with branches on them.
         """
         found = None
         while found is None:  # outside of the handler, so that errors of the next trace have no context
-            found = self._read_or_make(part, call, entry, vary=vary, sizes=sizes)
+            found = self._read_or_make(part, call, vary=vary, sizes=sizes)
         _unify_names(found, [other.capture for other in self.captured])
         return found
 
-    def _read_or_make(
-        self, part: ModelCopy, call: BoundCall, entry: str, *, vary: bool, sizes: bool
-    ) -> Capture | None:
+    def _read_or_make(self, part: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool) -> Capture | None:
         """Return the capture; None if it has to be made again, with branches on more inputs."""
         differentiation, saved = self.model_copy.step, self.options.saved_captures
-        shapes = None if entry else self.options.dynamic_shapes  # given for forward's arguments alone
+        shapes = None if call.entry else self.options.dynamic_shapes  # given for forward's arguments alone
         keep_grad, fixed = self.options.grad or differentiation is not None, part.code.fixed
         options = {"keep_grad": keep_grad, "step": differentiation is not None, "vary": vary, "sizes": sizes}
         origin = None

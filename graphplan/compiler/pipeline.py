@@ -64,11 +64,10 @@ _TRAINED = "max_batch and max_length that cover them, or them as its example"  #
 
 
 @dataclass(frozen=True, slots=True)
-class EntryCall:
-    """A call to plan, of the model or of its method ``entry``; the objective counts it ``weight`` times."""
+class WeightedCall:
+    """A call to plan together with others; the objective counts it ``weight`` times."""
 
     call: BoundCall
-    entry: str = ""
     weight: float = 1.0
 
 
@@ -126,7 +125,6 @@ class Compiler:
     def plan(
         self,
         call: BoundCall,
-        entry: str = "",
         aheads: Sequence[float] | None = None,
         *,
         caller_retries: bool = False,
@@ -139,10 +137,10 @@ class Compiler:
         """
         placed = self.homes is not None
         *larger, last = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
-        plan_ahead = self._plan_ahead(call, entry, larger)
+        plan_ahead = self._plan_ahead(call, larger)
         if plan_ahead is not None and (last or not placed or slowness(plan_ahead.plan) <= _WORTH):
             return plan_ahead
-        annotator = self.captures.annotated(call, entry, last)
+        annotator = self.captures.annotated(call, last)
         if plan_ahead is not None and plan_ahead.capture.signature == annotator.capture.signature:
             return plan_ahead  # the caller's limits fix the sizes
         if caller_retries and self.committed.lacks_room(annotator.capture):
@@ -160,10 +158,10 @@ class Compiler:
             return planned
         return planned if _WORTH * slowness(planned.plan) < slowness(plan_ahead.plan) else plan_ahead
 
-    def _plan_ahead(self, call: BoundCall, entry: str, aheads: Sequence[float]) -> Planned | None:
+    def _plan_ahead(self, call: BoundCall, aheads: Sequence[float]) -> Planned | None:
         """Return the plan for the first of these larger sizes for which there is room; None for no room."""
         for ahead in aheads:
-            annotator = self.captures.annotated(call, entry, ahead)
+            annotator = self.captures.annotated(call, ahead)
             if not self.committed.lacks_room(annotator.capture):
                 with suppress(InfeasibleError):
                     return self._place_alone(annotator, call, caller_retries=True)
@@ -180,19 +178,19 @@ class Compiler:
             error.__traceback__ = None  # its frames hold the caller's tensors
             raise
 
-    def aheads(self, call: BoundCall, entry: str) -> Sequence[float]:
+    def aheads(self, call: BoundCall) -> Sequence[float]:
         """Return how far to plan ahead if weights may move: a cache is sure to grow."""
-        return AHEAD if self.captures.traced(call, entry).capture.states else (*AHEAD, 0.0)
+        return AHEAD if self.captures.traced(call).capture.states else (*AHEAD, 0.0)
 
     @one_at_a_time
-    def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
+    def plan_together(self, calls: Sequence[WeightedCall], *, advise: bool = True) -> tuple[Planned, ...]:
         """Capture several calls, and place them over one placement of weights.
 
         Calls of one structure count as one, with the sum of their weights. ``advise`` as in :class:`Limits`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one in calls:
-            annotator = self.captures.annotated(one.call, one.entry)
+            annotator = self.captures.annotated(one.call)
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + one.weight, one.call)
@@ -201,21 +199,21 @@ class Compiler:
         first = replace(plans[0].plan, others=tuple(planned.plan for planned in plans[1:]))
         return replace(plans[0], plan=first), *plans[1:]
 
-    def plan_and_commit(self, calls: Sequence[EntryCall], *, advise: bool = True) -> Sequence[Planned]:
+    def plan_and_commit(self, calls: Sequence[WeightedCall], *, advise: bool = True) -> Sequence[Planned]:
         """Plan calls as in :meth:`plan_together`, and commit the plans."""
         planned = self.plan_together(calls, advise=advise)
         for one in planned:
             self.commit(one)
         return planned
 
-    def pose(self, example: EntryCall) -> Problem:
+    def pose(self, call: BoundCall) -> Problem:
         """Return the problem that a plan of a call has to solve, with weights where earlier plans put them.
 
         Raises:
             LimitError: the call is larger than the caller's limits.
             CaptureError: the call cannot be traced or measured.
         """
-        return self._formulation.plain(self.captures.annotated(example.call, example.entry), example.call)
+        return self._formulation.plain(self.captures.annotated(call), call)
 
     def commit(self, planned: Planned) -> None:
         """Settle for later plans where this one has put weights, and what memory it takes."""
@@ -244,7 +242,6 @@ class Compiler:
     def further(
         self,
         call: BoundCall,
-        entry: str,
         modes: Modes,
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
@@ -259,12 +256,12 @@ class Compiler:
         """
         self.model_copy.enter(modes, values, current)
         settled = self.homes is not None
-        aheads = None if barely else self.aheads(call, entry)
-        planned = self.plan(call, entry, aheads, caller_retries=not barely)
+        aheads = None if barely else self.aheads(call)
+        planned = self.plan(call, aheads, caller_retries=not barely)
         self.commit(planned)
         program = self.lower(planned)
         if settled:
-            self._warn_of_slow_call(planned.plan, entry)
+            self._warn_of_slow_call(planned.plan, call.entry)
         return program
 
     def _warn_of_slow_call(self, plan: Plan, entry: str) -> None:

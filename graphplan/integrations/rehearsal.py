@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.sizes.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.errors import CaptureError, InputError
 from graphplan.runtime.fallback.short_names import made_class
 from graphplan.runtime.module.module_state import ModuleState
@@ -40,7 +40,7 @@ _ON_ZEROS = (
 
 
 @one_at_a_time
-def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
+def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[WeightedCall]:
     """Return the calls that ``run`` makes of the model, one of each structure, weighted by their number.
 
     Raises:
@@ -56,7 +56,7 @@ def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
             raise
     if not rehearsal.calls:
         raise InputError("the function given as calls= does not call the model")
-    return [replace(one.first_call, weight=float(one.count)) for one in rehearsal.calls]
+    return [WeightedCall(one.first_call, float(one.count)) for one in rehearsal.calls]
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Rehearsed:
     """
 
     number: int
-    first_call: EntryCall
+    first_call: BoundCall
     capture: Capture
     made_by: Mapping[int, tuple[int, int]]
     count: int = 1
@@ -93,7 +93,7 @@ class Rehearsal:
         self._generates = example is not None
         if example is not None:
             capture = compiler.captures.traced(example).capture
-            self.calls.append(Rehearsed(0, EntryCall(example), capture, {}))
+            self.calls.append(Rehearsed(0, example, capture, {}))
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -107,13 +107,13 @@ class Rehearsal:
 
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Trace a call of ``entry``, and return zeros in place of its results."""
-        call = bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs, entry)
         with as_written(self._shell):
-            capture = self.compiler.captures.traced(call, entry).capture
+            capture = self.compiler.captures.traced(call).capture
         made_by = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         seen = next((one for one in self.calls if one.capture is capture), None)
         if seen is None:
-            seen = Rehearsed(len(self.calls), EntryCall(call, entry), capture, made_by)
+            seen = Rehearsed(len(self.calls), call, capture, made_by)
             self.calls.append(seen)
         else:
             seen.count += 1

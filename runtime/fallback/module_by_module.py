@@ -140,7 +140,7 @@ class Modulewise:
         return replace(self, forms=list(self.forms), changed_module=False)
 
     def note(
-        self, entry: str, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
+        self, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
     ) -> CallForm:
         """Have calls of this structure run module by module from now on.
 
@@ -149,15 +149,16 @@ class Modulewise:
         """
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
         required = [i for i, leaf in enumerate(call.leaves) if _requires_grad(leaf)] if keeps_grad else ()
-        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)), required, hooked)
+        signature = InputSignature(call.spec, leaves, leaf_names(call))
+        form = CallForm(call.entry, modes, signature, required, hooked)
         self.forms.append(form)
         return form
 
-    def find(self, entry: str, call: BoundCall, modes: Modes) -> CallForm | None:
+    def find(self, call: BoundCall, modes: Modes) -> CallForm | None:
         """Return the form that a call matches; None if it matches none."""
         for form in self.forms:
-            matches = form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None
-            if matches and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
+            alike = (form.entry, form.modes) == (call.entry, modes) and form.signature.mismatch(call) is None
+            if alike and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
                 return form
         return None
 
@@ -170,14 +171,13 @@ def compute_device_of(plan: PlanData) -> torch.device | None:
 
 def run_by_modules(
     module: nn.Module,
-    entry: str,
     call: BoundCall,
     call_record: CallForm | Untraced,
     compute_device: torch.device | None,
     *,
     keeps_grad: bool,
 ) -> Any:
-    """Return the result of an entry of the model, run in the execution mode of ``call_record``.
+    """Return the result of a call of the model, run in the execution mode of ``call_record``.
 
     The first call like it sets that mode. Modules on the CPU compute on ``compute_device``, if it is given.
 
@@ -189,7 +189,7 @@ def run_by_modules(
     device = device_of_inputs(call)
 
     def run_in(mode: ExecutionMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return run_hooked(module, entry, HookedRun(mode, device, compute_device), args, kwargs)
+        return run_hooked(module, call.entry, HookedRun(mode, device, compute_device), args, kwargs)
 
     if call_record.execution_mode is None:
         # TOGETHER copies operands below autograd, so that no gradient reaches the originals

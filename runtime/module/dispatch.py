@@ -73,7 +73,7 @@ class CallRequest:
     def call(self) -> BoundCall:
         """The call, bound and flattened: a known form is served without."""
         if self._bound is None:
-            self._bound = bind_call(self.signature, self.args, self.kwargs)
+            self._bound = bind_call(self.signature, self.args, self.kwargs, self.entry)
         return self._bound
 
     def sizes(self) -> tuple[Any, ...]:
@@ -96,7 +96,6 @@ class Served:
 class ServedByModules:
     """A call that runs module by module, and ``call_record``, how calls like it run."""
 
-    entry: str
     call: BoundCall
     call_record: CallForm | Untraced
 
@@ -113,7 +112,7 @@ def serve(
         GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
-        return ServedByModules(request.entry, request.call, state.untraced)
+        return ServedByModules(request.call, state.untraced)
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
         reader = state.reader = state.new_reader(module)
@@ -123,7 +122,7 @@ def serve(
         if search.by_modules() is None:
             state.start = state.retry
             return None
-        return ServedByModules(request.entry, request.call, state.untraced)
+        return ServedByModules(request.call, state.untraced)
     if state.hooked():
         with state.turns:  # hooks that a running call of another thread uses do not count
             hooked = state.hooked()
@@ -185,18 +184,18 @@ class _Search:
 
     def by_modules(self) -> ServedByModules | None:
         """Return the call as one that runs module by module; None if no call like it has."""
-        entry, call = self.request.entry, self.request.call
-        form = self.state.modulewise.find(entry, call, self.modes)
-        return None if form is None else ServedByModules(entry, call, form)
+        call = self.request.call
+        form = self.state.modulewise.find(call, self.modes)
+        return None if form is None else ServedByModules(call, form)
 
     def begin_by_modules(self, *, hooked: bool = False) -> ServedByModules:
         """Have such calls run module by module from now on; if ``hooked``, while there are untraced hooks."""
-        entry, call, state = self.request.entry, self.request.call, self.state
+        call, state = self.request.call, self.state
         if hooked:
             warn(_HOOKED)
         keeps_grad = state.keep_grad and not hooked
-        form = state.modulewise.note(entry, call, self.modes, keeps_grad=keeps_grad, hooked=hooked)
-        return ServedByModules(entry, call, form)
+        form = state.modulewise.note(call, self.modes, keeps_grad=keeps_grad, hooked=hooked)
+        return ServedByModules(call, form)
 
     def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules | None:
         found = self._find(likely)
@@ -229,15 +228,15 @@ class _Search:
     @outside_inference_mode
     def _capture(self) -> int | ServedByModules | None:
         """Capture and plan a call of a new structure; None if the model runs without graphs from now on."""
-        state, entry, call = self.state, self.request.entry, self.request.call
+        state, call = self.state, self.request.call
         assert state.compile is not None
         assert state.guard is not None
         try:
             if state.refused is not None and self.modes.step is None:
                 self._require_few_graphs()
-            barely, values = not state.may_move(entry, call), state.guard.values
+            barely, values = not state.may_move(call), state.guard.values
             weights = weights_now(self.module)
-            state.programs.append(state.compile(call, entry, self.modes, values, weights, barely=barely))
+            state.programs.append(state.compile(call, self.modes, values, weights, barely=barely))
             if state.values is not values:
                 state.values = None
         except NoGraphError as error:

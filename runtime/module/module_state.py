@@ -68,7 +68,6 @@ class Compile(Protocol):
     def __call__(
         self,
         call: BoundCall,
-        entry: str,
         modes: Modes,
         values: Mapping[str, torch.Tensor],
         current: ValueOf,
@@ -99,7 +98,7 @@ class Start(Protocol):
         """Return the placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[BoundCall, str, Modes, Mapping[str, torch.Tensor], ValueOf], Start]
+MoveWeights = Callable[[BoundCall, Modes, Mapping[str, torch.Tensor], ValueOf], Start]
 """Returns the start that moves the weights so that a call has room, or raises InfeasibleError."""
 
 
@@ -223,14 +222,14 @@ class ModuleState:
                 if attribute in now:
                     program.constants[constant].detach().copy_(now[attribute])
 
-    def may_move(self, entry: str, call: BoundCall) -> bool:
+    def may_move(self, call: BoundCall) -> bool:
         """Whether weights may move to give a call room: only for larger inputs than the last time."""
-        limit = self.no_room_for.get(entry, math.inf)
+        limit = self.no_room_for.get(call.entry, math.inf)
         return self.move is not None and self.moved_for < _input_bytes(call) < limit
 
-    def note_no_room(self, entry: str, call: BoundCall) -> None:
+    def note_no_room(self, call: BoundCall) -> None:
         """Record that no placement of weights has room for this call, or for larger inputs."""
-        self.no_room_for[entry] = _input_bytes(call)
+        self.no_room_for[call.entry] = _input_bytes(call)
 
     @property
     def known_plan(self) -> PlanData | None:

@@ -295,14 +295,14 @@ def _note_failed_trace(
     state.start, state.untraced = None, replace(state.untraced, tries=state.untraced.tries - 1)
     path, _, method = entry.partition(":")
     signature = signature_of(getattr(unplaced(module).get_submodule(path), method or "forward"))
-    note_untraced(module, bind_call(signature, args, kwargs), entry)
+    note_untraced(module, bind_call(signature, args, kwargs, entry))
 
 
-def note_untraced(module: nn.Module, call: BoundCall, entry: str) -> None:
+def note_untraced(module: nn.Module, call: BoundCall) -> None:
     """Record that this call structure of an untraced module cannot be traced either."""
     state: ModuleState = vars(module)["_graphplan"]
     assert state.untraced is not None
-    form = state.modulewise.note(entry, call, state.new_reader(module).read(module))
+    form = state.modulewise.note(call, state.new_reader(module).read(module))
     form.compute_device, form.execution_mode = state.untraced.compute_device, state.untraced.execution_mode
 
 
@@ -330,21 +330,21 @@ def _move_weights(module: PlacedModule, state: ModuleState, request: CallRequest
     Return whether to try the call again: weights move, or it is planned without reserve. After any other
     error, the next call may have them moved.
     """
-    entry, call = request.entry, request.call
-    if not state.may_move(entry, call):
+    call = request.call
+    if not state.may_move(call):
         return False
     with CAPTURE_LOCK:
-        if module._graphplan is not state or not state.may_move(entry, call):  # another thread has been here
+        if module._graphplan is not state or not state.may_move(call):  # another thread has been here
             return True
         assert state.reader is not None
         assert state.move is not None
         assert state.guard is not None
         try:
             modes = state.reader.read(module)
-            start = state.move(call, entry, modes, state.guard.values, weights_now(module))
+            start = state.move(call, modes, state.guard.values, weights_now(module))
         except InfeasibleError as error:
             logger.info("no placement of weights has room for the call: %s", error)
-            state.note_no_room(entry, call)
+            state.note_no_room(call)
         else:
             warn(_WEIGHTS_MOVE)
             state.start, state.move = start, None
@@ -372,7 +372,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
         compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
     with as_written(module), watch:
-        result = run_by_modules(module, served.entry, call, known, compute_device, keeps_grad=keeps_grad)
+        result = run_by_modules(module, call, known, compute_device, keeps_grad=keeps_grad)
     return to_device(result, device_of_inputs(call), module) if state.return_outputs else result
 
 

@@ -13,8 +13,8 @@ from language_models import CACHE_NAMES, FAMILIES, build, example_of, inputs_of,
 from shortcuts import one_trace, short_search
 
 import graphplan
-from graphplan.capture.signature import leaf_names
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.compiler.pipeline import Compiler
 from graphplan.integrations.transformers import generate_plan
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
@@ -119,11 +119,11 @@ def test_where_the_first_placement_has_no_room_there_are_others(
     model, budgets, limits = build("llama"), TIGHT, SHORT
     plan, asked = Compiler.plan, list[Any]()
 
-    def lack_room_once(self: Compiler, call: Any, entry: str = "", aheads: Any = None, **options: Any) -> Any:
+    def lack_room_once(self: Compiler, call: Any, aheads: Any = None, **options: Any) -> Any:
         asked.append(call)
         if len(asked) == 2:  # the first call of generate()
             raise graphplan.InfeasibleError("no room where the example's weights are")
-        return plan(self, call, entry, aheads, **options)
+        return plan(self, call, aheads, **options)
 
     monkeypatch.setattr(Compiler, "plan", lack_room_once)
     if together:
@@ -149,11 +149,11 @@ def test_with_a_disk_nothing_is_planned_together(
     """That would leave nothing on disk, and speak of calls that nobody gave."""
     model, plan, asked = build("llama"), Compiler.plan, list[str]()
 
-    def plan_the_first(self: Compiler, call: Any, entry: str = "") -> Any:
-        asked.append(entry)
+    def plan_the_first(self: Compiler, call: Any) -> Any:
+        asked.append(call.entry)
         if len(asked) > 1:
             raise graphplan.InfeasibleError("no room")
-        return plan(self, call, entry)
+        return plan(self, call)
 
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(Compiler, "plan", plan_the_first)
@@ -264,8 +264,8 @@ def test_nothing_is_rehearsed_that_does_not_generate() -> None:
 def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pose = Compiler.pose
 
-    def refuse(compiler: Compiler, asked: EntryCall) -> Any:
-        if any(asked.call.kwargs.get(name) is not None for name in CACHE_NAMES):
+    def refuse(compiler: Compiler, asked: BoundCall) -> Any:
+        if any(asked.kwargs.get(name) is not None for name in CACHE_NAMES):
             raise graphplan.CaptureError("no room for it")
         return pose(compiler, asked)
 

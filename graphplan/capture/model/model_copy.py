@@ -214,7 +214,7 @@ class ModelCopy:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Return the arguments in canonical form."""
-        return bind_call(self.signature, args, kwargs)
+        return bind_call(self.signature, args, kwargs, self.entry)
 
 
 def _require_own_tensors(model: nn.Module) -> None:

@@ -30,10 +30,9 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.signature import leaf_on_cpu, signature_of
+from graphplan.capture.signature import BoundCall, leaf_on_cpu, signature_of
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import EntryCall
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, SIMULATED, DeviceKey, Topology, round_up
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
@@ -64,7 +63,7 @@ _SIZES = ModuleSizes(step=ALIGNMENT)
 def fall_back(
     model: nn.Module,
     model_copy: ModelCopy,
-    example: EntryCall,
+    example: BoundCall,
     topology: Topology,
     options: Options,
     source: Checkpoint | None,
@@ -180,7 +179,7 @@ class _Fallback:
     reason: str
     model: nn.Module
     model_copy: ModelCopy
-    example: EntryCall
+    example: BoundCall
     topology: Topology
     options: Options
     source: Checkpoint | None
@@ -212,8 +211,8 @@ class _Fallback:
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
         try:
             placed = start.place(self.model, self.source)
-            note_untraced(placed, self.example.call, self.example.entry)
-            args, kwargs = copied_arguments(self.example.call)
+            note_untraced(placed, self.example)
+            args, kwargs = copied_arguments(self.example)
             with rolled_back(placed):
                 self._run(placed)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
@@ -240,7 +239,7 @@ class _Fallback:
         module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         before = attributes_of(module)  # attributes of parameters are shared with the model
         try:
-            args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.example.call))
+            args, kwargs = map_leaves(leaf_on_cpu, copied_arguments(self.example))
             simulated = any(spec.type == SIMULATED for spec in self.topology.accelerators)
             # simulated accelerators decompose attention: measure the memory of the same kernels
             with untouched(module), on_any_device() if simulated else nullcontext():

@@ -30,7 +30,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import unflatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.code_generation import Planned
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.devices.topology import CPU, DISK
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, LimitError, NoGraphError
 from graphplan.integrations.rehearsal import Rehearsal, Rehearsed, RepeatedCallError
@@ -44,7 +44,7 @@ _LATER = ("decoder_", "labels")  # arguments that generate makes itself or does 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
-def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Planned]:
+def plan_first(compiler: Compiler, call: BoundCall) -> list[Planned]:
     """Plan and commit the first call, and the calls of ``generate`` if size limits are given.
 
     The compiler has committed nothing yet, but may know where weights reside already.
@@ -53,21 +53,20 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
         the plan of the example, and a plan for each other structure of calls that fits.
     """
     settled = compiler.homes is not None or compiler.given_plan is not None
-    first = compiler.plan(call, entry)
+    first = compiler.plan(call)
     compiler.commit(first)
     options = compiler.options
     trains = options.grad or options.training is not None
-    if entry or settled or trains or not options.size_limits.has_limit:
+    if call.entry or settled or trains or not options.size_limits.has_limit:
         return [first]
     rehearsed = [_on_device_of(other, call) for other in calls_of_generate(compiler, call)]
     others = list(_plannable(compiler, rehearsed))
-    example = EntryCall(call)
     for fast in (False,) if lacks_room(first.plan) else (True, False):
         planned, lacking = _plan_in_turn(compiler, others, first, fast=fast)
         if lacking is None:
             _warn_of_slow_calls(planned)
             return planned
-        replanned = _plan_around(compiler, lacking.call, example, others, fast=lacking.why is None)
+        replanned = _plan_around(compiler, lacking.call, call, others, fast=lacking.why is None)
         if replanned is not None:
             return replanned
         compiler.restart()
@@ -75,7 +74,7 @@ def plan_first(compiler: Compiler, call: BoundCall, entry: str = "") -> list[Pla
         if lacking.why is not None:  # another order of planning one by one does not help
             break
     assert lacking is not None
-    replanned = _plan_all(compiler, example, others)
+    replanned = _plan_all(compiler, call, others)
     if replanned is not None:
         return replanned
     warn(
@@ -103,7 +102,7 @@ def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
 class _Lacking:
     """A call that does not fit, and why; None if it fits but is slow for lack of memory."""
 
-    call: EntryCall
+    call: BoundCall
     why: str | None
 
 
@@ -128,7 +127,7 @@ def _plan_in_turn(
     planned = {0: first}
     for other in others:
         try:
-            plan = compiler.plan(_with_placed_caches(other, planned), other.first_call.entry)
+            plan = compiler.plan(_with_placed_caches(other, planned))
         except InfeasibleError as error:
             return [], _Lacking(other.first_call, str(error).splitlines()[0])
         if fast and lacks_room(plan.plan):
@@ -139,14 +138,14 @@ def _plan_in_turn(
 
 
 def _plan_around(
-    compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed], *, fast: bool
+    compiler: Compiler, hardest: BoundCall, example: BoundCall, others: Sequence[Rehearsed], *, fast: bool
 ) -> list[Planned] | None:
     """Plan and commit the ``hardest`` call, then all others; return None if one lacks room."""
     logger.info("planning the forward pass of generate() that lacked memory first")
     compiler.restart()
     try:
-        compiler.commit(compiler.plan(hardest.call, hardest.entry))
-        first = compiler.plan(example.call, example.entry)
+        compiler.commit(compiler.plan(hardest))
+        first = compiler.plan(example)
     except InfeasibleError as error:
         logger.info("no memory for all forward passes of generate(): %s", error)
         return None
@@ -157,7 +156,7 @@ def _plan_around(
     return planned if lacking is None else None
 
 
-def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
+def _plan_all(compiler: Compiler, example: BoundCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
     """Plan and commit all calls together over one placement of the weights; None if they do not fit.
 
     Joint plans do not support the disk.
@@ -166,7 +165,7 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
         return None
     logger.info("planning all forward passes of generate() together")
     compiler.restart()
-    calls = [example, *(other.first_call for other in others)]
+    calls = [WeightedCall(one) for one in (example, *(other.first_call for other in others))]
     try:
         return list(compiler.plan_and_commit(calls, advise=False))
     except InfeasibleError as error:
@@ -180,10 +179,8 @@ def _on_device_of(other: Rehearsed, example: BoundCall) -> Rehearsed:
     if device is None or device.type in (CPU, "meta"):
         return other
     with FakeTensorMode():
-        call = other.first_call.call.mapped(
-            lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf
-        )
-    return replace(other, first_call=replace(other.first_call, call=call))
+        call = other.first_call.mapped(lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf)
+    return replace(other, first_call=call)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -195,7 +192,7 @@ def _with_placed_caches(other: Rehearsed, planned: Mapping[int, Planned]) -> Bou
 
     The caches are new objects: those of the rehearsal have been filled since.
     """
-    call = other.first_call.call
+    call = other.first_call
     leaves = list(call.leaves)
     with FakeTensorMode():
         for leaf, (number, position) in other.made_by.items():
