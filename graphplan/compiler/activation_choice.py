@@ -17,8 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from graphplan.compiler.compile_state import Choice, CompileState, Member, Trial, with_optimizer
+from graphplan.compiler.compile_state import Choice, CompileState, Trial, with_optimizer
 from graphplan.compiler.fixed_point import place_calls
+from graphplan.compiler.formulation import Member
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
@@ -72,7 +73,7 @@ class _SavingsSearch:
         self.state, (self.member,) = state, state.members
         self.tried: dict[int, Trial] = {}
         self.missing: dict[int, int] = {}
-        self.problem = self._constrained(self.member)
+        self.problem = self.state.formulation.constrained(self.member)
         self.least = _least_seconds(self.problem)
         self.least_seconds = sum(self.least.values())
         options, topology = state.formulation.options, self.problem.topology
@@ -215,7 +216,7 @@ class _SavingsSearch:
         if not items or seconds >= known or math.isinf(known):  # if no trial fits, place() searches in full
             return []
         member = member_with(self.member, cheapest(items, len(items)))
-        alone = accelerators_alone(self._constrained(member))
+        alone = accelerators_alone(self.state.formulation.constrained(member))
         solution = None if alone is None else attempt(alone, self.state.limits, None)
         return [] if solution is None else [Trial(member, solution.evaluation)]
 
@@ -234,7 +235,7 @@ class _SavingsSearch:
     def _try(self, count: int, savings: Savings) -> None:
         """Probe the step with these savings, of so many segments."""
         member = member_with(self.member, savings)
-        problem = self._constrained(member)
+        problem = self.state.formulation.constrained(member)
         self._record(count, member, problem)
         self.missing[count] = self._missing_bytes(problem)
 
@@ -249,9 +250,6 @@ class _SavingsSearch:
         roomiest = max(self.devices, key=lambda spec: spec.room)
         peak = evaluate(problem, on_one_device(problem, roomiest.key)).peak(roomiest.key)
         return peak.nbytes - sum(spec.room for spec in self.devices)
-
-    def _constrained(self, member: Member) -> Problem:
-        return self.state.formulation.constrained(member.annotator, member.call)
 
 
 def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:

@@ -8,25 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphplan.capture.captured_graph import Part
-from graphplan.capture.signature import BoundCall
-from graphplan.compiler.formulation import Formulation
+from graphplan.compiler.formulation import Formulation, Member
 from graphplan.ir.cost_model import optimizer_seconds
-from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.slicing import slice_weights
 from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, Solution
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One of the calls that are planned together; ``weight`` says how much its seconds count."""
-
-    annotator: Annotator
-    weight: float
-    call: BoundCall
 
 
 def in_parts(member: Member, parts: Sequence[Part]) -> Member:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphplan.capture.captured_graph import Capture
-from graphplan.compiler.compile_state import Choice, CompileState, Member
-from graphplan.compiler.formulation import Formulation
+from graphplan.compiler.compile_state import Choice, CompileState
+from graphplan.compiler.formulation import Member
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
@@ -38,7 +37,7 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
     """
     formulation, members = state.formulation, state.members
     captures = [member.annotator.capture for member in members]
-    calls = [_plain_call(formulation, member, captures) for member in members]
+    calls = [formulation.call(member, captures) for member in members]
     if formulation.committed.homes is None or len(calls) > 1:
         _check_named(formulation.options.constraints, calls)
     near: list[Assignment] | None = None
@@ -72,11 +71,6 @@ def _chosen(
         )
         for member, call, one, bound in zip(members, calls, placed, bounds, strict=True)
     ]
-
-
-def _plain_call(formulation: Formulation, member: Member, together: Sequence[Capture]) -> Call:
-    plain = formulation.plain(member.annotator, member.call, together)
-    return Call(plain, formulation.options.constraints.within(plain.graph), member.weight)
 
 
 def _place(

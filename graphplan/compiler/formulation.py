@@ -23,7 +23,7 @@ from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.graph_weights import part_weight
-from graphplan.passes.placement.constrain import constrain
+from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.problem import Problem
 
 
@@ -55,6 +55,15 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One of the calls that are planned together; ``weight`` says how much its seconds count."""
+
+    annotator: Annotator
+    call: BoundCall
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Formulation:
     """Formulates placement problems, around what earlier plans have ``committed``.
 
@@ -66,18 +75,22 @@ class Formulation:
     committed: Commitments
     mappable: Set[str] | None = None
 
-    def constrained(self, annotator: Annotator, call: BoundCall) -> Problem:
+    def constrained(self, member: Member) -> Problem:
         """Return the problem of a call, with the caller's constraints."""
-        plain = self.plain(annotator, call)
-        return constrain(plain, self.options.constraints.within(plain.graph))
+        return self.call(member).with_homes({})
 
-    def plain(self, annotator: Annotator, call: BoundCall, together: Sequence[Capture] = ()) -> Problem:
+    def call(self, member: Member, together: Sequence[Capture] = ()) -> Call:
+        """Return the problem and the constraints of a call; ``together`` as in :meth:`graph`."""
+        plain = self.plain(member, together)
+        return Call(plain, self.options.constraints.within(plain.graph), member.weight)
+
+    def plain(self, member: Member, together: Sequence[Capture] = ()) -> Problem:
         """Return the problem of a call without the caller's constraints; ``together`` as in :meth:`graph`."""
-        states = self._state_homes(annotator.capture, call)
+        states = self._state_homes(member.annotator.capture, member.call)
         return Problem(
-            self.graph(annotator, together=together),
+            self.graph(member.annotator, together=together),
             self.topology,
-            host_key(self.topology, call),
+            host_key(self.topology, member.call),
             self.options.return_outputs,
             {**(self.committed.homes or {}), **self.committed.constants.homes, **states},
             prefetch_bytes=self.committed.prefetch_bytes(),

@@ -8,7 +8,8 @@ from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.activation_choice import member_with
-from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
+from graphplan.compiler.compile_state import Choice, CompileState, in_parts
+from graphplan.compiler.formulation import Member
 from graphplan.errors import PlanError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_difference import graph_difference
@@ -40,7 +41,7 @@ def _as_planned(member: Member, plan: PlanData) -> Member:
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     formulation, together = state.formulation, [each.annotator.capture for each in state.members]
-    plain = formulation.plain(member.annotator, member.call, together)
+    plain = formulation.plain(member, together)
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
     graph = formulation.graph(member.annotator, plan.schedule, together)

@@ -31,9 +31,9 @@ from graphplan.capture.value_branches import ValueOf
 from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
-from graphplan.compiler.compile_state import Choice, CompileState, Member
+from graphplan.compiler.compile_state import Choice, CompileState
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.formulation import Formulation, Options, host_key
+from graphplan.compiler.formulation import Formulation, Member, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
 from graphplan.compiler.progress import enter_stage, with_progress
 from graphplan.compiler.slicing_choice import reuse_slices
@@ -171,7 +171,7 @@ class Compiler:
         """Place a call by itself; remember its sizes if there is no room for them."""
         limits = replace(Limits.within(self.options.time_limit), caller_retries=caller_retries)
         try:
-            return self._place([Member(annotator, 1.0, call)], limits)[0]
+            return self._place([Member(annotator, call)], limits)[0]
         except InfeasibleError as error:
             logger.info("no room for such sizes: %s", error)
             self.committed.refused.append(annotator.capture)
@@ -193,7 +193,7 @@ class Compiler:
             annotator = self.captures.annotated(one.call)
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
-            members[key] = Member(annotator, before + one.weight, one.call)
+            members[key] = Member(annotator, one.call, before + one.weight)
         limits = replace(Limits.within(self.options.time_limit), advises=advise)
         plans = self._place(list(members.values()), limits)
         first = replace(plans[0].plan, others=tuple(planned.plan for planned in plans[1:]))
@@ -213,7 +213,7 @@ class Compiler:
             LimitError: the call is larger than the caller's limits.
             CaptureError: the call cannot be traced or measured.
         """
-        return self._formulation.plain(self.captures.annotated(call), call)
+        return self._formulation.plain(Member(self.captures.annotated(call), call))
 
     def commit(self, planned: Planned) -> None:
         """Settle for later plans where this one has put weights, and what memory it takes."""

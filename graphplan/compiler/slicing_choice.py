@@ -53,7 +53,7 @@ def place_whole_or_sliced(state: CompileState) -> list[Choice]:
     if sliced is None:
         return _whole_or_crowded(state)
     whole = None
-    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
+    problem = state.formulation.constrained(state.members[0])
     if probe(problem, deadline=state.limits.deadline) is not None:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole[0].seconds * _HOPE < sliced.seconds:
@@ -93,7 +93,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     capture, weights = member.annotator.capture, member.annotator.weights
     if capture.step is not None:  # a training step has gradients of whole weights
         return None
-    problem = formulation.constrained(member.annotator, member.call)
+    problem = formulation.constrained(member)
     if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
         return None  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
     oversized = [
@@ -106,8 +106,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     best: Trial | None = None
     for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)
-        constrained = formulation.constrained(sliced.annotator, member.call)
-        probed = probe(constrained, deadline=state.limits.deadline)
+        probed = probe(formulation.constrained(sliced), deadline=state.limits.deadline)
         if probed is not None and best is not None and probed.seconds >= best.seconds:
             break
         if probed is not None:
@@ -118,7 +117,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
 def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     """Return the error; add a hint if other options allow slicing a weight that no accelerator holds."""
     (member,) = state.members
-    problem = state.formulation.constrained(member.annotator, member.call)
+    problem = state.formulation.constrained(member)
     rooms = [spec.room for spec in problem.topology.accelerators]
     advice = [] if problem.topology.cpu is not None else ["add a budget for 'cpu' to max_memory"]
     advice += [] if problem.offload else ["leave out offload=False"]

@@ -14,9 +14,9 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, module_at, named_tensors
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.compile_state import Choice, Member
+from graphplan.compiler.compile_state import Choice
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.formulation import Formulation, Options
+from graphplan.compiler.formulation import Formulation, Member, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
 from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.errors import InputError, PlanError
@@ -27,7 +27,6 @@ from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.tensor_meta import dtype_name
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import StageCapture, cut_capture
-from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import evaluate
 
@@ -190,14 +189,13 @@ def plan_like(
     ``assignment`` and ``bound`` are those of the equal stage, the assignment in the names of this one.
     """
     formulation = Formulation(topology, options, Commitments())
-    call = source.example()
-    plain = formulation.plain(source.planned, call)
-    schedule = Schedule((), assignment, plain.host, plain.returns_to_host)
-    problem = replace(plain, graph=formulation.graph(source.planned, schedule))
+    member = Member(source.planned, source.example())
+    call = formulation.call(member)
+    schedule = Schedule((), assignment, call.problem.host, call.problem.returns_to_host)
+    problem = replace(call.problem, graph=formulation.graph(source.planned, schedule))
     evaluation = evaluate(problem, assignment)
     if not evaluation.feasible:
         return None
-    constrained = Call(problem, options.constraints.within(problem.graph), 1.0)
-    choice = Choice(Member(source.planned, 1.0, call), constrained, certify(evaluation, bound))
+    choice = Choice(member, replace(call, problem=problem), certify(evaluation, bound))
     check_budgets([choice])
     return plan_of(choice)

@@ -21,7 +21,8 @@ import graphplan
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
-from graphplan.compiler.compile_state import Member, in_parts
+from graphplan.compiler.compile_state import in_parts
+from graphplan.compiler.formulation import Member
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
 
