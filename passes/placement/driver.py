@@ -7,6 +7,7 @@ the fastest placement is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
@@ -66,13 +67,28 @@ def place(
 
 
 def _search_further(solution: Solution, problem: Problem, limits: Limits) -> Solution:
-    """Search with more work if the gap is large, unless earlier plans or limits restrict the search."""
+    """Search again from the placement that was found: in the time that is left, or if the gap is large.
+
+    Earlier plans and even pieces restrict the search: more of it finds nothing.
+    """
+    timed = limits.deadline is not None
     restricted = bool(problem.prefetch_limits) or problem.balance
-    if solution.gap <= PARAMS.large_gap or restricted or limits.seconds_left is not None or not limits.proves:
+    least = PARAMS.sufficient_gap if timed else PARAMS.large_gap
+    if solution.gap <= least or restricted or limits.over or not limits.proves:
         return solution
-    more = replace(limits, effort=limits.effort * PARAMS.more_work)
+    more = replace(limits, effort=math.inf if timed else limits.effort * PARAMS.more_work)
     second = attempt(problem, more, solution.evaluation.assignment)
-    return solution if second is None or second.evaluation.seconds > solution.evaluation.seconds else second
+    return solution if second is None else _better(solution, second)
+
+
+def _better(first: Solution, second: Solution) -> Solution:
+    """Return the faster placement, with the higher bound where both hold for the same placements."""
+    if second.evaluation.seconds <= first.evaluation.seconds:
+        first, second = second, first
+    bound = second.bound
+    if bound.scope is not first.bound.scope:
+        return first
+    return certify(first.evaluation, first.bound.raised(bound.seconds, bound.proof))
 
 
 def probe(
@@ -363,8 +379,7 @@ def _in_turns(search: StreamedSearch) -> Evaluation | None:
     problem, effort = search.problem, search.effort
     if problem.fixed_weights.keys() >= set(problem.graph.streamable):
         return None  # an earlier plan has placed the weights, and operations follow them
-    # half of a time limit: the first placements of the other searches are several times slower
-    with effort.share(PARAMS.turns_share if effort.deadline is None else 0.5) as part:
+    with effort.share(PARAMS.turns_share) as part:
         turns = copy(search)
         turns.effort = part
         turns.take_turns()

@@ -158,10 +158,10 @@ class LocalSearch:
         return devices
 
     def _draw_run(self, draw: random.Random, among: Bools) -> Bools:
-        """(operations,) mask of 1, 2, 4, ..., sqrt(all) macro-operations in a row, some of ``among``."""
+        """(operations,) mask of 1, 2, 4, ... macro-operations in a row, up to all, some of ``among``."""
         unit, count = self.arrays.unit_of, len(self.arrays.units)
         heads = np.unique(unit[(unit >= 0) & among])
-        length = 1 << draw.randrange((count.bit_length() + 1) // 2)
+        length = 1 << draw.randrange(count.bit_length())
         first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
 

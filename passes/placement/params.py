@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,8 +200,7 @@ class Limits:
         return replace(self.until(1 / searches), effort=self.effort)
 
     def work(self, operations: int, times: float = 1.0) -> Effort:
-        """Return the effort of the remaining time, or ``times`` the work for this many operations."""
+        """Return ``times`` the work for this many operations, or what can be done in the remaining time."""
         left = self.seconds_left
-        if left is not None:
-            return Effort(PARAMS.visits_per_second * left, self.deadline)
-        return Effort(PARAMS.visits(operations) * self.effort * times)
+        most = math.inf if left is None else PARAMS.visits_per_second * left
+        return Effort(min(PARAMS.visits(operations) * self.effort * times, most), self.deadline)

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placements import ample, equal_cards, random_homes, random_units, stack
+from networks import unet
+from placements import CARD, ample, equal_cards, random_homes, random_units, stack
 from random_problems import MEDIUM, TINY, random_instance
 
-from graphplan.devices.topology import CPU
+from graphplan.devices.topology import CPU, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.local_search import LocalSearch
 from graphplan.passes.placement.problem import Problem
@@ -143,6 +145,15 @@ def test_operations_exchange_full_cards() -> None:
     assert search.devices.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0])
     assert search.seconds < before
     assert_consistent(search)
+
+
+def test_the_ends_of_a_unet_come_together() -> None:
+    """Its skips are longest between the ends; no segment holds both, and short exchanges do not join them."""
+    graph = unet(4, 128, 128, 4, 2)
+    cards = [replace(CARD, key=i, device=f"sim:{i}", memory=166_405_709) for i in range(4)]
+    cards = [replace(card, flops=300e12, bandwidth=2000e9) for card in cards]
+    found = place(Problem(graph, Topology(tuple(cards), {}, Link(12e9, 15e-6)), CPU))
+    assert found.gap < 0.4
 
 
 @shares_of(170, 40)

@@ -7,12 +7,14 @@ import math
 import random
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from brute import Brute
 from placements import cards
+from random_problems import MEDIUM, random_instance
 from test_optimal import KINDS, budgets_of, random_graph
 from torch import nn
 
@@ -22,6 +24,7 @@ from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import Speed, with_speeds
 from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
+from graphplan.passes.placement import driver
 from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -218,6 +221,24 @@ def test_after_the_time_limit_no_relaxation_is_made(share: float) -> None:
         assert "least seconds of each operation" in hasty.bound.text
         least = min(sum(problem.clock(spec).values()) for spec in problem.topology.devices)
         assert 0 < hasty.bound.seconds <= least
+
+
+def test_a_time_limit_begins_with_the_default_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of more effort from the start found slower placements."""
+    problem, efforts = random_instance(5001, MEDIUM).problem, list[float]()
+    default, attempt = place(problem), driver.attempt
+    higher = replace(default.bound, seconds=(default.bound.seconds + default.evaluation.seconds) / 2)
+
+    def once(problem: Problem, limits: Limits, near: Any) -> Any:
+        efforts.append(limits.effort)
+        assert (near is None) == (len(efforts) == 1)
+        return attempt(problem, limits, near) if near is None else replace(default, bound=higher)
+
+    monkeypatch.setattr(driver, "attempt", once)
+    found = place(problem, Limits.within(600))
+    assert efforts == [1.0, math.inf]
+    assert found.evaluation == default.evaluation
+    assert found.bound == higher
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
