@@ -29,6 +29,7 @@ from graphplan._compat.torch import is_autocast, symbolic_kernels
 from graphplan.capture.source_lines import belong_with
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import NoGraphError
+from graphplan.warnings import silenced
 
 aten = torch.ops.aten
 
@@ -155,7 +156,8 @@ class _Caster:
         casts: Mapping[int, torch.dtype] = {} if with_autocast.casts == plain.casts else with_autocast.casts
         if isinstance(node.target, OpOverload) and not is_autocast(node.target, self.kind):
             # autocast casts inside a composite operation, such as einsum: cast all its floating-point inputs
-            casts = {} if with_autocast.count == plain.count else dict.fromkeys(_floating(node), dtype)
+            to = next(iter(with_autocast.casts.values()), dtype)
+            casts = {} if with_autocast.count == plain.count else dict.fromkeys(_floating(node), to)
         return _Casts(casts, makes, enough=_plain_dtypes(_Recorder(node, self.kind, casts)) == makes)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
@@ -214,7 +216,7 @@ def _floating(node: fx.Node) -> list[int]:
 
 def _plain_dtypes(recorder: _Recorder) -> list[Any] | None:
     """Return the dtypes of the results without autocast; None if the operation rejects its arguments."""
-    with suppress(RuntimeError):
+    with silenced("torch._subclasses.fake_tensor"), suppress(RuntimeError):
         return _dtypes(recorder.run(None))
     return None
 

@@ -82,6 +82,22 @@ def test_composite_operations_are_cast_whole() -> None:
     assert largest_difference(found, expected) == 0
 
 
+def test_losses_are_cast_to_the_type_that_autocast_casts_them_to() -> None:
+    """nll_loss is composite and computed in float32: cast to the lower type, no graph made its result."""
+
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = (x @ x.T).bfloat16()
+            return nn.functional.nll_loss(logits, torch.arange(len(x)))
+
+    model = Loss()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        found, expected = placed(X), model(X)
+    assert found.dtype == expected.dtype == torch.float32
+    assert largest_difference(found, expected) == 0
+
+
 def test_operations_whose_kernels_need_symbolic_sizes_are_cast() -> None:
     """baddbmm, as in Bloom: its fake kernel runs as in an export."""
 
