@@ -44,14 +44,13 @@ def plain_flags() -> list[Replacement]:
 
 
 def plain_texts(has_value: Callable[[Any], bool]) -> list[Replacement]:
-    """Return the patches that convert a symbolic number to text by its value if ``has_value(number)``.
+    """Return the patches that convert a symbolic number to text by its value, if that is known.
 
-    Otherwise the text is that of the symbol, as ``"u0"`` for ``f"{flag.item()}"``. Sizes and other
-    input-dependent numbers keep it: their texts are mostly in messages, and the numbers stay dynamic.
+    This fixes a size at its value in the example: ``heads[f"{length}"]`` must find its key. A data-dependent
+    number has a value if ``has_value(number)``; otherwise the text is that of the symbol, as ``"u0"``.
     """
-    plain = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    names = ("__repr__", "__format__")
-    return [(kind, name, partial(_written, has_value, plain[kind])) for kind in plain for name in names]
+    names, kinds = ("__repr__", "__format__"), (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [(kind, name, partial(_written, has_value, PLAIN_KINDS[kind])) for kind in kinds for name in names]
 
 
 def exact_bounds() -> list[Replacement]:
@@ -82,7 +81,7 @@ def _compared(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _written(has_value: Callable[[Any], bool], cls: type, own: Callable[..., str]) -> Callable[..., str]:
     def text(number: Any, *form: str) -> str:
-        if is_torchs(sys._getframe(1)) or not has_value(number):
+        if is_torchs(sys._getframe(1)) or not (number.node.has_hint() or has_value(number)):
             return own(number, *form)
         return format(cls(number), *form) if form else repr(cls(number))
 
@@ -140,6 +139,16 @@ class SymbolicFloat(torch.SymFloat):
     """A float argument in a trace."""
 
     __class__ = _class_for_models(float, torch.SymFloat)
+
+
+PLAIN_KINDS: dict[type, type] = {
+    torch.SymInt: int,
+    SymbolicInt: int,
+    torch.SymFloat: float,
+    SymbolicFloat: float,
+    torch.SymBool: bool,
+}
+"""The class of a symbol -> that of the number in eager mode."""
 
 
 def symbolic_numbers() -> list[Replacement]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -455,7 +456,7 @@ def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * {"4": 1.0, "5": 2.0}[f"{x.shape[0]}"]
+            return self.layer(x) * {4: 1.0, 5: 2.0}[x.shape[0]]
 
     with pytest.warns(
         graphplan.GraphplanWarning, match="each new size of its inputs is traced anew"
@@ -531,6 +532,43 @@ def test_the_length_of_a_tensor_is_its_first_size(traces: list[int]) -> None:
     check(Counted(), [(torch.randn(batch, 3, 4),) for batch in (2, 3, 5)])
     assert len(traces) == 1
     assert "len" not in globals()
+
+
+def wide(size: Any) -> float:
+    """In the code of a function that the model calls."""
+    return 2.0 if isinstance(size, numbers.Integral) else 1.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x * (2.0 if isinstance(x.shape[0], int) else 1.0),
+        lambda x, n: x * (2.0 if isinstance(n + 1, int | tuple) else 1.0),
+        lambda x, n: x * (2.0 if isinstance(x.shape[0] / 2, float) and not isinstance(n, float) else 1.0),
+        lambda x, n: x * wide(x.shape[0]) * wide(n) * wide(x.shape[0] / 2) * wide(x),
+        lambda x, n: x * (1.0 if isinstance(x, torch.Tensor) and isinstance(n > 2, bool) else 2.0),
+    ],
+)
+def test_sizes_are_instances_of_int_and_vary(traces: list[int], function: Any) -> None:
+    """They are no ints in a trace: it took the other branch, without a word."""
+    check(Function(function), [(torch.randn(batch, 8), batch + 1) for batch in (3, 4, 7)])
+    assert len(traces) == 1
+    assert "isinstance" not in globals()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x * {"3": 2.0, "4": 3.0}.get(str(n), 1.0),
+        lambda x, n: x * {"3x8": 2.0, "4x8": 3.0}.get(f"{len(x)}x{x.shape[1]}", 1.0),
+        lambda x, n: x * {"4/2": 2.0}.get("%s/2" % x.shape[0], 1.0),  # noqa: UP031
+        lambda x, n: x * {"(4, 8)": 2.0}.get(str(tuple(x.shape)), 1.0),
+        lambda x, n: {"x": x, "text": str(x.shape[0])}["x"] * len(f"{n * 5}"),
+    ],
+)
+def test_texts_of_sizes_and_numbers_are_looked_up(function: Any) -> None:
+    """The text was that of the symbol, ``"s77"``, which no table has."""
+    check(Function(function), [(torch.randn(batch, 8), batch) for batch in (3, 4, 7)])
 
 
 class Replacing(nn.Module):

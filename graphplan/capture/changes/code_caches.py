@@ -45,9 +45,14 @@ _ABSENT = object()
 
 
 class CodeCaches:
-    """The tables and caches that functions, classes and hooks in the packages of a model's code reach."""
+    """The tables and caches that functions, classes and hooks in the packages of a model's code reach.
+
+    Attributes:
+        namespaces: the globals of these functions, by their ids.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.namespaces: dict[int, dict[str, Any]] = {}
         self._tables: dict[int, Any] = {}  # id -> dict, list, class or cell
         self._cached: list[Any] = []
         parts = list(model.modules())
@@ -95,6 +100,7 @@ class CodeCaches:
             self._todo.append(getattr(value, _AROUND[kind]))
         elif kind is FunctionType:
             if _package(value) in self._packages:
+                self.namespaces[id(value.__globals__)] = value.__globals__
                 self._todo += [vars(value), *self._named_values(value), *(value.__closure__ or ())]
                 self._todo += [*(value.__defaults__ or ()), value.__kwdefaults__]
         elif issubclass(kind, type):

@@ -27,7 +27,7 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.parameter_notes import NOTES, notes_of
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
-from graphplan.capture.sizes.symbolic_lengths import symbolic_lengths
+from graphplan.capture.sizes.symbolic_builtins import symbolic_builtins
 from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.trace_patches import OwnGradientsError, exporting, time_limit
 from graphplan.capture.value_branches import Branches
@@ -139,7 +139,7 @@ class _CallTracer:
             self._caches.untouched(),
             untouched_by_hooks(module) as state.kept_by_hooks,
             patches,
-            patched(*symbolic_lengths(module), *self.numbers.replacements()),
+            patched(*symbolic_builtins(self._caches.namespaces.values()), *self.numbers.replacements()),
             self.numbers.in_place(),
         ):
             export = functools.partial(torch.export.export, dynamic_shapes=dynamic_shapes, strict=False)
