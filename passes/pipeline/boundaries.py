@@ -52,6 +52,35 @@ class Boundaries:
         return not value.is_tensor or (value.alias_of is not None and self.graph.root(name) in bases)
 
     @cached_property
+    def weights_needed(self) -> tuple[frozenset[str], ...]:
+        """(operations,) names of the weights that each needs in its stage: those whose data it reads.
+
+        A weight is also needed where a recomputed view of it is read, and not where the view is first made.
+        Operations that every stage recomputes need nothing by themselves.
+        """
+        graph, nothing = self.graph, frozenset[str]()
+        behind = {name: frozenset({name}) for name in graph.weights}  # recomputed value -> weights it is of
+        needed = []
+        for operation in graph.operations.values():
+            read = nothing.union(*(behind.get(name, nothing) for name in operation.inputs))
+            if operation.host_only:
+                read = nothing
+            elif operation.name in self.recomputed:
+                behind.update(dict.fromkeys(operation.outputs, read))
+                read = nothing
+            needed.append(read)
+        return tuple(needed)
+
+    @cached_property
+    def needed_at(self) -> dict[str, tuple[int, ...]]:
+        """Weight -> positions of the operations that need it in their stage, in order."""
+        positions: dict[str, list[int]] = {name: [] for name in self.graph.weights}
+        for position, names in enumerate(self.weights_needed):
+            for name in names:
+                positions[name].append(position)
+        return {name: tuple(found) for name, found in positions.items()}
+
+    @cached_property
     def last_needed(self) -> dict[str, int]:
         """Value or weight -> position of the last operation that needs it, directly or to recompute it.
 

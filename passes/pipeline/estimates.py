@@ -142,12 +142,12 @@ class Estimates:
 
     @cached_property
     def weights(self) -> Floats:
-        """(cuts, cuts) bytes of the distinct weights that a stretch reads."""
+        """(cuts, cuts) bytes of the distinct weights that a stretch needs."""
         graph, cuts = self.graph, self.cuts
         alone = np.zeros(len(graph.operations) + 1)  # with gradients and optimizer state
         shared = np.zeros((len(cuts), len(cuts)))
         for weight in graph.weights.values():
-            readers = sorted({graph.position_of[name] for name in graph.readers.get(weight.name, ())})
+            readers = self.boundaries.needed_at[weight.name]
             if len(readers) == 1:
                 alone[readers[0]] += weight.held_bytes
             elif readers:

@@ -19,7 +19,8 @@ Interleaved stages share machines, and the second argument does not hold. A batc
   follow its last.
 
 Layout operations that are free if their input arrives dense count as free. A weight counts only at its first
-reader, so that shared weights make the bound lower, but never invalid.
+reader, so that shared weights make the bound lower, but never invalid. Views of weights, which every stage
+makes for itself, are no readers: those that read the views are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link, Topology
 from graphplan.ir.cluster.flight import Flight
-from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import operation_seconds
@@ -68,7 +68,7 @@ def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: 
     return bound_prefix(
         _fastest(boundaries, machines),
         boundaries.seconds(network),
-        _first_reads(boundaries.graph),
+        _first_reads(boundaries),
         [float(sum(spec.room for spec in machine.devices)) for machine in machines],
         boundaries.allowed,
     )
@@ -176,10 +176,10 @@ def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.i
     return np.asarray(np.minimum(table[level, first], table[level, last - (1 << level) + 1]))
 
 
-def _first_reads(graph: Graph) -> Floats:
-    """Return (operations,) bytes of the weights that each operation is the first to read."""
-    nbytes = np.zeros(len(graph.operations))
-    for weight in graph.weights.values():
-        if readers := graph.readers.get(weight.name):
-            nbytes[min(map(graph.position_of.__getitem__, readers))] += weight.nbytes
+def _first_reads(boundaries: Boundaries) -> Floats:
+    """Return (operations,) bytes of the weights that each operation is the first to need in its stage."""
+    nbytes = np.zeros(len(boundaries.graph.operations))
+    for name, positions in boundaries.needed_at.items():
+        if positions:
+            nbytes[positions[0]] += boundaries.graph.weights[name].nbytes
     return nbytes

@@ -20,12 +20,7 @@ def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[in
     """
     graph, count = boundaries.graph, len(boundaries.graph.operations)
     owned = graph.weights.keys() & set().union(*held)
-    reads = [
-        set[str]()
-        if operation.host_only or operation.name in boundaries.recomputed
-        else owned & set(map(graph.root, operation.inputs))
-        for operation in graph.operations.values()
-    ]
+    reads = [owned & names for names in boundaries.weights_needed]
     cuts = [0]
     for stage in range(len(held) - 1):
         later = set().union(*held[stage + 1 :])

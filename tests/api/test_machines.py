@@ -60,6 +60,42 @@ def test_latency_takes_as_few_machines_as_hold_the_model() -> None:
     assert set(plan.placement) == {name for name, _ in Stack().named_parameters()}
 
 
+class Transposed(nn.Module):
+    """Multiplies by the transposed weights, whose views are taken first, or one by one."""
+
+    def __init__(self, first: bool, layers: int = 8) -> None:
+        super().__init__()
+        self.first = first
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        views = [weight.t() for weight in self.weights] if self.first else []
+        for index, weight in enumerate(self.weights):
+            x = torch.relu(x @ (views[index] if self.first else weight.t()))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        (6 * LAYER, {}),
+        (14 * LAYER, {"train": True, "schedule": "1f1b"}),
+        (20 * LAYER, {"train": True, "schedule": "interleaved"}),
+    ],
+)
+def test_views_of_weights_that_are_taken_first_are_in_no_stage(budget: int, options: dict[str, Any]) -> None:
+    batches: dict[str, Any] = {"microbatches": 4, "objective": "throughput"}
+    late, early = (
+        planned([{"cpu": budget}] * 2, model=Transposed(first), x=MANY, **batches, **options)
+        for first in (False, True)
+    )
+    weights = [[stage.plan.graph.weight_bytes for stage in plan.stages] for plan in (late, early)]
+    assert weights[0] == weights[1]
+    assert len(weights[0]) > 1
+    assert early.seconds == pytest.approx(late.seconds)
+    assert early.lower_bound == pytest.approx(late.lower_bound)
+
+
 def test_what_cannot_be_cut_is_on_one_machine_of_several_accelerators() -> None:
     plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))
     assert len(plan.stages) == 1

@@ -231,9 +231,9 @@ class StageSearch:
 
     @property
     def reads_trained(self) -> NDArray[np.bool_]:
-        """(operations,) whether each reads a trained parameter: no cut comes after the last that does."""
-        graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
-        return np.array([any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()])
+        """(operations,) whether each needs a trained parameter: no cut comes after the last that does."""
+        wanted = trainable(self.model_copy.weights)
+        return np.array([not names.isdisjoint(wanted) for names in self.boundaries.weights_needed])
 
     def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
         """Return the plans of the stages, which were placed."""

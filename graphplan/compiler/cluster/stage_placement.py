@@ -147,12 +147,13 @@ class StagePlacement:
         return self.search(stretch)
 
     def _shared(self, stretch: Stretch) -> frozenset[str]:
-        """Return the parameters that operations inside and outside of a stretch read."""
-        graph = self.boundaries.graph
-        inside = set(list(graph.operations)[self.cuts[stretch.start] : self.cuts[stretch.end]])
-        return frozenset(
-            name for name, readers in graph.readers.items() if inside & set(readers) and set(readers) - inside
-        )
+        """Return the parameters that operations inside and outside of a stretch need."""
+        first, last = self.cuts[stretch.start], self.cuts[stretch.end]
+        inside = {
+            name: [first <= position < last for position in positions]
+            for name, positions in self.boundaries.needed_at.items()
+        }
+        return frozenset(name for name, here in inside.items() if any(here) and not all(here))
 
     def _buffer_bytes(self, stretch: Stretch) -> int:
         """Return the bytes of network buffers for what is received and sent, gradients included."""
