@@ -83,12 +83,30 @@ class Views(nn.Module):
         return self.second(h) * late, late.t().contiguous().t()
 
 
+class EarlyViews(nn.Module):
+    """Views of weights, of a buffer and of the input are taken first; both ends read the first weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(16, 16) / 4) for _ in range(6))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        views = [weight.t() for weight in self.weights]
+        again = [view.unsqueeze(0).transpose(1, 2).reshape(16, 16) for view in views[:3]]
+        scale, start = self.scale.view(2, 16)[1], x[:, :1].expand(-1, 16)
+        for view in views:
+            x = x + torch.tanh(x @ view)
+        return (x @ again[0] + x @ again[2]) * scale + start
+
+
 PLAIN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "UNet": lambda: (UNet(), {"x": torch.randn(4, 3, 8, 8)}),
     "DenseNet": lambda: (DenseNet(), {"x": torch.randn(4, 16)}),
     "Branches": lambda: (Branches(), {"x": torch.randn(4, 16), "y": torch.randn(4, 16)}),
     "SharedWeight": lambda: (SharedWeight(), {"ids": torch.randint(0, 50, (4, 6)), "scale": 0.5}),
     "Views": lambda: (Views(), {"x": torch.randn(4, 12)}),
+    "EarlyViews": lambda: (EarlyViews(), {"x": torch.randn(4, 16)}),
 }
 
 

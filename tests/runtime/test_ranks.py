@@ -26,7 +26,7 @@ REST = (
     "Marian", "ConvNext", "ViT", "MobileNetV2", "Hiera", "Wav2Vec2", "AST", "Siglip", "Mistral", "Qwen3",
     "Whisper",
 )  # fmt: skip
-PLAIN = ("UNet", "DenseNet", "Branches", "SharedWeight", "Views")
+PLAIN = ("UNet", "DenseNet", "Branches", "SharedWeight", "Views", "EarlyViews")
 GENERATE = ("Llama",)
 MORE_GENERATE = (
     ("T5",),
