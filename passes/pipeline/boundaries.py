@@ -39,13 +39,23 @@ class Boundaries:
     def recomputed(self) -> frozenset[str]:
         """Operations that every stage runs itself if it needs their outputs."""
         graph, everywhere = self.graph, {*self.graph.weights, *self.graph.inputs}
+        results = {*graph.outputs, *graph.staying}
+        # the last stage would return what it holds itself, not what an earlier one wrote
+        returned = {name for name in results & graph.values.keys() if graph.root(name) in self._written}
         return frozenset(
             op.name
             for op in graph.operations.values()
             if op.outputs
             and not op.mutates
+            and returned.isdisjoint(op.outputs)
             and (op.host_only or all(self._is_view(name, everywhere) for name in op.outputs))
         )
+
+    @cached_property
+    def _written(self) -> frozenset[str]:
+        """Storage that operations write to."""
+        operations = self.graph.operations.values()
+        return frozenset(self.graph.root(name) for op in operations for name in op.mutates)
 
     def _is_view(self, name: str, bases: set[str]) -> bool:
         value = self.graph.values[name]
@@ -147,23 +157,38 @@ class Boundaries:
     def allowed(self) -> NDArray[np.int64]:
         """Positions where the order may be cut, both ends included, in order.
 
-        No cut separates operations that must share a device, or readers of a weight that one of them writes
-        to. Inside the order, at least one tensor crosses a cut.
+        No cut separates operations that must share a device, or readers of a weight or input that one of
+        them writes to. Inside the order, at least one tensor crosses a cut.
         """
         graph, count = self.graph, len(self.graph.operations)
-        written = {graph.root(name) for op in graph.operations.values() for name in op.mutates}
-        readers: dict[str, list[str]] = {}
-        for operation in graph.operations.values():
-            for name in {graph.root(one) for one in operation.inputs} & written & graph.weights.keys():
-                readers.setdefault(name, []).append(operation.name)
-        inseparable = [*map(list, graph.together), *readers.values()]
+        together = [[graph.position_of[n] for n in names - self.recomputed] for names in graph.together]
         free = np.ones(count + 1, dtype=bool)
-        for group in inseparable:
-            places = [graph.position_of[name] for name in group]
+        for places in filter(None, [*together, *self._touched.values()]):
             free[min(places) + 1 : max(places) + 1] = False
         free[1:-1] &= self.crossing_count[1:-1] > 0
         free[[0, -1]] = True
         return np.flatnonzero(free)
+
+    @cached_property
+    def _touched(self) -> dict[str, list[int]]:
+        """Weight or input that is written to -> positions of the operations that one stage must have.
+
+        They are those that write it, that read it or a view of it, or a number that was computed from it;
+        and the last operation, if it is a result itself.
+        """
+        graph = self.graph
+        shared = self._written & {*graph.weights, *graph.inputs}
+        touched: dict[str, list[int]] = {name: [] for name in shared}
+        for position, operation in enumerate(graph.operations.values()):
+            for name in {graph.root(one) for one in operation.inputs} & shared:
+                if operation.name not in self.recomputed:
+                    touched[name].append(position)
+                elif operation.host_only and name in graph.weights:  # sizes of weights are no operations
+                    last = max(self.last_needed.get(one, -1) for one in operation.outputs)
+                    touched[name].append(min(max(position, last), len(graph.operations) - 1))
+        for name in shared.intersection(graph.outputs):
+            touched[name].append(len(graph.operations) - 1)
+        return touched
 
     def candidates(self, most: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return at most ``most`` allowed cuts: those that few bytes cross, spread over the work.

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
+import pytest
 import torch
+from cluster_models import EarlyViews
 from torch import nn
 
 from graphplan.capture.captured_graph import Capture
@@ -52,23 +57,6 @@ def test_a_stage_takes_what_crosses_and_makes_sizes_again() -> None:
     assert "linear_1" not in text(first.capture)
 
 
-def test_together_the_stages_compute_the_same() -> None:
-    model, x = Net(), torch.randn(4, 4)
-    whole, boundaries = captured(model, x)
-    weights = dict(model.named_parameters())
-    count = len(boundaries.graph.operations)
-    for position in boundaries.allowed[1:-1]:
-        values = {"x": x}
-        for start, end in ((0, int(position)), (int(position), count)):
-            stage = cut_capture(whole, boundaries, start, end)
-            taken = {**values, **{n: weights[w] for n, w in stage.capture.weights.items()}}
-            order = [n.name for n in stage.capture.graph.find_nodes(op="placeholder")]
-            made = stage.capture.module(*(taken[name] for name in order))
-            values |= zip(stage.outputs, made, strict=True)
-        (result,) = stage.sent
-        torch.testing.assert_close(values[result], model(x))
-
-
 class Writes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +68,99 @@ class Writes(nn.Module):
         self.seen.add_(h.sum(0))
         h = torch.relu(h)
         return self.last(h) + self.seen
+
+
+class ReturnsWritten(nn.Module):
+    """Writes to a buffer or to its input, and returns it, or a view of it that was taken before."""
+
+    def __init__(self, of_input: bool, how: str) -> None:
+        super().__init__()
+        self.of_input, self.how = of_input, how
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.register_buffer("seen", torch.zeros(4, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        written = x if self.of_input else self.seen
+        view = written.view(2, 8)
+        if self.how == "part":
+            written[1].add_(x.sum())
+        else:
+            written.add_(x.sum())
+        h = self.layers(x * 2)
+        return h, view if self.how == "view" else written
+
+
+class ReadsNumber(nn.Module):
+    """Keeps a number of a buffer, and then writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.seen[0].item()
+        self.seen.add_(x.sum())
+        return self.layers(x) * number
+
+
+MODELS = {
+    "net": Net,
+    "views": EarlyViews,
+    "writes": Writes,
+    "number": ReadsNumber,
+    **{
+        f"{how} of {'input' if of_input else 'buffer'}": partial(ReturnsWritten, of_input, how)
+        for of_input in (False, True)
+        for how in ("view", "part", "itself")
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_together_the_stages_compute_the_same(name: str) -> None:
+    """Twice, because the first call may write to buffers."""
+    model = MODELS[name]().eval()
+    x = torch.randn(4, 16 if name == "views" else 4)
+    whole, boundaries = captured(model, x)
+    count = len(boundaries.graph.operations)
+    for position in boundaries.allowed[1:-1]:
+        eager, machines = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
+        for _ in range(2):
+            values: dict[str, torch.Tensor] = {}
+            for machine, start, end in ((0, 0, int(position)), (1, int(position), count)):
+                stage = cut_capture(whole, boundaries, start, end)
+                taken = {**values, whole.inputs[0]: x.clone()}
+                taken |= {n: machines[machine].state_dict()[w] for n, w in stage.capture.weights.items()}
+                order = [n.name for n in stage.capture.graph.find_nodes(op="placeholder")]
+                with torch.no_grad():
+                    made = stage.capture.module(*(taken[name] for name in order))
+                values = {**taken, **dict(zip(stage.outputs, made, strict=True))}
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    tuple(values[result.name] for result in whole.outputs), as_tuple(eager(x.clone()))
+                )
+
+
+def as_tuple(result: object) -> tuple[object, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_a_weight_is_where_it_or_its_view_is_read() -> None:
+    whole, boundaries = captured(EarlyViews(), torch.ones(4, 16))
+    count = len(boundaries.graph.operations)
+    for position in boundaries.allowed[1:-1]:
+        for start, end in ((0, int(position)), (int(position), count)):
+            needed = {
+                name
+                for name, places in boundaries.needed_at.items()
+                if any(start <= place < end for place in places)
+            }
+            stage = cut_capture(whole, boundaries, start, end)
+            assert set(stage.capture.weights.values()) == needed
+    assert all(
+        len(boundaries.needed_at[f"weights.{index}"]) == (2 if index in {0, 2} else 1) for index in range(6)
+    )
 
 
 def test_a_weight_that_is_written_to_is_in_one_stage() -> None:
