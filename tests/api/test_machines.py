@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from cluster_models import EarlyViews
 from torch import nn
 
 import graphplan
@@ -94,6 +95,15 @@ def test_views_of_weights_that_are_taken_first_are_in_no_stage(budget: int, opti
     assert len(weights[0]) > 1
     assert early.seconds == pytest.approx(late.seconds)
     assert early.lower_bound == pytest.approx(late.lower_bound)
+
+
+def test_gradients_of_a_weight_whose_views_two_stages_read_are_kept_while_they_are_summed() -> None:
+    options: dict[str, Any] = {"train": True, "schedule": "1f1b", "microbatches": 2}
+    x = torch.ones(4096, 16)
+    plan = planned([{"cpu": "1GiB"}] * 2, model=EarlyViews(), x=x, objective="throughput", **options)
+    first, last = (stage.plan.graph.weights.keys() for stage in plan.stages)
+    assert first & last == {"weights.0", "weights.2"}
+    assert plan.stages[-1].kept_bytes == {"cpu": 2 * 16 * 16 * 4}
 
 
 def test_what_cannot_be_cut_is_on_one_machine_of_several_accelerators() -> None:
