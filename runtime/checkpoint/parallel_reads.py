@@ -1,23 +1,18 @@
 """Read many tensors from files in parallel, directly into their targets where possible.
 
-One read covers tensors that are adjacent in a file, up to a few MiB; several reads run in parallel. Tensors
-that go to host memory unchanged are read directly into it. Tensors that are converted, or go to an
-accelerator, pass through a few staging buffers, so that host memory never holds more of them. For three
-adjacent tensors in a file, the last of another dtype than the model's::
-
-    one read of a, b      -> targets of a and b
-    one read of c         -> staging buffer -> converted into the target of c
+The threads of a pool read pieces of up to a few MiB. A piece that goes to host memory unchanged is read into
+its place. One that is converted, or goes to an accelerator, passes through one of a few staging buffers, so
+that host memory never holds more of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from queue import SimpleQueue
 
 import torch
 
@@ -25,10 +20,10 @@ from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
 from graphplan.runtime.memory.copy_queues import queues_of
-from graphplan.runtime.memory.pinned_buffers import Staging, StagingBuffer, flat_bytes
+from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
-_CHUNK = 8 << 20  # the most bytes of one read
-_MOST_TENSORS = 256  # in one read
+_CHUNK = 8 << 20  # the most bytes of a piece, and of what a thread reads at a time
 _BUFFERS = 4
 _THREADS = max(2, min(16, os.cpu_count() or 2))
 
@@ -57,16 +52,13 @@ def read_into(requests: Sequence[Read], progress: Progress) -> None:
     Raises:
         CheckpointError: a file is gone, or has changed since its header was read.
     """
-    filled = [request for request in requests if request.source.nbytes]
-    by_device: dict[torch.device, list[Read]] = {}
-    for request in filled:
-        if not request.direct:
-            by_device.setdefault(request.target.device, []).append(request)
-    with _opened(request.source.file for request in filled) as files, ThreadPoolExecutor(_THREADS) as pool:
+    pieces = [piece for request in requests if request.source.nbytes for piece in _pieces(request)]
+    pieces.sort(key=lambda piece: (str(piece.source.file.path), piece.source.start))
+    with _opened(piece.source.file for piece in pieces) as files, ThreadPoolExecutor(_THREADS) as pool:
+        buffers = _HostBuffers([piece for piece in pieces if not piece.direct])
         try:
-            _read_direct(_batches(request for request in filled if request.direct), files, pool, progress)
-            for device, group in by_device.items():
-                _read_staged(device, list(_batches(group)), files, pool, progress)
+            for done in as_completed([pool.submit(_fill, b, files, buffers) for b in _batches(pieces)]):
+                progress(done.result())
         except BaseException:  # also KeyboardInterrupt: reads that have not started are cancelled
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -84,46 +76,8 @@ def _opened(states: Iterable[FileState]) -> Iterator[Files]:
         yield files
 
 
-def _read(files: Files, batch: Sequence[Read], buffers: Iterable[torch.Tensor]) -> None:
-    """Fill the buffers, one after another, with the bytes of a batch of adjacent tensors."""
-    state, start = batch[0].source.file, batch[0].source.start
-    unfilled = deque(memoryview(buffer.numpy().data) for buffer in buffers)
-    while unfilled:
-        try:
-            count = os.preadv(files[state], list(unfilled), start)
-        except OSError as error:
-            raise CheckpointError(f"{state.path} cannot be read: {error.strerror}") from error
-        if not count:
-            raise CheckpointError(f"{state.path} was cut short at byte {start} while it was read")
-        start += count
-        while unfilled and count >= len(unfilled[0]):
-            count -= len(unfilled.popleft())
-        if count:
-            unfilled[0] = unfilled[0][count:]
-
-
-def _batches(requests: Iterable[Read]) -> Iterator[list[Read]]:
-    """Yield batches of adjacent pieces, as many as one read may cover."""
-    pieces = chain.from_iterable(map(_pieces, requests))
-    batch: list[Read] = []
-    for piece in sorted(pieces, key=lambda piece: (str(piece.source.file.path), piece.source.start)):
-        if batch and not _may_join(batch, piece):
-            yield batch
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield batch
-
-
-def _may_join(batch: Sequence[Read], piece: Read) -> bool:
-    """Whether a piece directly follows a batch in its file, and fits into the same read."""
-    last, source = batch[-1].source, piece.source
-    adjacent = (last.file, last.end) == (source.file, source.start)
-    return adjacent and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST_TENSORS
-
-
 def _pieces(request: Read) -> Iterator[Read]:
-    """Yield the request in pieces of at most one read each; in one piece if its target is not contiguous."""
+    """Yield the request in pieces; in one piece if its target is not contiguous."""
     source, target = request.source, request.target
     if source.nbytes <= _CHUNK or not target.is_contiguous():
         yield request
@@ -134,64 +88,70 @@ def _pieces(request: Read) -> Iterator[Read]:
         start += part.numel() * source.dtype.itemsize
 
 
-def _nbytes(batch: Sequence[Read]) -> int:
-    return batch[-1].source.end - batch[0].source.start
+def _batches(pieces: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield the pieces in batches: a task for each small tensor would take longer than to read it."""
+    batch, size = list[Read](), 0
+    for piece in pieces:
+        if batch and size + piece.source.nbytes > _CHUNK:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.source.nbytes
+    if batch:
+        yield batch
 
 
-def _read_direct(
-    batches: Iterable[Sequence[Read]], files: Files, pool: ThreadPoolExecutor, progress: Progress
-) -> None:
-    def read(batch: Sequence[Read]) -> int:
-        _read(files, batch, (flat_bytes(piece.target) for piece in batch))
-        return _nbytes(batch)
-
-    for done in as_completed([pool.submit(read, batch) for batch in batches]):
-        progress(done.result())
-
-
-def _read_staged(
-    device: torch.device,
-    batches: Sequence[Sequence[Read]],
-    files: Files,
-    pool: ThreadPoolExecutor,
-    progress: Progress,
-) -> None:
-    queues = queues_of(device)
-    queues.join()  # earlier work may still read the memory that is filled
-    largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
-    staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
-    under_way: deque[tuple[Sequence[Read], StagingBuffer, Future[None]]] = deque()
-
-    def finish() -> None:
-        batch, buffer, reading = under_way.popleft()
-        reading.result()
-        for piece, part in zip(batch, _slices(batch, buffer.bytes), strict=True):
-            queues.copy(piece.target, _converted(piece, part))
-        staging.give(buffer)
-        progress(_nbytes(batch))
-
-    try:
-        for batch in batches:
-            if len(under_way) == len(staging.buffers):
-                finish()
-            buffer = staging.take()
-            slices = list(_slices(batch, buffer.bytes))
-            under_way.append((batch, buffer, pool.submit(_read, files, batch, slices)))
-        while under_way:
-            finish()
-    finally:
-        queues.settle()  # before the buffers are freed
-
-
-def _slices(batch: Sequence[Read], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the aligned slice of a buffer for each piece."""
-    offset = 0
+def _fill(batch: Sequence[Read], files: Files, buffers: _HostBuffers) -> int:
+    """Fill the targets of a batch, and return its bytes."""
     for piece in batch:
-        yield buffer[offset : offset + piece.source.nbytes]
-        offset += round_up(piece.source.nbytes)
+        if piece.direct:
+            _read(files, piece.source, flat_bytes(piece.target))
+        else:
+            buffers.fill(files, piece)
+    return sum(piece.source.nbytes for piece in batch)
 
 
-def _converted(piece: Read, part: torch.Tensor) -> torch.Tensor:
-    """Return a piece as a tensor; for an accelerator, converted on the host to save accelerator memory."""
-    data = part.view(piece.source.dtype).view(piece.target.shape)
-    return data if piece.target.device.type == CPU else data.to(piece.target.dtype)
+def _read(files: Files, source: FileTensor, buffer: torch.Tensor) -> None:
+    """Fill a buffer with the bytes of a tensor."""
+    unfilled, start, path = memoryview(buffer.numpy().data), source.start, source.file.path
+    while unfilled:
+        try:
+            count = os.preadv(files[source.file], [unfilled], start)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{path} was cut short at byte {start} while it was read")
+        unfilled, start = unfilled[count:], start + count
+
+
+class _HostBuffers:
+    """Buffers through which pieces are copied; a thread keeps one until its copy is complete."""
+
+    def __init__(self, pieces: Sequence[Read]) -> None:
+        self.queues = {device: queues_of(device) for device in {piece.target.device for piece in pieces}}
+        for queues in self.queues.values():
+            queues.join()  # earlier work may still read the memory that is filled
+        count, nbytes = min(_BUFFERS, len(pieces)), max((piece.source.nbytes for piece in pieces), default=0)
+        pinned = any(device.type == "cuda" for device in self.queues)
+        pages = HostPages(count * round_up(nbytes), pinned=pinned)
+        self.free = SimpleQueue[torch.Tensor]()
+        for index in range(count):
+            self.free.put(pages.piece(index * round_up(nbytes), nbytes))
+
+    def fill(self, files: Files, piece: Read) -> None:
+        """Read a piece and copy it into its target."""
+        source, target, buffer = piece.source, piece.target, self.free.get()
+        try:
+            data = buffer[: source.nbytes]
+            _read(files, source, data)
+            data = data.view(source.dtype).view(target.shape)
+            if target.device.type != CPU:
+                data = data.to(target.dtype)  # on the host, to save accelerator memory
+            queues = self.queues[target.device]
+            copied = queues.event()
+            with torch.no_grad():  # each thread has its own mode
+                queues.copy(target, data)
+            queues.record_copies(copied)
+            queues.wait(copied)
+        finally:
+            self.free.put(buffer)

@@ -60,11 +60,6 @@ class FileTensor:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def end(self) -> int:
-        """Offset of the byte after its last."""
-        return self.start + self.nbytes
-
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name.

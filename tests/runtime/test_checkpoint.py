@@ -248,23 +248,6 @@ def test_reads_of_any_size_fill_any_target(chunk: int, tmp_path: Path, monkeypat
     assert sum(seen) == sum(t.numel() * 4 for t in state.values())
 
 
-def test_neighbours_are_read_together(tmp_path: Path, monkeypatch: Any) -> None:
-    state = {f"t{i:02}": torch.randn(100) for i in range(40)}
-    save_file(state, tmp_path / "t.safetensors")
-    reads: list[int] = []
-    preadv = os.preadv
-
-    def counted(file: int, buffers: Any, offset: int) -> int:
-        reads.append(len(buffers))
-        return preadv(file, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counted)
-    targets = {name: torch.zeros(100) for name in state if name != "t20"}
-    read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
-    assert sorted(reads) == [19, 20]
-    assert all(torch.equal(targets[name], state[name]) for name in targets)
-
-
 def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: Any) -> None:
     state = {f"t{i}": torch.randn(50) for i in range(5)}
     save_file(state, tmp_path / "t.safetensors")
