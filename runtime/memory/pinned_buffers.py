@@ -7,9 +7,7 @@ it. A buffer is refilled once the last copy from it is complete.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 
@@ -21,14 +19,6 @@ from graphplan.runtime.memory.host_pages import HostPages
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor without gaps, in memory order."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class StagingBuffer:
-    """Host memory, and the event after the last copy from it."""
-
-    bytes: torch.Tensor
-    copied: Any
 
 
 class Staging:
@@ -45,31 +35,21 @@ class Staging:
         self.queues, self.nbytes = queues, round_up(nbytes)
         pages = HostPages(count * self.nbytes, pinned=pinned)
         starts = range(0, count * self.nbytes, self.nbytes)
-        self.buffers = [StagingBuffer(pages.piece(s, self.nbytes), queues.event()) for s in starts]
-        self._turns = cycle(self.buffers)
-
-    def take(self) -> StagingBuffer:
-        """Return the next buffer, once the last copy from it is complete."""
-        buffer = next(self._turns)
-        self.queues.wait(buffer.copied)
-        return buffer
-
-    def give(self, buffer: StagingBuffer) -> None:
-        """Release a buffer after all copies from it are enqueued."""
-        self.queues.record_copies(buffer.copied)
+        self._turns = cycle([(pages.piece(start, self.nbytes), queues.event()) for start in starts])
 
     def copy(self, target: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
         """Copy ``parts`` (offset in ``target`` -> bytes) into ``target`` through the buffers."""
         for begin in range(0, target.numel(), self.nbytes):
             end = min(begin + self.nbytes, target.numel())
-            buffer = self.take()
+            buffer, copied = next(self._turns)
+            self.queues.wait(copied)  # the last copy from the buffer
             for offset, data in parts.items():
                 first, last = max(begin, offset), min(end, offset + data.numel())
                 if first < last:
-                    buffer.bytes[first - begin : last - begin].copy_(data[first - offset : last - offset])
+                    buffer[first - begin : last - begin].copy_(data[first - offset : last - offset])
             try:
-                self.queues.copy(target[begin:end], buffer.bytes[: end - begin])
-                self.give(buffer)
+                self.queues.copy(target[begin:end], buffer[: end - begin])
+                self.queues.record_copies(copied)
             except BaseException:  # an interrupt in between: no event marks the end of the copy
                 self.queues.settle()
                 raise
