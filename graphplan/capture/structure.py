@@ -17,6 +17,7 @@ import types
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ from graphplan._compat.export import TRACED_NUMBERS
 from graphplan._compat.torch import tell_pytree
 
 IsLeaf = Callable[[Any], bool]
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, PurePath, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Classes of immutable values that code can only compare."""
 
 CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType),

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from graphplan.capture.changes.attribute_snapshots import Attributes, own_attributes, snapshot
+from graphplan.capture.structure import PLAIN
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _NOT_SEARCHED = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
@@ -95,9 +95,11 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether a value is of numbers, text and containers of these; ``around``: ids of its containers."""
+    """Whether a value is plain, or a container or slice of these; ``around``: ids of its containers."""
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
     if not isinstance(value, _CONTAINERS):
-        return isinstance(value, _PLAIN)
+        return isinstance(value, PLAIN)
     items = value.values() if isinstance(value, dict) else value
     around = (*around, id(value))
     return all(id(item) not in around and is_plain(item, around) for item in items)

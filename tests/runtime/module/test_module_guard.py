@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +178,46 @@ def test_what_no_graph_reads_changes_nothing(machine: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+PLAIN_VALUES = [1.5 + 2j, b"text", [1j], {"a": 1j}, [b"text"], range(1, 3), slice(1, 3), Path("a"), [...]]
+
+
+@pytest.mark.parametrize("value", PLAIN_VALUES, ids=repr)
+def test_an_equal_value_is_no_change(machine: Any, value: Any) -> None:
+    net, x = Net().eval(), torch.randn(3, 8)
+    net.note = value
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    placed(x)
+    placed.note = pickle.loads(pickle.dumps(value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed(x)
+    placed.note = "another"
+    with pytest.warns(GraphplanWarning, match="traced again"):
+        placed(x)
+
+
+class Kind(Enum):
+    FIRST, SECOND = 1, 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1j, 2j), (b"a", b"b"), (range(2), range(3)), (Kind.FIRST, Kind.SECOND)]
+)
+def test_an_attribute_of_a_class_is_followed(machine: Any, before: Any, after: Any) -> None:
+    class Doubling(nn.Module):
+        kind = before
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if self.kind == before else x
+
+    x = torch.randn(3, 8)
+    placed = graphplan.partition(Doubling(), machine.max_memory, (x,))
+    assert torch.equal(placed(x), 2 * x)
+    Doubling.kind = after
+    with pytest.warns(GraphplanWarning, match=r"'Doubling.kind' was .* traced again"):
+        assert torch.equal(placed(x), x)
 
 
 def test_hooks_of_submodules_run(machine: Any) -> None:
