@@ -44,7 +44,7 @@ _GENERATES = {"prepare_inputs_for_generation"}
 _OURS = {"_graphplan", PATCHED, SERVED_BY}
 _IGNORED = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES}
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
-_CLASS_CODE = (FunctionType, classmethod, staticmethod, property, partialmethod)
+_CLASS_CODE = (FunctionType, classmethod, staticmethod, property, partialmethod, type)
 ANY = object()
 """Equals every value: for example the device of a tensor that stands in for a parameter during a call of
 ``torch.func.functional_call``, on which a trace does not depend."""

@@ -203,7 +203,7 @@ class Kind(Enum):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(1j, 2j), (b"a", b"b"), (range(2), range(3)), (Kind.FIRST, Kind.SECOND)]
+    ("before", "after"), [(1j, 2j), (b"a", b"b"), (range(2), range(3)), (Kind.FIRST, Kind.SECOND), (int, str)]
 )
 def test_an_attribute_of_a_class_is_followed(machine: Any, before: Any, after: Any) -> None:
     class Doubling(nn.Module):
