@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import isroutine
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,11 @@ import torch
 from torch import nn
 
 from graphplan.capture.parameter_notes import notes_of
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import PLAIN, reached
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks count as the model's
 own, which may add them at its first call. So does ``training``: ``forward`` may call ``self.norm.eval()``."""
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,16 @@ class Snapshot:
             yield self.value
 
     def plain(self) -> Any:
-        """Return its numbers, texts and flags, in a form to compare by ``==``."""
+        """Return its plain values, and functions, classes and modules, in a form to compare by ``==``."""
         if isinstance(self.parts, np.ndarray):
             return str(self.parts.dtype), self.parts.shape, self.parts.tobytes()
         if self.parts is not None:
             values = [part.plain() for part in self.parts]
             is_set = isinstance(self.value, set | frozenset)
             return list(map(repr, self.keys)), sorted(values, key=repr) if is_set else values
-        return (type(self.value), repr(self.value)) if isinstance(self.value, _PLAIN) else None
+        if isinstance(self.value, (*PLAIN, slice)):
+            return type(self.value), repr(self.value)
+        return self.value if isinstance(self.value, type | nn.Module) or isroutine(self.value) else None
 
 
 def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -746,6 +747,39 @@ class Changes(nn.Module):
 @torch.no_grad()
 def test_what_containers_hold_is_as_before_a_trial(kind: str) -> None:
     model = Changes(kind)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, 0.5, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+
+
+class Alternates(nn.Module):
+    """Doubles its input in every other call, and keeps which is next in an attribute."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        super().__init__()
+        self.linear, self.pair = nn.Linear(8, 8), (one, other)
+        self.next = [one]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.pair
+        is_one = self.next == [one]
+        self.next = [other] if is_one else [one]
+        return self.linear(x) * (2 if is_one else 1)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *((torch.float16, torch.float32), (torch.device("cpu"), torch.device("meta"))),
+        *((range(1), range(2)), (slice(1), slice(2)), (Path("a"), Path("b")), (int, str)),
+        *((nn.functional.relu, nn.functional.gelu), (torch.relu, torch.tanh)),
+    ],
+)
+@torch.no_grad()
+def test_attributes_of_any_kind_are_run_by_modules_if_the_next_call_reads_them(pair: tuple[Any, Any]) -> None:
+    model = Alternates(*pair)
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
