@@ -23,6 +23,7 @@ from torch import nn
 
 from graphplan._compat.torch import global_hooks
 from graphplan.capture.changes.attribute_data import is_container, is_plain
+from graphplan.capture.changes.attribute_snapshots import snapshot
 from graphplan.capture.model.model_weights import identity
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
 
@@ -160,7 +161,8 @@ def _equal(before: Any, now: Any) -> bool:
     if before is now or before is ANY or now is ANY:
         return True
     comparable = type(before) is type(now) and all(is_plain(v) or is_container(v) for v in (before, now))
-    return comparable and bool(before == now)
+    # 1 == 1.0 == True and 0.0 == -0.0, which code distinguishes
+    return comparable and bool(before == now) and snapshot(before).plain() == snapshot(now).plain()
 
 
 def _value_text(value: Any) -> str:

@@ -198,6 +198,19 @@ def test_an_equal_value_is_no_change(machine: Any, value: Any) -> None:
         placed(x)
 
 
+def test_an_item_of_another_type_is_followed(machine: Any) -> None:
+    class Scaling(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.int() * self.steps[0]
+
+    x = torch.randn(3, 8)
+    placed = graphplan.partition(Scaling(), machine.max_memory, (x,))
+    assert placed(x).dtype == torch.int32
+    placed.steps = [1.0, 2]
+    with pytest.warns(GraphplanWarning, match=r"'steps' was \[1, 2\] and is \[1.0, 2\]"):
+        assert placed(x).dtype == torch.float32
+
+
 class Kind(Enum):
     FIRST, SECOND = 1, 2
 
