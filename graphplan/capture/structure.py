@@ -32,13 +32,11 @@ PLAIN = (
     *(bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, PurePath, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Classes of immutable values that code can only compare."""
+"""Classes of plain values: code can read nothing of them but the value, which never changes."""
 
-CONSTANTS = (
-    *(bool, int, float, complex, str, bytes, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType),
-    *(torch.dtype, torch.layout, torch.memory_format, torch.Size),
-)
-"""Classes of immutable values."""
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+CONSTANTS = (*(kind for kind in PLAIN if kind is not torch.device), *_CODE, torch.Size)
+"""Classes of what is in a structure as it is. Not of devices: those of a trace are not those of the call."""
 
 _registry: dict[type, pytree.NodeDef] = {}
 _tracing: list[ExitStack] = []  # of the nested ``torch_knows`` of the thread that holds the capture lock
@@ -105,7 +103,7 @@ def _know_dataclass(cls: type) -> None:
         cls, torch.nn.Module
     )
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
-    kinds = (torch.Tensor, *CONSTANTS, type(None), *TRACED_NUMBERS)
+    kinds = (torch.Tensor, *CONSTANTS, *TRACED_NUMBERS)
 
     def fields(value: Any) -> dict[str, Any]:
         declared = {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -21,7 +21,6 @@ from typing import Any
 from graphplan.capture.structure import CONSTANTS, Given, keyed_parts, node_of_class
 from graphplan.errors import NoGraphError
 
-_PLAIN = (*CONSTANTS, type(None))
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -68,7 +67,7 @@ class GivenContents:
             self._hold(value, Given(name), is_found=True)
 
     def _hold(self, value: Any, place: Given, *, is_found: bool) -> None:
-        if id(value) in self._places or id(value) in self._held or isinstance(value, _PLAIN):
+        if id(value) in self._places or id(value) in self._held or isinstance(value, CONSTANTS):
             return
         if is_found:
             self._places[id(value)] = place

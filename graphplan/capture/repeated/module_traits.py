@@ -24,7 +24,7 @@ from graphplan.capture.changes.attribute_snapshots import items_of
 from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import CONSTANTS
 
-UNCHANGING = (*CONSTANTS, type(None), torch.device)
+UNCHANGING = (*CONSTANTS, torch.device)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -64,7 +64,7 @@ Such a class is found if a file that defines one of the model's module classes d
 _OTHERWISE = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
 """Classes whose subclasses have state outside ``__dict__``, and so are no caches, whatever their names."""
 
-_CONSTANTS = (*CONSTANTS, range, types.MethodType, torch.Generator, torch.Stream, torch.Event)
+_CONSTANTS = (*CONSTANTS, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _describe(
     if name in COUNTERS and not (value is None or (type(value) is int and value <= 1)):
         leaves.append(value)  # 0 and 1 are part of the layout, as a trace specializes them
         return LayoutPart("leaf")
-    if value is None or isinstance(value, _CONSTANTS):
+    if isinstance(value, _CONSTANTS):
         return LayoutPart("constant", type(value), value=value)
     if isinstance(value, torch.device):
         return LayoutPart("device")
