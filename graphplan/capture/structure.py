@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePath
@@ -37,6 +37,9 @@ PLAIN = (
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 CONSTANTS = (*(kind for kind in PLAIN if kind is not torch.device), *_CODE, torch.Size)
 """Classes of what is in a structure as it is. Not of devices: those of a trace are not those of the call."""
+
+CONTAINERS = (OrderedDict, dict, list, deque, tuple, set, frozenset)
+"""Classes of containers, each before those that it derives from."""
 
 _registry: dict[type, pytree.NodeDef] = {}
 _tracing: list[ExitStack] = []  # of the nested ``torch_knows`` of the thread that holds the capture lock

@@ -10,7 +10,7 @@ was::
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from inspect import isroutine
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.parameter_notes import notes_of
-from graphplan.capture.structure import PLAIN, reached
+from graphplan.capture.structure import CONTAINERS, PLAIN, reached
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
 """Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks count as the model's
@@ -34,7 +34,7 @@ class Snapshot:
 
     Attributes:
         value: the object itself.
-        keys: the keys of a dict, or the names of attributes.
+        keys: the keys or indices of the items, or the names of the attributes.
         parts: snapshots of the items of a container, or of the attributes of an opened object; a copy of an
             array; None for any other value.
     """
@@ -51,12 +51,11 @@ class Snapshot:
             return True
         if isinstance(self.parts, np.ndarray):
             return bool(np.array_equal(self.parts, value, equal_nan=self.parts.dtype.kind in "fc"))
-        keys, items = _keys_and_items(value)
-        if (len(keys), len(items)) != (len(self.keys), len(self.parts)) or not all(
-            map(_is_key, keys, self.keys)
-        ):
-            return False
-        return all(part.is_of(item) for part, item in zip(self.parts, items, strict=True))
+        items = items_of(value)
+        return len(items) == len(self.parts) and all(
+            _is_key(key, known) and part.is_of(item)
+            for (key, item), known, part in zip(items, self.keys, self.parts, strict=True)
+        )
 
     def put_back(self) -> Any:
         """Restore the contents of the object, and return it."""
@@ -106,17 +105,10 @@ def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:
     """Return a snapshot of a value; ``around``: ids of containers around it, which it may hold in turn."""
     if type(value) is np.ndarray and value.dtype != object:
         return Snapshot(value, (), value.copy())
-    if not isinstance(value, list | tuple | dict | set | frozenset | deque) or id(value) in around:
+    if not isinstance(value, CONTAINERS) or id(value) in around:
         return Snapshot(value)
-    keys, items = _keys_and_items(value)
-    return Snapshot(value, keys, tuple(snapshot(item, around | {id(value)}) for item in items))
-
-
-def _keys_and_items(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    if isinstance(value, dict):
-        return tuple(value), tuple(value.values())
-    items = sorted(value, key=id) if isinstance(value, set | frozenset) else value
-    return (), tuple(iter(items))  # ``iter``: a derived class may define no valid length
+    items, around = items_of(value), around | {id(value)}
+    return Snapshot(value, tuple(key for key, _ in items), tuple(snapshot(item, around) for _, item in items))
 
 
 def _is_key(one: Any, other: Any) -> bool:
@@ -139,15 +131,17 @@ def contents_of(value: Any) -> list[Any]:
     return list(value) if type(value) in (list, tuple, set) else []
 
 
-def items_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[tuple[Any, Any]]:
+def items_of(container: Any) -> list[tuple[Any, Any]]:
     """Return the stored keys, or indices, and items of a container, without methods of a derived class.
 
-    Those of transformers' lazy mappings import the modules that they name.
+    Those of transformers' lazy mappings import the modules that they name. A set has its items in an order
+    that stays.
     """
-    if isinstance(container, dict):
-        return list(dict.items(container))
-    items = list.__iter__(container) if isinstance(container, list) else deque.__iter__(container)
-    return list(enumerate(items))
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    if issubclass(kind, dict):
+        return list(kind.items(container))
+    items = kind.__iter__(container)
+    return list(enumerate(sorted(items, key=id) if kind in (set, frozenset) else items))
 
 
 def held_by(model: nn.Module) -> set[int]:
