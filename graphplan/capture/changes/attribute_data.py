@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import ismethod, isroutine
@@ -21,14 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.changes.attribute_snapshots import Attributes, own_attributes, snapshot
-from graphplan.capture.structure import PLAIN
+from graphplan.capture.changes.attribute_snapshots import Attributes, items_of, own_attributes, snapshot
+from graphplan.capture.structure import CONTAINERS, PLAIN
 
 _NOT_SEARCHED = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
-_SEQUENCES = (list, tuple, deque)
-_CONTAINERS = (*_SEQUENCES, dict, set, frozenset)
 _OF_BYTES = (bytearray, array)
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash, or none, may change
 
@@ -98,16 +95,15 @@ def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
     """Whether a value is plain, or a container or slice of these; ``around``: ids of its containers."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
-    if not isinstance(value, _CONTAINERS):
+    if not isinstance(value, CONTAINERS):
         return isinstance(value, PLAIN)
-    items = value.values() if isinstance(value, dict) else value
     around = (*around, id(value))
-    return all(id(item) not in around and is_plain(item, around) for item in items)
+    return all(id(item) not in around and is_plain(item, around) for _, item in items_of(value))
 
 
 def is_container(value: Any) -> bool:
     """Whether a value is a container that is compared whole, since it may be changed in place."""
-    return isinstance(value, _OF_BYTES) or (isinstance(value, _CONTAINERS) and is_plain(value))
+    return isinstance(value, _OF_BYTES) or (isinstance(value, CONTAINERS) and is_plain(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +148,7 @@ class _Search:
             return True
         if isinstance(value, set | frozenset):  # their items have no keys
             return all(self.add(f"an item of {name}", one, owned=owned) for one in value)
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             return self._add_items(name, value, owned=owned)
         return self._add_items(name, value, owned=True) if _is_object(value) else _is_immutable(value)
 
@@ -171,7 +167,7 @@ def _is_configuration(value: Any) -> bool:
 
 def _has_attributes(value: Any) -> bool:
     """Whether a call may assign attributes of a value."""
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return bool(getattr(value, "__dict__", None))
     return _is_object(value) and not isinstance(value, torch.Tensor) and not _is_configuration(value)
 
@@ -192,9 +188,9 @@ def _items_in(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, functools.partial):
         yield from ((f"{name}({key}=)", value.keywords, key) for key in value.keywords)
         value = value.args
-    if isinstance(value, _SEQUENCES):
-        yield from ((f"{name}[{index}]", value, index) for index, _ in enumerate(value))
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", value, key) for key in value)
+    elif isinstance(value, CONTAINERS):
+        yield from ((f"{name}[{index}]", value, index) for index, _ in enumerate(value))
     else:
         yield from ((f"{name}.{key}", vars(value), key) for key in vars(value))
