@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphplan._compat.export import TRACED_NUMBERS
 from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import CONTAINERS, PLAIN, reached
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
@@ -38,9 +38,7 @@ _AROUND = {
     functools.partialmethod: "func",
     functools.cached_property: "func",
 }
-_PLAIN = {bool, int, float, str, bytes, type(None)}
 _TRACED = (FakeTensor, *TRACED_NUMBERS)
-_CONTAINERS = (dict, list, deque, tuple, set, frozenset)
 _ABSENT = object()
 
 
@@ -66,7 +64,7 @@ class CodeCaches:
         while self._todo:
             value = self._todo.pop()
             # attributes of the model are restored elsewhere
-            if type(value) not in _PLAIN and id(value) not in seen:
+            if type(value) not in PLAIN and id(value) not in seen:
                 seen.add(id(value))
                 if id(value) not in held or not issubclass(type(value), nn.Module | dict | list | deque):
                     self._visit(value)
@@ -107,11 +105,9 @@ class CodeCaches:
             if _package(value) in self._packages:
                 self._tables[id(value)] = value
                 self._todo += [*value.__mro__, *vars(value).values()]
-        elif issubclass(kind, dict | list | deque | CellType):
+        elif issubclass(kind, (*CONTAINERS, CellType)):
             self._tables[id(value)] = value
             self._todo += [inside for _, inside in _items(value)]
-        elif issubclass(kind, tuple):
-            self._todo += tuple.__iter__(value)
         elif issubclass(kind, nn.Module):
             self._tables[id(vars(value))] = vars(value)
             self._todo += own_attributes(value).values()
@@ -154,9 +150,9 @@ def _put_back(table: Any, before: dict[Any, Any]) -> None:
     """Replace values of a trace in a table by those that were there before."""
     new = [(name, value) for name, value in _items(table) if before.get(name, _ABSENT) is not value]
     for name in [name for name, value in new if _is_traced(value)]:
-        if isinstance(table, list | deque):
+        if isinstance(table, list | deque | set):
             table.clear()
-            table.extend(before.values())
+            table.update(before.values()) if isinstance(table, set) else table.extend(before.values())
             return
         if not isinstance(table, dict):
             setattr(table, name, before[name]) if name in before else delattr(table, name)
@@ -179,7 +175,7 @@ def _is_traced(value: Any) -> bool:
     def inside(one: Any) -> Iterable[Any]:
         if issubclass(type(one), type | ModuleType | FunctionType):
             return ()
-        contents = one if issubclass(type(one), _CONTAINERS) else attributes_behind(one)
-        return dict.values(contents) if isinstance(contents, dict) else contents or ()
+        contents = one if issubclass(type(one), CONTAINERS) else attributes_behind(one) or {}
+        return [part for _, part in items_of(contents)]
 
     return any(issubclass(type(one), _TRACED) for one in reached([value], inside, id))

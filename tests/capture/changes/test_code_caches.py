@@ -21,6 +21,7 @@ from graphplan.capture.changes.code_caches import CodeCaches
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 TABLE: dict[Any, Any] = {"other": 1}
 LISTED: list[Any] = []
+MEMBERS = set[torch.Tensor]()
 LOCAL = threading.local()
 CONTEXT: ContextVar[Any] = ContextVar("CONTEXT", default=None)
 FIRST: Any = None
@@ -57,6 +58,12 @@ def in_a_list(length: int) -> torch.Tensor:
     if not LISTED:
         LISTED.append(made(8))
     return LISTED[0][:length]  # type: ignore[no-any-return]
+
+
+def in_a_set(length: int) -> torch.Tensor:
+    if not MEMBERS:
+        MEMBERS.add(made(8))
+    return next(iter(MEMBERS))[:length]
 
 
 def under_a_name(length: int) -> torch.Tensor:
@@ -119,7 +126,7 @@ tables()
 
 WAYS = [
     *(limited, unlimited, memoized, in_a_table, in_a_list, under_a_name, of_itself, in_a_class, in_a_result),
-    *(in_a_default, in_a_named_default, in_a_thread, in_a_context),
+    *(in_a_set, in_a_default, in_a_named_default, in_a_thread, in_a_context),
 ]
 
 
