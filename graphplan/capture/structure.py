@@ -34,6 +34,8 @@ PLAIN = (
 )
 """Classes of plain values: code can read nothing of them but the value, which never changes."""
 
+PLAIN_TYPES = frozenset(PLAIN)  # faster to look up the exact type of many values in
+
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 CONSTANTS = (*(kind for kind in PLAIN if kind is not torch.device), *_CODE, torch.Size)
 """Classes of what is in a structure as it is. Not of devices: those of a trace are not those of the call."""

@@ -27,11 +27,12 @@ from graphplan.capture.changes.attribute_snapshots import is_iterator, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of
+from graphplan.capture.structure import PLAIN_TYPES
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
 from graphplan.runtime.fallback.one_device import on_one_device
-from graphplan.runtime.fallback.replaced_tensors import PLAIN, Replacement
+from graphplan.runtime.fallback.replaced_tensors import Replacement
 from graphplan.runtime.fallback.short_names import patched_forward
 from graphplan.runtime.memory.arena import moved
 
@@ -317,7 +318,8 @@ def _is_on(device: torch.device, value: Any) -> bool:
     """Whether a value consists of plain values and tensors on a device, so that nothing must be moved."""
     if isinstance(value, torch.Tensor):
         return value.device == device
-    return type(value) in PLAIN or (type(value) is tuple and all(_is_on(device, part) for part in value))
+    kind = type(value)
+    return kind in PLAIN_TYPES or (kind is tuple and all(_is_on(device, part) for part in value))
 
 
 def _bring_layer(cache: Any, index: int, device: torch.device) -> None:

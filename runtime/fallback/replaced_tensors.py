@@ -27,14 +27,14 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from graphplan.capture.structure import node_of_class
+from graphplan.capture.changes.attribute_snapshots import items_of
+from graphplan.capture.structure import PLAIN_TYPES, node_of_class
 from graphplan.capture.transformers.caches import is_cache
 
 _TENSORS = (torch.Tensor, PackedSequence)
 
 _NOT_SEARCHED = (*_TENSORS, nn.Module, type, ModuleType, logging.Logger)
 _TORCH_ATTRIBUTES = {*vars(nn.Module()), "_graphplan"}
-PLAIN = frozenset({int, float, bool, str, type(None)})
 _Put = Callable[[Any, Any, Any], None]
 
 
@@ -58,7 +58,7 @@ class Replacement:
 
     def within(self, value: Any) -> Any:
         """Return the value with its tensors replaced; the same object if it has none. Caches stay as is."""
-        if type(value) in PLAIN:
+        if type(value) in PLAIN_TYPES:
             return value
         if id(value) in self.replacements:
             return self.replacements[id(value)][1]
@@ -132,20 +132,15 @@ def _has_attributes(value: Any) -> bool:
 
 def _entries(container: Any) -> list[tuple[_Put, Any, Any]]:
     """Return (setter, key, part) of each part of a container that is not plain."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(container, dict):
-        items = container.items()
-    elif isinstance(container, list | deque):
-        items = enumerate(container)
-    entries: list[tuple[_Put, Any, Any]]
-    entries = [(operator.setitem, key, part) for key, part in items if type(part) not in PLAIN]
+    items = items_of(container) if isinstance(container, list | dict | deque) else ()
+    entries: list[tuple[_Put, Any, Any]] = [(operator.setitem, key, part) for key, part in items]
     if _has_attributes(container):
         table = getattr(container, "__dict__", {})  # a dataclass with slots has none
         fields = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
-        entries += [(_put_attribute, name, part) for name, part in table.items() if type(part) not in PLAIN]
+        entries += [(_put_attribute, name, part) for name, part in table.items()]
         names = [slot.name for slot in fields if slot.name not in table and hasattr(container, slot.name)]
         entries += [(object.__setattr__, name, getattr(container, name)) for name in names]  # also if frozen
-    return entries
+    return [entry for entry in entries if type(entry[2]) not in PLAIN_TYPES]
 
 
 def _put_attribute(container: Any, name: str, value: Any) -> None:

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphplan._compat.export import TRACED_NUMBERS
 from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
-from graphplan.capture.structure import CONTAINERS, PLAIN, reached
+from graphplan.capture.structure import CONTAINERS, PLAIN_TYPES, reached
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
@@ -64,7 +64,7 @@ class CodeCaches:
         while self._todo:
             value = self._todo.pop()
             # attributes of the model are restored elsewhere
-            if type(value) not in PLAIN and id(value) not in seen:
+            if type(value) not in PLAIN_TYPES and id(value) not in seen:
                 seen.add(id(value))
                 if id(value) not in held or not issubclass(type(value), nn.Module | dict | list | deque):
                     self._visit(value)
