@@ -20,11 +20,10 @@ from torch import nn
 
 from graphplan._compat.peft import adapters_of, is_adapted, set_adapters
 from graphplan.capture.changes.attribute_data import is_plain
-from graphplan.capture.structure import leaves_of
+from graphplan.capture.structure import PLAIN_TYPES, leaves_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
-_CONTAINERS = (list, dict, set, tuple)
 _training = attrgetter("training")
 
 
@@ -123,7 +122,8 @@ class ModeReader:
         table = vars(self._configs[index])
         values, (before, plain) = tuple(table.values()), self._last_read[index]
         same = len(values) == len(before) and all(map(is_, values, before))
-        if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in _CONTAINERS):
+        contained = (name for name in plain if type(plain[name]) not in PLAIN_TYPES)
+        if not same or any(table[name] != plain[name] for name in contained):
             # saving a model writes ``architectures``
             modes = {name: value for name, value in table.items() if name != "architectures"}
             plain = {name: _as_read(name, value) for name, value in modes.items() if is_plain(value)}
