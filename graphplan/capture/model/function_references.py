@@ -32,9 +32,8 @@ from graphplan.capture.changes.attribute_snapshots import (
     snapshot,
 )
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import CONTAINERS, reached
 
-_CONTAINERS = (dict, list, set, deque)
 _CODE = (FunctionType, MethodType, functools.partial)
 _REFERRING: tuple[Any, ...] = (tuple, weakref.ref, *weakref.ProxyTypes)
 _UNWATCHED = (ModuleType, type, Logger)  # a logger caches which levels are enabled
@@ -55,7 +54,7 @@ def shared_with_hooks(model: nn.Module) -> dict[int, Any]:
     referenced = (
         one for part in model.modules() for hook in hooks_of(part) for one in _globals(function_of(hook))
     )
-    containers = (one for one in referenced if issubclass(type(one), _CONTAINERS))
+    containers = (one for one in referenced if issubclass(type(one), CONTAINERS))
     return {id(one): one for one in containers if not finder.reached_from(one)}
 
 
@@ -105,7 +104,7 @@ def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
         closure = getattr(function_of(hook), "__closure__", None) or ()
         cells += [(label, cell, content_of(cell)) for cell in closure]
         for value in _writable_by(hook):
-            table = value if issubclass(type(value), _CONTAINERS) else attributes_behind(value)
+            table = value if issubclass(type(value), CONTAINERS) else attributes_behind(value)
             is_attribute = id(value) in held and (table is value or isinstance(value, nn.Module))
             if table is not None and not is_attribute and id(table) not in tables:
                 tables[id(table)] = "" if id(value) in held else label, snapshot(table)
