@@ -13,7 +13,6 @@ import operator
 import types
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.changes.attribute_snapshots import items_of
 from graphplan.capture.parameter_notes import notes_of
-from graphplan.capture.structure import CONSTANTS
+from graphplan.capture.structure import CONSTANTS, CONTAINERS
 
 UNCHANGING = (*CONSTANTS, torch.device)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -65,7 +64,7 @@ class ModuleTraits:
         places: the integer attributes.
         objects: id -> other object to which an attribute refers.
         classes: the classes of the parts.
-        containers: the lists and dicts among the attributes.
+        containers: those among the attributes.
     """
 
     module: nn.Module
@@ -93,13 +92,16 @@ class ModuleTraits:
     def held(self) -> tuple[list[Any], Identities]:
         """Return the current names and values in other objects, in classes and in the globals of the code.
 
-        The items of lists and dicts among the values are included: code may count its calls there.
+        The items of containers in them are included: code may count its calls there.
         """
         files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
         each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
         named = [item for names in each for item in names.items()]
-        inside = [items_of(value) for _, value in named if isinstance(value, list | dict)]
-        named += chain.from_iterable(inside)
+        seen = set[int]()
+        for _, value in named:  # it grows
+            if isinstance(value, CONTAINERS) and id(value) not in seen:
+                seen.add(id(value))
+                named += items_of(value)
         return [name for name, _ in named], Identities(value for _, value in named)
 
     def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
@@ -160,12 +162,9 @@ def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
         return type(value), comparison_key(value)
     if isinstance(value, torch.Tensor):
         raise UnlikeError("a tensor is among the attributes")
-    if isinstance(value, list | dict):
+    if isinstance(value, CONTAINERS):
         traits.containers.append(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value), *(_value(one, traits, met) for one in value)
-    if isinstance(value, dict):
-        return type(value), *((key, _value(one, traits, met)) for key, one in value.items())
+        return type(value), *((key, _value(one, traits, met)) for key, one in items_of(value))
     if isinstance(value, functools.partial):
         return "partial", *(_value(one, traits, met) for one in (value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
