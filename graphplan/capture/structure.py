@@ -28,7 +28,7 @@ from graphplan._compat.torch import tell_pytree
 
 IsLeaf = Callable[[Any], bool]
 
-PLAIN = (
+PLAIN: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, PurePath, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )

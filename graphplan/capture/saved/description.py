@@ -18,9 +18,7 @@ import re
 import sys
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -43,10 +41,9 @@ from graphplan.capture.saved.code_objects import (
 from graphplan.capture.saved.plain_values import NotSavedError
 from graphplan.capture.saved.source_files import state_of
 from graphplan.capture.source_lines import is_installed, is_of_versions
+from graphplan.capture.structure import CONTAINERS, PLAIN, PLAIN_TYPES
 
-_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic, slice)
-_CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
+_CONTAINERS = (*CONTAINERS, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _PROCESS_ATTRIBUTES = ("_original_object_hash", "_abc_impl")  # hash of a GenerationConfig; ABC caches
 _STATE_HOOKS = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run only when weights are saved or loaded
@@ -91,12 +88,12 @@ class Description:
         Raises:
             NotSavedError: the value has a type whose objects cannot be compared.
         """
-        plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+        plain = next((kind for kind in PLAIN if isinstance(value, kind)), None)
         if isinstance(value, enum.Enum):
             self.note(_name(type(value)), value.name)
         elif plain is not None:
             self.note(_name(type(value)), plain.__repr__(value))
-        elif isinstance(value, _NAMED):
+        elif isinstance(value, np.generic | slice):  # NumPy's base class does not show the number
             self.note(type(value).__name__, repr(value))
         elif id(value) in self._around:
             self.note("around")
@@ -282,7 +279,7 @@ class Description:
 
     def _briefly(self, value: Any) -> None:
         """Hash a value of an installed package by plain value or code, without its attributes."""
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN_TYPES:
             self.note(repr(value))
         elif isinstance(value, type):
             self.note(_name(value))
