@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -47,7 +48,7 @@ def largest_batch(
         InfeasibleError: not even a batch of one fits.
         GraphplanError: as in :func:`graphplan.plan`.
     """
-    require_known(plan, options, "largest_batch")
+    require_known(inspect.signature(plan).parameters, options, "largest_batch")
     require_inputs(args, kwargs)
     know_caches(model)
     example = tuple(args), dict(kwargs or {})

@@ -16,6 +16,7 @@ from torch import nn
 from graphplan._compat.transformers import kept_dtypes
 from graphplan.api.machines import read_on_all
 from graphplan.api.partition import partition
+from graphplan.api.plan_options import require_known
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.thread_patches import one_at_a_time, outside_inference_mode
 from graphplan.devices.max_memory import MaxMemory
@@ -72,9 +73,8 @@ def load(
         InputError: ``model_class`` is no model class of transformers; ``AutoModel`` is none.
         GraphplanError: as in :func:`graphplan.partition`.
     """
-    unknown = options.keys() - (inspect.signature(partition).parameters.keys() - {"model", "checkpoint"})
-    if unknown:
-        raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
+    own, forwarded = (inspect.signature(one).parameters.keys() for one in (load, partition))
+    require_known((own | forwarded) - {"model", "checkpoint", "options"}, options, "load")
     opener = partial(
         open_pretrained,
         path,

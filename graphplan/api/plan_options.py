@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -38,6 +38,16 @@ _ONLY_WITH = {
     "calls=": ("weights",),
 }
 _ONLY_IN_PARTITION = ("check", "checkpoint", "compile", "grad", "plan", "strict", "warm")
+_ELSEWHERE = {  # arguments of accelerate and transformers
+    "device_map": "give budgets as max_memory=, and a map of your own as pin=",
+    "no_split_module_classes": "it is not needed; together= keeps modules on one device",
+    "offload_folder": "give 'disk' a budget in max_memory=: weights stay in the files of the checkpoint",
+    "torch_dtype": "graphplan.load takes dtype=",
+    "config": "graphplan.load takes it",
+    "attn_implementation": "give it to from_pretrained, of the model or of a config for graphplan.load",
+    "quantization_config": "load the model with from_pretrained, and give it to graphplan.partition",
+    "revision": "download that revision, and give graphplan.load its folder",
+}
 _NOT_WITH_MACHINES = ("pin", "together", "balance", "calls", "weights", "train_outputs")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -167,25 +177,26 @@ def shows_options(function: _Function) -> _Function:
 
 def read_options(function: Callable[..., Any], given: Mapping[str, Any]) -> PlanOptions:
     """Return the options that a function was called with; raise TypeError as :func:`require_known`."""
-    require_known(function, given, function.__name__)
+    require_known(inspect.signature(function).parameters, given, function.__name__)
     return PlanOptions(**given)
 
 
-def require_known(function: Callable[..., Any], given: Iterable[str], called: str) -> None:
-    """Raise TypeError for an argument that a function does not take; the message suggests a similar one.
+def require_known(known: Collection[str], given: Iterable[str], called: str) -> None:
+    """Raise TypeError for an argument that a function does not take; the message says what to write.
 
     Args:
-        function: decorated with :func:`shows_options`.
+        known: the names that it takes.
         given: names of arguments.
         called: name of the function that the caller called.
     """
-    parameters = inspect.signature(function).parameters
     for name in given:
-        if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            hint = "; it is an argument of partition" if name in _ONLY_IN_PARTITION else hint
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else ""
+            hint = hint or f"an input of the model goes into kwargs={{{name!r}: ...}}"
+            hint = "it is an argument of partition" if name in _ONLY_IN_PARTITION else hint
+            hint = _ELSEWHERE.get(name, hint)
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 def refuse_with_machines(plan_options: PlanOptions, **given: object) -> None:

@@ -888,6 +888,24 @@ def test_an_unknown_argument_is_named_with_a_similar_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("device_map", "budgets as max_memory=, and a map of your own as pin="),
+        ("torch_dtype", "load takes dtype="),
+        ("input", r"an input of the model goes into kwargs=\{'input': \.\.\.\}"),
+        ("pinn", r"did you mean 'pin'\?"),
+    ],
+)
+def test_arguments_of_other_libraries_and_inputs_of_the_model(name: str, said: str, tmp_path: Path) -> None:
+    model, functions = nn.Linear(4, 4), {"plan": graphplan.plan, "partition": graphplan.partition}
+    called: dict[str, Any] = {**functions, "load": graphplan.load}
+    for function, place in called.items():
+        where = tmp_path if function == "load" else model
+        with pytest.raises(TypeError, match=rf"{function}\(\) got .* '{name}'; .*{said}"):
+            place(where, {"cpu": "1GiB"}, **{name: torch.ones(1, 4)})
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"weights": [1, 2]}, "weights= goes with calls="),
