@@ -16,11 +16,11 @@ from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import Choice, CompileState, Trial, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
-from graphplan.devices.topology import ALIGNMENT, DeviceSpec
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.topology import ALIGNMENT, CPU, DeviceSpec
 from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
-from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.problem import Problem
@@ -115,23 +115,25 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
 
 
 def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
-    """Return the error; add a hint if other options allow slicing a weight that no accelerator holds."""
-    (member,) = state.members
-    problem = state.formulation.constrained(member)
-    rooms = [spec.room for spec in problem.topology.accelerators]
-    advice = [] if problem.topology.cpu is not None else ["add a budget for 'cpu' to max_memory"]
-    advice += [] if problem.offload else ["leave out offload=False"]
-    if not rooms or not advice:
+    """Return the error; add the given budgets with CPU memory if a short search finds a placement in them."""
+    formulation = state.formulation
+    topology, options = formulation.topology, formulation.options
+    offloads = options.constraints.offload
+    helps = bool(topology.accelerators) and not (offloads and topology.cpu is not None)
+    if not helps or state.limits.caller_retries or not error.needed:
         return error
-    weights = problem.graph.weights.values()
-    large = [w for w in weights if w.nbytes > max(rooms) and is_sliceable(member.annotator.capture, w.name)]
-    if not large:
-        return error
-    hint = (
-        f"{large[0].name!r}, of {readable_bytes(large[0].nbytes)}, is larger than what any accelerator "
-        f"may hold. It can be computed in slices if the whole may reside on the CPU: {' and '.join(advice)}"
-    )
-    error.args = (f"{error}. {hint}",)
+    if topology.cpu is None:
+        (cpu,) = read_max_memory({CPU: sum(error.needed.values())}).devices
+        cpu = replace(cpu, reserve=max(spec.reserve for spec in topology.devices))
+        topology = replace(topology, devices=(*topology.devices, cpu))
+    options = replace(options, constraints=replace(options.constraints, offload=True))
+    larger = replace(state, formulation=replace(formulation, topology=topology, options=options))
+    problem = larger.formulation.constrained(state.members[0])
+    if probe(problem, deadline=state.limits.deadline) is not None or _best_slicing(larger) is not None:
+        without = "" if offloads else ", without offload=False"
+        error.args = (
+            f"{error}. So do these, with weights in CPU memory: max_memory={topology.budgets}{without}",
+        )
     return error
 
 

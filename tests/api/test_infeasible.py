@@ -75,6 +75,49 @@ def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], cal
         place(make(), printed, **call)
 
 
+HELPED: list[tuple[dict[Any, int], dict[str, Any]]] = [
+    ({0: 40000}, {}),
+    ({0: 20000, 1: 20000}, {}),
+    ({0: 40000}, {"cpu_compute": False}),
+    ({0: 16000}, {"cpu_compute": False}),  # in slices
+    ({0: 40000}, {"reserve": 2000}),
+    ({0: 40000}, {"offload": False}),
+    ({0: 40000, "cpu": 1 << 20}, {"offload": False}),
+    ({0: 40000}, {"train": True, "optimizer": torch.optim.SGD}),
+]
+
+
+@pytest.mark.parametrize(("budgets", "options"), HELPED)
+def test_cpu_memory_that_would_do_is_named(budgets: dict[Any, int], options: dict[str, Any]) -> None:
+    with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}):
+        with pytest.raises(graphplan.InfeasibleError, match="So do these, with weights in CPU") as caught:
+            graphplan.plan(stack(), budgets, (X,), **options)
+        printed = ast.literal_eval(str(caught.value).rpartition("max_memory=")[2].removesuffix(WITHOUT))
+        assert str(caught.value).endswith(WITHOUT) == ("offload" in options)
+        assert printed == {**budgets, "cpu": printed["cpu"]}
+        assert graphplan.plan(stack(), printed, (X,), **{**options, "offload": True}).placement
+
+
+WITHOUT = ", without offload=False"
+PINNED = {"pin": {str(n): 0 for n in range(6)}}
+UNHELPED: list[tuple[dict[Any, int], dict[str, Any]]] = [
+    ({0: 40000}, PINNED),
+    ({0: 40000, "cpu": 10000}, {}),
+    ({0: 40000, "cpu": 10000}, {"offload": False}),
+    ({0: 1100}, {"cpu_compute": False}),
+]
+
+
+@pytest.mark.parametrize(("budgets", "options"), UNHELPED)
+def test_cpu_memory_is_not_named_where_it_does_not_help(
+    budgets: dict[Any, int], options: dict[str, Any]
+) -> None:
+    with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}):
+        with pytest.raises(graphplan.InfeasibleError) as caught:
+            graphplan.plan(stack(), budgets, (X,), **options)
+        assert "So do these" not in str(caught.value)
+
+
 def test_bytes_that_are_meant_as_another_unit() -> None:
     said = r"max_memory\[0\] is 24 bytes: write '24GiB'"
     with (
