@@ -1,4 +1,4 @@
-"""Attributes and methods of placed models that code of transformers uses beside their forward pass.
+"""Attributes and methods of placed models that libraries use beside their forward pass.
 
 ``generate()`` reads the arguments of ``forward`` from its signature, and makes tensors on ``model.device``; a
 pipeline or a trainer moves the model there. A placed model's ``device`` is the planned device of its inputs.
@@ -16,7 +16,8 @@ from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import planned_attributes
 
-_MOVED_BY_LIBRARY = {"PreTrainedModel", "PeftModel"}  # base classes of models that their library moves
+# base classes of models that transformers, PEFT and diffusers move
+_MOVED_BY_LIBRARY = {"PreTrainedModel", "PeftModel", "ModelMixin"}
 
 
 def class_body(placed: Any, original: type[nn.Module]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import bytes_of
+from builders import bytes_of, largest_difference
 from torch import nn
 from versions import needs
 
@@ -192,6 +192,36 @@ def test_moving_a_placed_part() -> None:
         assert {name: t.device for name, t in placed.refiner.named_parameters()} == before
         with pytest.raises(PlanError, match="unplace"):
             placed.refiner.to(torch.float16)
+
+
+def test_a_pipeline_with_one_placed_model_is_moved() -> None:
+    diffusers = pytest.importorskip("diffusers")
+
+    class Scaled(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc, name-defined]
+        @diffusers.configuration_utils.register_to_config
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers(x)
+
+    class Both(diffusers.DiffusionPipeline):  # type: ignore[misc, name-defined]
+        def __init__(self, unet: Any, vae: Any) -> None:
+            super().__init__()
+            self.register_modules(unet=unet, vae=vae)
+
+    pipe = Both(Scaled(), Scaled())
+    expected = pipe.unet(X)
+    with graphplan.simulate({0: "1MiB"}):
+        pipe.unet = graphplan.partition(pipe.unet, {0: "40KiB", "cpu": "1GiB"}, (X,))
+        before = [weight.device for weight in pipe.unet.parameters()]
+        assert pipe.to("sim:0") is pipe
+        assert {weight.device.type for weight in pipe.vae.parameters()} == {"sim"}
+        assert [weight.device for weight in pipe.unet.parameters()] == before
+        assert largest_difference(pipe.unet(X), expected) < 1e-6
+        with pytest.raises(PlanError, match="dtype"):
+            pipe.to(torch.float16)
 
 
 def test_an_attribute_called_device_is_no_place_to_move_to() -> None:
