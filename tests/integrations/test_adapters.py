@@ -69,6 +69,23 @@ def test_an_adapted_model_is_moved_by_trainers() -> None:
             placed.to(torch.float16)
 
 
+def test_adapters_that_come_after_placement_may_be_taken_out() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    base = adapted(config).unload()
+    expected = logits(base)
+    placed: Any = graphplan.partition(base, CPU, kwargs={"input_ids": IDS})
+    late: Any = peft.get_peft_model(placed, config)
+    for _ in range(2):
+        with pytest.raises(graphplan.PlanError, match=r"take them out \(by unload\(\).*graphplan\.unplace"):
+            logits(placed)
+    assert late.unload() is placed
+    assert largest_difference(logits(placed), expected) < 1e-6
+    again = peft.get_peft_model(graphplan.unplace(placed), config)
+    placed = graphplan.partition(again, CPU, kwargs={"input_ids": IDS})
+    assert largest_difference(logits(placed), logits(again)) < 1e-6
+    assert largest_difference(logits(placed), expected) > 1e-3
+
+
 def test_an_adapted_model_that_has_generated_is_not_captured_again() -> None:
     """PEFT's ``generate`` sets a method of the base model, and sets it back."""
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))

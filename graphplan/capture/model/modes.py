@@ -109,8 +109,9 @@ class ModeReader:
         """
         if vars(module).get("peft_config") is not self._peft:
             raise PlanError(
-                f"adapters were put into {type(module).__name__} after it was placed: put them into the "
-                "original model, and partition that"
+                f"adapters were put into {type(module).__name__} after it was placed: take them out (by "
+                "unload() of PEFT's model), put them into the plain model that graphplan.unplace returns, "
+                "and partition that"
             )
         training = (module.training, *map(_training, self._parts))
         adapters = tuple(adapters_of(part) for part in self._adapted)
