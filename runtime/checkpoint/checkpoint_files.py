@@ -18,6 +18,10 @@ from graphplan.warnings import warn
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_NOT_PERSISTENT = (
+    ". The missing ones are buffers that no checkpoint has: build the model in "
+    "accelerate.init_empty_weights(), which computes them, or load a transformers model with graphplan.load"
+)
 
 
 class Checkpoint:
@@ -87,11 +91,11 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         and ((strict and set(names) & weights.persistent) or weights.tensors[first].device.type == "meta")
     ]
     unexpected = sorted(set(tensors) - set(weights.first)) if strict else []
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{path} does not fit {type(model).__name__}: missing {_joined_names(missing)}, "
-            f"unexpected {_joined_names(unexpected)}"
-        )
+    lists = {"missing": missing, "unexpected": unexpected}
+    if misfits := [f"{what} {_joined_names(names)}" for what, names in lists.items() if names]:
+        buffers = missing and not any(weights.persistent & set(weights.names[first]) for first in missing)
+        hint = _NOT_PERSISTENT if buffers else ""
+        raise CheckpointError(f"{path} does not fit {type(model).__name__}: {', '.join(misfits)}{hint}")
     checkpoint = Checkpoint(weights, tensors)
     wrong = [
         f"{tensor.file.path.name} has {tensor.name!r} of shape {list(tensor.shape)}, the model "
@@ -127,7 +131,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def _joined_names(names: list[str]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"
+    return ", ".join(map(repr, names))
 
 
 def file_entries(path: Path) -> dict[str, FileTensor]:
