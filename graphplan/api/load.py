@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoin
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 from graphplan.warnings import warn
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig  # optional package
+
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -41,6 +45,7 @@ def load(
     *,
     dtype: torch.dtype | str = "auto",
     model_class: type[nn.Module] | None = None,
+    config: PretrainedConfig | None = None,
     trust_remote_code: bool = False,
     strict: bool | None = None,
     **options: Any,
@@ -59,6 +64,8 @@ def load(
         dtype: dtype of the weights; ``"auto"`` for the config's, or else the checkpoint's first
             floating-point dtype.
         model_class: class to build; by default the first of the config's ``architectures``.
+        config: configuration to use in place of the folder's, for other attention or rotary embeddings:
+            ``AutoConfig.from_pretrained(path, attn_implementation="eager")``. It is not changed.
         trust_remote_code: whether Python code from the folder may be run.
         strict: as in :func:`graphplan.partition`. If it is False, weights that the checkpoint lacks are newly
             initialised. Tensors that the model does not know only cause a warning.
@@ -70,7 +77,8 @@ def load(
     Raises:
         CheckpointError: the folder does not exist, has no safetensors files, is quantised, or has weights
             that are missing or have other shapes.
-        InputError: ``model_class`` is no model class of transformers; ``AutoModel`` is none.
+        InputError: ``model_class`` is no model class of transformers (``AutoModel`` is none), or ``config``
+            no configuration.
         GraphplanError: as in :func:`graphplan.partition`.
     """
     own, forwarded = (inspect.signature(one).parameters.keys() for one in (load, partition))
@@ -80,6 +88,7 @@ def load(
         path,
         dtype=dtype,
         model_class=model_class,
+        config=config,
         trust_remote_code=trust_remote_code,
         strict=strict is not False,
     )
@@ -94,14 +103,18 @@ def open_pretrained(
     *,
     dtype: torch.dtype | str = "auto",
     model_class: type[nn.Module] | None = None,
+    config: Any = None,
     trust_remote_code: bool = False,
     strict: bool = True,
 ) -> tuple[nn.Module, ConvertedCheckpoint]:
     """Return a model and the source of its weights; only tensors that no checkpoint has are not on meta."""
-    from transformers import PreTrainedModel  # optional package
+    from transformers import PretrainedConfig, PreTrainedModel  # optional package
 
     folder = Path(path)
-    config = _read_config(folder, trust_remote_code)
+    if not isinstance(config, PretrainedConfig | None):
+        raise InputError(f"config must be a configuration of transformers, not a {type(config).__name__}")
+    config = _read_config(folder, trust_remote_code) if config is None else copy.deepcopy(config)
+    _refuse_quantised(folder, config)
     tensors = _tensors_of(folder, config)
     cls: Any = model_class or _class_of(folder, config, trust_remote_code)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
@@ -134,6 +147,11 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
             "download it first, with huggingface_hub.snapshot_download"
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    config.name_or_path = str(folder)
+    return config
+
+
+def _refuse_quantised(folder: Path, config: Any) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         named = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
@@ -141,8 +159,6 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
             f"{folder} is quantised ({getattr(named, 'value', named)}), which graphplan.load cannot read: "
             "load it with from_pretrained, and give the model to graphplan.partition"
         )
-    config.name_or_path = str(folder)
-    return config
 
 
 def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
@@ -175,7 +191,7 @@ def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Mod
         cls: type[nn.Module] = get_class_from_dynamic_module(named[0], str(folder))
         return cls
     if not names:
-        raise CheckpointError(f"{folder / _CONFIG} names no architecture: give model_class=")
+        raise CheckpointError(f"the configuration of {folder} names no architecture: give model_class=")
     architecture: type[nn.Module] | None = getattr(transformers, names[0], None)
     if architecture is None:
         hint = ", or trust_remote_code=True, which runs the folder's code" if named else ""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -22,7 +23,14 @@ from language_models import build, inputs_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import checkpoint
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_module_utils
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    dynamic_module_utils,
+)
 
 import graphplan
 from graphplan.api.load import open_pretrained
@@ -306,6 +314,29 @@ def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
     for name, value in {"torch_dtype": torch.float16, "checkpoint": tmp_path}.items():
         with pytest.raises(TypeError, match=rf"load\(\) got an unexpected keyword argument '{name}'"):
             graphplan.load(tmp_path, {"cpu": "1GiB"}, **{name: value})
+
+
+def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
+    model = small_llama()
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager", max_position_embeddings=99)
+    before = copy.deepcopy(config)
+    placed = graphplan.load(
+        tmp_path, {"cpu": "1GiB"}, kwargs=benchmark.IDS, config=config, dtype=torch.float64
+    )
+    assert placed.config._attn_implementation == "eager"
+    assert placed.config.max_position_embeddings == 99
+    assert config == before
+    assert config.dtype == before.dtype
+    with torch.no_grad():
+        assert largest_difference(placed(**benchmark.IDS), model.double()(**benchmark.IDS)) < 1e-5
+    with pytest.raises(
+        graphplan.InputError, match="config must be a configuration of transformers, not a dict"
+    ):
+        open_pretrained(tmp_path, config={})
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(graphplan.CheckpointError, match=r"is quantised \(gptq\)"):
+        open_pretrained(tmp_path, config=config)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
