@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,14 +50,15 @@ def load(
     strict: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Return a placed model from a folder that ``save_pretrained`` wrote or that is from the Hub.
+    """Return a placed model from a folder that ``save_pretrained`` wrote, or from the Hub's local cache.
 
     The model is built on the meta device and planned. Its weights are then read from the folder's
     safetensors files straight to their devices: host memory holds what the plan places there, and a few
     buffers. transformers' rules match tensors with weights. Nothing is unpickled or downloaded.
 
     Args:
-        path: the folder, with ``config.json`` and ``.safetensors`` files.
+        path: the folder, with ``config.json`` and ``.safetensors`` files, or the name of a model on the Hub
+            (``"meta-llama/Llama-3.1-8B"``) that was downloaded to the local cache.
         max_memory: as in :func:`graphplan.partition`.
         args: as in :func:`graphplan.partition`.
         kwargs: as in :func:`graphplan.partition`.
@@ -110,10 +111,14 @@ def open_pretrained(
     """Return a model and the source of its weights; only tensors that no checkpoint has are not on meta."""
     from transformers import PretrainedConfig, PreTrainedModel  # optional package
 
-    folder = Path(path)
+    folder = _find_folder(path)
     if not isinstance(config, PretrainedConfig | None):
         raise InputError(f"config must be a configuration of transformers, not a {type(config).__name__}")
-    config = _read_config(folder, trust_remote_code) if config is None else copy.deepcopy(config)
+    if config is None:
+        config = _read_config(folder, trust_remote_code)
+        config.name_or_path = str(path)
+    else:
+        config = copy.deepcopy(config)
     _refuse_quantised(folder, config)
     tensors = _tensors_of(folder, config)
     cls: Any = model_class or _class_of(folder, config, trust_remote_code)
@@ -137,18 +142,27 @@ def open_pretrained(
     return model, ConvertedCheckpoint(ModelWeights(model), matched.tensors, matched.conversions)
 
 
+def _find_folder(path: str | Path) -> Path:
+    """Return the folder, for the name of a model on the Hub that of the local cache if it is there."""
+    from huggingface_hub import snapshot_download  # comes with transformers
+
+    folder = Path(path)
+    if not folder.exists():
+        with suppress(OSError, ValueError):  # not in the cache, or no name of a model
+            return Path(snapshot_download(str(path), local_files_only=True))
+    return folder
+
+
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig  # optional package
 
     if not (folder / _CONFIG).is_file():
         lacks = f"{folder} has no {_CONFIG}" if folder.is_dir() else f"there is no folder {str(folder)!r}"
         raise CheckpointError(
-            f"{lacks}: give the folder of a transformers model. For one on the Hub, "
-            "download it first, with huggingface_hub.snapshot_download"
+            f"{lacks}: give the folder of a transformers model. Download one that is on the Hub first, with "
+            "huggingface_hub.snapshot_download(name, allow_patterns=['*.safetensors', '*.json'])"
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    config.name_or_path = str(folder)
-    return config
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def _refuse_quantised(folder: Path, config: Any) -> None:

@@ -57,7 +57,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**named, **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def on_the_cpu(folder: Path, **options: Any) -> nn.Module:
+def on_the_cpu(folder: Path | str, **options: Any) -> nn.Module:
     model, source = open_pretrained(folder, **options)
     layout = Layout(dict.fromkeys(source.weights.tensors, torch.device("cpu")))
     return place_model(model, source.weights, layout, source=source)[0]
@@ -337,6 +337,21 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(graphplan.CheckpointError, match=r"is quantised \(gptq\)"):
         open_pretrained(tmp_path, config=config)
+
+
+def test_a_model_of_the_hub_is_read_from_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_llama()
+    model.save_pretrained(tmp_path / "models--some--llama" / "snapshots" / "abc")
+    (tmp_path / "models--some--llama" / "refs").mkdir()
+    (tmp_path / "models--some--llama" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    ours, _ = open_pretrained("some/llama")
+    assert ours.config.name_or_path == "some/llama"
+    assert_same_tensors(on_the_cpu("some/llama"), model)
+    with pytest.raises(graphplan.CheckpointError, match=r"snapshot_download\(name, allow_patterns="):
+        open_pretrained("some/other")
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
