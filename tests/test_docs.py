@@ -146,6 +146,14 @@ def test_sections_are_of_the_results() -> None:
             assert json.loads(path.read_text(encoding="utf-8"))["machine"]["processor"] in text
 
 
+def test_measured_times_are_beside_the_peaks_and_the_differences() -> None:
+    text = tables()["offload"]
+    assert "| graphplan | 6.7 GB | 6.7 GB | 35 ms |" in text
+    assert "| 26 s | 3.1 % |" in text
+    assert "| accelerate | 6.7 GB | 4.5 GB | 934 ms |" in text
+    assert "no better map was searched for" in text
+
+
 def test_a_page_does_not_speak_of_results_that_are_absent(tmp_path: Path) -> None:
     assert set(tables(tmp_path).values()) == {""}
 
