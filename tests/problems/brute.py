@@ -26,7 +26,7 @@ import numpy.typing as npt
 from placement_api import Evaluation, Problem, evaluate
 from random_problems import groups_of
 
-from graphplan.devices.topology import CPU, DeviceKey, round_up
+from graphplan.devices.topology import CPU, DISK, DeviceKey, round_up
 from graphplan.ir.cost_model import move_seconds, operation_seconds
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
@@ -251,11 +251,12 @@ class Space:
     A weight that one group of operations reads lives where that runs; on the CPU too, where offload is
     allowed and it may be streamed. One that several groups read lives on any device, without offload on an
     accelerator or where a reader runs; one that nobody reads, anywhere. What is pinned is where it is pinned.
+    With a disk, parameters that may be streamed may be there as well.
 
     Args:
-        problem: any, without a disk.
+        problem: any.
         alone: without offload: the CPU runs only what must, and keeps no weight for an accelerator unless it
-            is pinned there.
+            is pinned there. Nothing is on disk.
     """
 
     problem: Problem
@@ -281,25 +282,40 @@ class Space:
         return {o.name: self._devices([o.name]) for o in operations if o.host_only}
 
     def _devices(self, group: Iterable[str]) -> tuple[DeviceKey, ...]:
-        keys = frozenset(self.problem.topology.keys)
+        keys = frozenset(self.keys)
         rule = keys.intersection(*(self.problem.allowed.get(name, keys) for name in group))
         if self.accelerators and not (self.problem.offload and not self.alone):
             rule = (rule & self.accelerators) or rule
-        return tuple(key for key in self.problem.topology.keys if key in rule)
+        return tuple(key for key in self.keys if key in rule)
 
     def homes(self, name: str, operations: Mapping[str, DeviceKey]) -> tuple[DeviceKey, ...]:
         """Where a weight may live when operations run there."""
-        graph, keys = self.problem.graph, self.problem.topology.keys
+        graph, keys = self.problem.graph, self.keys
         readers = dict.fromkeys(operations[reader] for reader in graph.readers.get(name, ()))
         if name in self.problem.fixed_weights:
             return (self.problem.fixed_weights[name],)
+        disk = (DISK,) if name in self.mappable else ()
         if not readers:
-            return keys
+            return (*keys, *disk)
         if name in self.shared:
             anywhere = self.offloads or not self.accelerators
-            return tuple(key for key in keys if anywhere or key in self.accelerators or key in readers)
+            near = (key for key in keys if anywhere or key in self.accelerators or key in readers)
+            return (*near, *disk)
         away = (CPU,) if self.offloads and name in graph.streamable else ()
-        return tuple(dict.fromkeys((*readers, *away)))
+        return tuple(dict.fromkeys((*readers, *away, *disk)))
+
+    @cached_property
+    def keys(self) -> tuple[DeviceKey, ...]:
+        return tuple(spec.key for spec in self.problem.topology.computing)
+
+    @cached_property
+    def mappable(self) -> frozenset[str]:
+        """The weights that may be on disk."""
+        graph, fixed = self.problem.graph, self.problem.fixed_weights
+        if self.alone or DISK not in self.problem.topology:
+            return frozenset()
+        names = graph.streamable - fixed.keys()
+        return frozenset(n for n in names if graph.weights[n].kind == "parameter" and graph.weights[n].nbytes)
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -315,9 +331,10 @@ class Space:
         placements = math.prod(len(devices) for devices in self.groups.values())
         for name in graph.weights.keys() - self.problem.fixed_weights.keys():
             if name in self.shared or not graph.readers.get(name):
-                placements *= len(self.problem.topology.keys if self.offloads else self.accelerators) or 1
-            elif self.offloads and self.accelerators and name in graph.streamable:
-                placements *= 2
+                homes = len(self.keys if self.offloads else self.accelerators) or 1
+            else:
+                homes = 1 + bool(self.offloads and self.accelerators and name in graph.streamable)
+            placements *= homes + (name in self.mappable)
         return placements
 
     def objection(self, assignment: Assignment) -> str | None:

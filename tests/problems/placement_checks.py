@@ -18,7 +18,7 @@ from brute import Space
 from placement_api import Evaluation, Problem, Scope, Solution, evaluate
 from random_problems import restrict
 
-from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.errors import InfeasibleError, VerificationError
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
@@ -94,7 +94,7 @@ def inspect(problem: Problem, place: Place, seed: int = 0, effort: Effort = FULL
     """Place a problem, and check the solution.
 
     Args:
-        problem: without a disk.
+        problem: any.
         place: the planner; without a limit of time, as it is called twice.
         seed: of what is drawn.
         effort: how much is tried.
@@ -325,7 +325,7 @@ def changed(space: Space, assignment: Assignment, draw: random.Random) -> Assign
     if groups and change < 0.7:
         first = draw.randrange(len(groups))
         count = 1 if change < 0.35 else draw.randint(1, max(1, len(groups) // 3))
-        key = draw.choice(space.problem.topology.keys)
+        key = draw.choice(space.keys)
         for group in groups[first : first + count]:
             if key in space.groups[group]:
                 operations.update(dict.fromkeys(group, key))
@@ -336,7 +336,7 @@ def changed(space: Space, assignment: Assignment, draw: random.Random) -> Assign
         slots = {key: draw.randint(1, 4) for key in space.accelerators}
     for name, home in weights.items():
         homes = space.homes(name, operations)
-        stayed = home in homes and (name in space.shared or home == CPU)
+        stayed = home in homes and (name in space.shared or home in (CPU, DISK))
         weights[name] = home if stayed else homes[0]
     return Assignment(operations, weights, slots)
 
@@ -382,7 +382,7 @@ _Restricted = Iterator[tuple[str, Problem | None]]
 
 def _fewer_devices(problem: Problem, space: Space, known: Assignment, draw: random.Random) -> _Restricted:
     """Operations on some devices only, unless they may not run there."""
-    keys = problem.topology.keys
+    keys = space.keys
     if len(keys) > 1:
         some = frozenset(draw.sample(keys, draw.randint(1, len(keys) - 1)))
         rules = {name: some for group, devices in space.groups.items() if some & {*devices} for name in group}

@@ -18,7 +18,7 @@ from typing import Literal
 import networkx as nx
 from placement_api import Problem, evaluate
 
-from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
@@ -100,6 +100,21 @@ class Parameters:
 
 TINY = Parameters((2, 12), cards=3, weights=2, grouped=0.3)
 MEDIUM = Parameters((13, 60))
+WITH_DISK = Parameters(
+    (3, 6),
+    weights=2,
+    nbytes=(1 << 16, 4 << 20),
+    special=0.1,
+    repeated=1.0,
+    pinned=0.1,
+    devices={
+        "one card": 1,
+        "one card and the CPU": 5,
+        "equal cards and the CPU": 1,
+        "mixed cards and the CPU": 1,
+        "the CPU": 1,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +156,29 @@ def random_instance(seed: int, parameters: Parameters) -> Instance:
     )
     problem = replace(problem, topology=_with_budgets(draw, problem, BUDGETS[budget]))
     return Instance(seed, devices, budget, _with_rules(draw, problem, parameters))
+
+
+def with_disk(instance: Instance) -> Problem:
+    """The problem with a disk and other budgets; the disk's links are faster or slower than the CPU's.
+
+    A card has room for one or two of the largest weights, the CPU for at most 0.6 of all.
+    """
+    problem, draw = instance.problem, random.Random(f"disk of {instance.seed}")
+    graph, topology = problem.graph, problem.topology
+    values = _bytes_on_one(problem) - graph.weight_bytes
+    largest, memory = max((w.nbytes for w in graph.weights.values()), default=0), dict[DeviceKey, int]()
+    for spec in topology.devices:
+        least, most, unit = (1, 2.5, largest) if spec.is_accelerator else (0, 0.6, graph.weight_bytes)
+        memory[spec.key] = spec.reserve + values + int(draw.uniform(least, most) * unit)
+    topology = topology.with_memory(memory)
+    disk = DeviceSpec(DISK, DISK, int(graph.weight_bytes * draw.choice((0.5, 2, 2, 2))), 0.0, 0.0, 0.0)
+    links = {
+        (DISK, key): Link(_log_uniform(draw, 2e8, 2e11), draw.choice((0.0, 1e-6, 1e-5)))
+        for key in dict.fromkeys((*topology.keys, CPU))
+        if draw.random() < 0.9
+    }
+    topology = replace(topology, devices=(*topology.devices, disk), links={**topology.links, **links})
+    return replace(problem, topology=topology, offload=True)
 
 
 def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | None = None) -> Problem | None:

@@ -13,9 +13,19 @@ from typing import Any
 
 import pytest
 from brute import Brute, Space
-from placement_api import Bound, Problem, Scope, Solution, evaluate, place
+from placement_api import Bound, Problem, Scope, Solution, evaluate, place, place_or_map
 from placement_checks import Effort, least_excess, sound, violations
-from random_problems import BUDGETS, DEVICES, MEDIUM, TINY, Parameters, random_instance, restrict
+from random_problems import (
+    BUDGETS,
+    DEVICES,
+    MEDIUM,
+    TINY,
+    WITH_DISK,
+    Parameters,
+    random_instance,
+    restrict,
+    with_disk,
+)
 
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
@@ -104,6 +114,27 @@ def test_a_relaxation_bound_of_zero_divides_nothing() -> None:
 @pytest.mark.parametrize("block", blocks(12))
 def test_medium_problems(block: int) -> None:
     wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
+    assert not wrong, "\n".join(wrong)
+
+
+# -- with a disk ------------------------------------------------------------------------------------------
+
+
+def needs_disk(problem: Problem) -> bool:
+    """Whether memory alone cannot hold the weights."""
+    return problem.graph.weight_bytes > sum(spec.room for spec in problem.topology.computing)
+
+
+@pytest.mark.parametrize("block", blocks(20, quick=2))
+def test_problems_with_a_disk(block: int) -> None:
+    """In 21 the disk's link is faster than the CPU's: a disk as fast as the CPU gave a false bound."""
+    wrong, size = [], 10
+    for seed in range(block * size, (block + 1) * size):
+        instance = random_instance(seed, WITH_DISK)
+        problem = with_disk(instance)
+        if needs_disk(problem):
+            found = violations(problem, place_or_map, seed, Effort(placements=2000, restricted=1))
+            wrong += [f"{instance}: {text}" for text in found]
     assert not wrong, "\n".join(wrong)
 
 
