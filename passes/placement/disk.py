@@ -18,6 +18,7 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, T
 from graphplan.errors import InfeasibleError
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.message_text import readable_bytes
+from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.driver import bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -26,6 +27,7 @@ from graphplan.passes.placement.params import PARAMS, Limits
 from graphplan.passes.placement.problem import Problem
 
 _AS_PART = ", with the disk as part of the CPU's memory"
+_MUST_BE_READ = "bytes that must be read from disk"
 
 
 def place_or_map(
@@ -108,7 +110,8 @@ class _DiskPlacement:
         """Return the bound of the problem in which the disk is part of the CPU's memory."""
         relaxed = replace(wide, topology=self._with_faster_links(wide.topology))
         bound = bound_with_offload(relaxed, evaluation.seconds, self.limits)
-        return replace(bound, proof=bound.proof + _AS_PART)
+        bound = replace(bound, proof=bound.proof + _AS_PART)
+        return bound.raised(least_disk_seconds(self.problem, self.settled, self.free), _MUST_BE_READ)
 
     def _with_faster_links(self, wide: Topology) -> Topology:
         """Return the topology with links from the CPU that are no slower than those from the disk."""

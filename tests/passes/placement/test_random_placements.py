@@ -27,12 +27,13 @@ from random_problems import (
     with_disk,
 )
 
-from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement import resident
+from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
@@ -136,6 +137,27 @@ def test_problems_with_a_disk(block: int) -> None:
             found = violations(problem, place_or_map, seed, Effort(placements=2000, restricted=1))
             wrong += [f"{instance}: {text}" for text in found]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("block", blocks(4, quick=0))
+def test_what_must_be_read_from_disk_is_a_bound(block: int) -> None:
+    """Against every placement, also with weights that an earlier plan has left on disk."""
+    compared, tight, size = 0, 0, 150
+    for seed in range(block * size, (block + 1) * size):
+        problem, draw = with_disk(random_instance(seed, WITH_DISK)), random.Random(seed)
+        settled = sorted(name for name in Space(problem, alone=False).mappable if draw.random() < 0.2)
+        homes = {**problem.fixed_weights, **dict.fromkeys(settled, DISK)}
+        problem = replace(problem, fixed_weights=homes)
+        space = Space(problem, alone=False)
+        if space.count > 500 or not (settled or needs_disk(problem)):
+            continue
+        best = space.best()
+        if best is not None:
+            bound = least_disk_seconds(problem, settled, sorted(space.mappable))
+            assert bound <= best.seconds * (1 + 1e-9), f"seed {seed}"
+            compared, tight = compared + 1, tight + (bound > 0.9 * best.seconds)
+    assert compared > 20
+    assert tight > 5
 
 
 # -- bounds that were false once --------------------------------------------------------------------------
