@@ -11,20 +11,23 @@ is kept. Before and after, for a CPU that holds two of three weights::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology, round_up
 from graphplan.errors import InfeasibleError
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.message_text import readable_bytes
+from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
+from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
-from graphplan.passes.placement.driver import bound_with_offload, place
+from graphplan.passes.placement.driver import bound_with_offload, is_searched, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import PARAMS, Limits
 from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
 _AS_PART = ", with the disk as part of the CPU's memory"
 _MUST_BE_READ = "bytes that must be read from disk"
@@ -65,11 +68,13 @@ class _DiskPlacement:
         settled: weights that an earlier plan has left on disk.
         free: weights that may leave the CPU for the disk.
         extra: most bytes of both on disk.
+        improves: whether to search on, and for a bound, once a placement is found.
     """
 
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
+    improves: bool = True
 
     def __post_init__(self) -> None:
         weights, fixed = self.problem.graph.weights, self.problem.fixed_weights
@@ -93,24 +98,51 @@ class _DiskPlacement:
             # a placement with weights on disk may be faster: the CPU has more room
             return certify(in_memory.evaluation, self._bound(wider[0], in_memory.evaluation))
         failure: InfeasibleError | None = None
-        nearest: list[Evaluation] = []
-        for wide in wider:
+        spilled: list[Evaluation] = []
+        limits = replace(self.limits, proves=False)
+        for done, wide in enumerate(wider):
+            if spilled and self.limits.over:
+                break
             try:
-                solution = place(wide, replace(self.limits, proves=False))
+                solution = place(wide, limits.one_of(len(wider) + 1 - done))
             except InfeasibleError as error:
                 failure = failure or error.with_traceback(None)
                 continue
             evaluation = self._spill(solution.evaluation.assignment)
             if evaluation.feasible:
-                return certify(evaluation, self._bound(wider[0], evaluation))
-            nearest.append(evaluation)
-        raise self._infeasible(failure, nearest)
+                if not self.improves:
+                    return certify(evaluation, Bound())
+                limits = replace(limits, effort=self.limits.effort * PARAMS.disk_effort)
+            spilled += [evaluation, *self._with_single_slots(evaluation)]
+        placed = [evaluation for evaluation in spilled if evaluation.feasible]
+        if not placed:
+            raise self._infeasible(failure, spilled)
+        best = self._climb(wider[0], min(placed, key=lambda evaluation: evaluation.seconds))
+        return certify(best, self._bound(wider[0], best))
+
+    def _climb(self, wide: Problem, best: Evaluation) -> Evaluation:
+        """Improve a placement, also by moves of weights between the CPU and the disk."""
+        mappable = dict.fromkeys(name for name in self.free if name in wide.graph.readers).keys()
+        if self.cpu is None or not mappable or not wide.topology.accelerators:
+            return best  # only the choice of weights on disk is left, which is made
+        effort = self.limits.one_of(2).work(len(wide.graph.operations), PARAMS.disk_climb)
+        return climb_streamed(Arrays(wide), best, effort, mappable=mappable)
+
+    def _with_single_slots(self, evaluation: Evaluation) -> Iterator[Evaluation]:
+        """Yield the placement with one slot on each accelerator, which leaves more room for weights."""
+        buffers = evaluation.schedule.prefetch_buffers
+        if any(len(buffer.slots) > 1 for buffer in buffers):
+            slots = {buffer.device: 1 for buffer in buffers}
+            yield evaluate(self.problem, replace(evaluation.assignment, slots=slots))
 
     def _bound(self, wide: Problem, evaluation: Evaluation) -> Bound:
         """Return the bound of the problem in which the disk is part of the CPU's memory."""
-        relaxed = replace(wide, topology=self._with_faster_links(wide.topology))
-        bound = bound_with_offload(relaxed, evaluation.seconds, self.limits)
-        bound = replace(bound, proof=bound.proof + _AS_PART)
+        if is_searched(self.problem, evaluation):
+            relaxed = replace(wide, topology=self._with_faster_links(wide.topology))
+            bound = bound_with_offload(relaxed, evaluation.seconds, self.limits)
+            bound = replace(bound, proof=bound.proof + _AS_PART)
+        else:  # the climb may leave shared weights where nothing runs
+            bound = least_seconds(Arrays(wide))
         return bound.raised(least_disk_seconds(self.problem, self.settled, self.free), _MUST_BE_READ)
 
     def _with_faster_links(self, wide: Topology) -> Topology:
@@ -228,7 +260,7 @@ class _DiskPlacement:
         for _ in range(PARAMS.retries if needed else 0):
             problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
             try:
-                _DiskPlacement(problem, self.mappable, limits).run()
+                _DiskPlacement(problem, self.mappable, limits, improves=False).run()
             except InfeasibleError as error:
                 grown = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
                 if grown == needed:

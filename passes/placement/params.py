@@ -56,6 +56,8 @@ class SearchParams:
             bisection, more finds no smaller ones.
         call_effort: multiple of the default for each search of one pass among several: more improves the
             passes' own placements, and not what they have in common.
+        disk_effort: share of the default for each search with a disk after one has found a placement.
+        disk_climb: multiple of the default for the climb after them.
         large_gap: relative gap above which the search is repeated from the placement that it found.
         more_work: multiple of the default for that repetition: it has halved the time of some placements,
             and takes up to a minute.
@@ -89,6 +91,8 @@ class SearchParams:
     streaming_effort: float = 4.0
     advice_effort: float = 2.0
     call_effort: float = 0.3
+    disk_effort: float = 0.2
+    disk_climb: float = 3.0
     large_gap: float = 0.5
     more_work: float = 4.0
 

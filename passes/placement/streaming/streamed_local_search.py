@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
-from graphplan.devices.topology import DeviceKey
+from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.frontier import Frontier
@@ -46,19 +46,26 @@ def _streamed_bytes(evaluation: Evaluation) -> tuple[int, int]:
     )
 
 
-def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0) -> Evaluation:
+def climb_streamed(
+    arrays: Arrays, start: Evaluation, effort: Effort, bound: float = 0.0, *, mappable: Set[str] = frozenset()
+) -> Evaluation:
     """Return a placement at least as good as ``start``, by bytes over the budgets, then by seconds.
 
-    It ends within ``sufficient_gap`` of ``bound``, a lower bound in seconds.
+    It ends within ``sufficient_gap`` of ``bound``, a lower bound in seconds. With ``mappable`` weights, which
+    may be on disk, ``arrays`` may be those of the problem in which the disk is part of the CPU's memory.
     """
-    return _Climb(arrays, start, effort).run(bound)
+    return _Climb(arrays, start, effort, mappable).run(bound)
 
 
 class _Climb:
     """Climbs from a placement ``now``. A move is an assignment that holds only its changes."""
 
-    def __init__(self, arrays: Arrays, start: Evaluation, effort: Effort) -> None:
-        self.arrays, self.problem, self.now, self.effort = arrays, arrays.problem, start, effort
+    def __init__(
+        self, arrays: Arrays, start: Evaluation, effort: Effort, mappable: Set[str] = frozenset()
+    ) -> None:
+        self.arrays, self.now, self.effort, self.mappable = arrays, start, effort, mappable
+        # unread weights stay on disk if they are there
+        self.problem, self.unread = (start.problem, []) if mappable else (arrays.problem, arrays.unread)
         self.frontier = Frontier(arrays, streaming=True)
         assert self.frontier.cpu is not None
         self.cpu = arrays.keys[self.frontier.cpu]
@@ -70,6 +77,9 @@ class _Climb:
         }
         self.streamable |= {names[i]: self.frontier.readers[i] for i in self.frontier.shared if streamable(i)}
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
+        self._kinds = [self._slots, self._residences, self._devices, self._homes, self._exchanges]
+        if mappable:
+            self._kinds.insert(0, self._memories)
 
     def run(self, bound: float) -> Evaluation:
         draw = random.Random(0)
@@ -90,7 +100,7 @@ class _Climb:
         improved = True
         while improved:
             improved = False
-            for moves in (self._slots, self._residences, self._devices, self._homes, self._exchanges):
+            for moves in self._kinds:
                 for move in moves() if draw is None else _shuffled(moves(), draw):
                     if self.effort.over:
                         return
@@ -101,7 +111,7 @@ class _Climb:
     def _evaluate(self, change: Assignment, most_seconds: float = math.inf) -> Evaluation:
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
         changed = _changed(self.now.assignment, change)
-        return evaluate_filled(self.problem, changed, self.arrays.unread, most_seconds)
+        return evaluate_filled(self.problem, changed, self.unread, most_seconds)
 
     def _elsewhere(self, draw: random.Random) -> Assignment:
         """Return a perturbed assignment: once or twice a run moves to a device, which streams weights."""
@@ -118,8 +128,11 @@ class _Climb:
                     for name, units in self.streamable.items()
                     if any(operations[self.members[unit][0]] == key for unit in units)
                 ]
-                streamed = {name: self.cpu for name in read if draw.random() < share}
+                streamed = {name: self._away(name)[-1] for name in read if draw.random() < share}
                 perturbed = _changed(perturbed, Assignment({}, streamed, {key: draw.choice((1, 2))}))
+            else:
+                moved = [name for unit in units for name in self.own[unit] if name in self.mappable]
+                perturbed = _changed(perturbed, Assignment({}, dict.fromkeys(moved, DISK)))
         return perturbed
 
     def _some_units(self, draw: random.Random) -> Sequence[int]:
@@ -147,7 +160,8 @@ class _Climb:
     def _residences(self) -> Iterator[Assignment]:
         """Yield moves of streamed weights to where they are read, the largest first."""
         streamed = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
-        streamed = [(u, n) for u, n in streamed if self._home(n) == self.cpu and self._device(u) != self.cpu]
+        away = [(unit, name) for unit, name in streamed if self._home(name) in (self.cpu, DISK)]
+        streamed = [(unit, name) for unit, name in away if self._device(unit) != self.cpu]
         for unit, name in sorted(streamed, key=lambda pair: -self._nbytes(pair[1])):
             yield Assignment({}, {name: self._device(unit)})
 
@@ -157,10 +171,23 @@ class _Climb:
         for device, name in movable:
             if self._home(name) != device or device == self.cpu:
                 continue
-            yield Assignment({}, {name: self.cpu})
+            for away in self._away(name):
+                yield Assignment({}, {name: away})
             for other_device, other in movable:
-                if other_device == device and self._home(other) == self.cpu:
-                    yield Assignment({}, {name: self.cpu, other: device})
+                if other_device == device and (away := self._home(other)) in self._away(name):
+                    yield Assignment({}, {name: away, other: device})
+
+    def _memories(self) -> Iterator[Assignment]:
+        """Yield moves of weights from the CPU to disk or back, alone or in exchange for another."""
+        for name in self.mappable:
+            home = self._home(name)
+            if home == self.cpu:
+                yield Assignment({}, {name: DISK})
+            elif home == DISK:
+                yield Assignment({}, {name: self.cpu})
+                for other in self.mappable:
+                    if self._home(other) == self.cpu:
+                        yield Assignment({}, {name: self.cpu, other: DISK})
 
     def _devices(self) -> Iterator[Assignment]:
         """Yield moves of a macro-operation to another device, with its weights resident there or streamed."""
@@ -173,15 +200,21 @@ class _Climb:
                 if self.arrays.accelerates[d] and self.movable[unit]:
                     streamed = dict.fromkeys(self.movable[unit], self.cpu)
                     yield replace(move, weights={**move.weights, **streamed})
+                if on_disk := [name for name in self.own[unit] if name in self.mappable]:
+                    yield replace(move, weights={**move.weights, **dict.fromkeys(on_disk, DISK)})
 
     def _homes(self) -> Iterator[Assignment]:
         """Yield moves of a shared weight to another of its readers, or to CPU memory."""
         for item in self.frontier.shared:
             name = self.arrays.names[item]
             keys = dict.fromkeys(self._device(unit) for unit in self.frontier.readers[item])
-            for key in [*keys, *([self.cpu] if self.frontier.is_streamable(item) else [])]:
+            for key in [*keys, *(self._away(name) if self.frontier.is_streamable(item) else [])]:
                 if key != self._home(name):
                     yield Assignment({}, {name: key})
+
+    def _away(self, name: str) -> list[DeviceKey]:
+        """Return where a streamed weight may reside."""
+        return [self.cpu, DISK] if name in self.mappable else [self.cpu]
 
     def _device(self, unit: int) -> DeviceKey:
         return self.now.assignment.operations[self.members[unit][0]]
