@@ -2,7 +2,8 @@
 
 The disk is a slower and larger part of the CPU's memory. The planner first places for a CPU that is larger by
 the bytes that may stay on disk. Then the weights that cost least on disk leave the CPU, until its own budget
-is kept. Before and after, for a CPU that holds two of three weights::
+is kept. The fastest of three such placements is improved by a local search in which weights may be on disk.
+Before and after weights leave a CPU that holds two of three::
 
     wa on the CPU, streamed to 0            wa on disk, streamed to 0
     wb on the CPU, streamed to 0            wb on the CPU, streamed to 0
