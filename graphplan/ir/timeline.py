@@ -138,10 +138,14 @@ def _run(
 
 
 def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Set[str]) -> float:
-    """Return the seconds to read an operation's weights from disk; an embedding reads few of its bytes."""
+    """Return the seconds to read an operation's weights from disk, also by views of them.
+
+    An embedding reads few of its bytes.
+    """
     if operation.host_only:
         return 0.0
-    sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
+    read = dict.fromkeys(map(graph.root, operation.inputs))
+    sizes = [graph.weights[name].nbytes for name in read if name in on_disk]
     link = topology.link(DISK, topology.cpu or CPU)
     return sum(link.seconds(min(n, operation.bytes_accessed)) for n in sizes)
 

@@ -67,6 +67,7 @@ class _DiskPlacement:
         mappable: the parameters that can stay on disk; None for all.
         limits: when to stop.
         settled: weights that an earlier plan has left on disk.
+        readers: weight -> the operations that read it, also by views.
         free: weights that may leave the CPU for the disk.
         extra: most bytes of both on disk.
         improves: whether to search on, and for a bound, once a placement is found.
@@ -82,6 +83,11 @@ class _DiskPlacement:
         self.disk, self.cpu = self.problem.topology[DISK], self.problem.topology.cpu
         self.settled = [name for name, key in fixed.items() if key == DISK and name in weights]
         self.free = [name for name in weights if self._may_leave(name)]
+        self.readers: dict[str, list[str]] = {}
+        for name, operation in self.problem.graph.operations.items():
+            reads = operation.bytes_accessed and not operation.host_only  # a view reads nothing
+            for root in dict.fromkeys(map(self.problem.graph.root, operation.inputs)) if reads else ():
+                self.readers.setdefault(root, []).append(name)
         sizes = (round_up(weights[name].nbytes) for name in [*self.settled, *self.free])
         self.extra = min(self.disk.room, sum(sizes))
 
@@ -222,7 +228,7 @@ class _DiskPlacement:
         """Return a sort key: bytes read in a pass for each byte of weights; of equals, large ones first."""
         graph, read = self.problem.graph, 0
         nbytes = sum(graph.weights[name].nbytes for name in names)
-        for reader in graph.readers.get(names[0], ()):
+        for reader in self.readers.get(names[0], ()):
             on_cpu = not self.problem.topology[assignment.operations[reader]].is_accelerator
             read += min(nbytes, graph.operations[reader].bytes_accessed) if on_cpu else nbytes
         return read / nbytes, -nbytes

@@ -172,6 +172,33 @@ def test_what_is_read_least_leaves_memory_first() -> None:
     assert plan.placement == {"table.weight": "disk", "out.weight": "cpu"}
 
 
+class Transposed(nn.Module):
+    """Reads its weights by views, in the second half by chains of them."""
+
+    def __init__(self, *, views: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(64, 64)) for _ in range(4))
+        self.views = views
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, weight in enumerate(self.weights):
+            x = x @ (weight if not self.views else weight.t() if i < 2 else weight.view(-1).view(64, 64))
+        return x
+
+
+def test_weights_on_disk_are_read_by_views_as_by_themselves() -> None:
+    budgets = {"cpu": 3 * 64 * 64 * 4, "disk": 1 << 20}
+    links = {("disk", "cpu"): Link(1e6, 0.0)}
+    by_views, direct = (
+        graphplan.plan(Transposed(views=views), budgets, (torch.ones(2, 64),), links=links)
+        for views in (True, False)
+    )
+    on_disk = [sum(home == "disk" for home in p.placement.values()) for p in (by_views, direct)]
+    assert on_disk == [2, 2]
+    assert by_views.makespan == pytest.approx(direct.makespan, rel=0.05)
+    assert by_views.makespan > 2 * 64 * 64 * 4 / 1e6
+
+
 def test_disk_is_slower_than_memory_and_links_say_how_slow() -> None:
     budgets = BUDGETS["without a CPU"]
     slow = {("disk", 0): Link(1e6, 0.0)}
