@@ -151,17 +151,19 @@ class LocalSearch:
         full = np.flatnonzero(self.peaks > self.arrays.room)
         source = draw.choice((full if len(full) else np.unique(devices)).tolist())
         target = draw.choice([d for d in range(self.arrays.computing) if d != source])
-        run = self._draw_run(draw, devices == source)
+        bits = len(self.arrays.units).bit_length()
+        lengths = (bits + 1) // 2 if len(full) else bits  # a long run rarely fits anywhere
+        run = self._draw_run(draw, devices == source, lengths)
         if draw.random() < 0.5:
-            devices[self._draw_run(draw, devices == target) & able[source]] = source
+            devices[self._draw_run(draw, devices == target, lengths) & able[source]] = source
         devices[run & able[target]] = target
         return devices
 
-    def _draw_run(self, draw: random.Random, among: Bools) -> Bools:
-        """(operations,) mask of 1, 2, 4, ... macro-operations in a row, up to all, some of ``among``."""
+    def _draw_run(self, draw: random.Random, among: Bools, lengths: int) -> Bools:
+        """(operations,) mask of a run of one of ``lengths`` (1, 2, 4, ...), some of it ``among``."""
         unit, count = self.arrays.unit_of, len(self.arrays.units)
         heads = np.unique(unit[(unit >= 0) & among])
-        length = 1 << draw.randrange(count.bit_length())
+        length = 1 << draw.randrange(lengths)
         first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
 
