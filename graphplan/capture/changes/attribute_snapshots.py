@@ -137,7 +137,9 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
     Those of transformers' lazy mappings import the modules that they name. A set has its items in an order
     that stays.
     """
-    kind: Any = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind: Any = type(container)
+    if kind not in CONTAINERS:
+        kind = next(base for base in CONTAINERS if issubclass(kind, base))
     if issubclass(kind, dict):
         return list(kind.items(container))
     items = kind.__iter__(container)

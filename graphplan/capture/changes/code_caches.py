@@ -106,7 +106,8 @@ class CodeCaches:
                 self._tables[id(value)] = value
                 self._todo += [*value.__mro__, *vars(value).values()]
         elif issubclass(kind, (*CONTAINERS, CellType)):
-            self._tables[id(value)] = value
+            if not issubclass(kind, tuple | frozenset):  # which never change
+                self._tables[id(value)] = value
             self._todo += [inside for _, inside in _items(value)]
         elif issubclass(kind, nn.Module):
             self._tables[id(vars(value))] = vars(value)
