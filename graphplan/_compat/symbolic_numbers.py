@@ -44,10 +44,10 @@ def plain_flags() -> list[Replacement]:
 
 
 def plain_texts(has_value: Callable[[Any], bool]) -> list[Replacement]:
-    """Return the patches that convert a symbolic number to text by its value, if that is known.
+    """Return the patches that convert a symbolic number to text by its value if ``has_value(number)``.
 
-    This fixes a size at its value in the example: ``heads[f"{length}"]`` must find its key. A data-dependent
-    number has a value if ``has_value(number)``; otherwise the text is that of the symbol, as ``"u0"``.
+    Otherwise the text is that of the symbol, as ``"u0"`` for ``f"{flag.item()}"``. The value of a size fixes
+    it at that of the example: ``heads[f"{length}"]`` must find its key. Texts that ``logging`` makes do not.
     """
     names, kinds = ("__repr__", "__format__"), (torch.SymInt, torch.SymFloat, torch.SymBool)
     return [(kind, name, partial(_written, has_value, PLAIN_KINDS[kind])) for kind in kinds for name in names]
@@ -81,11 +81,17 @@ def _compared(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _written(has_value: Callable[[Any], bool], cls: type, own: Callable[..., str]) -> Callable[..., str]:
     def text(number: Any, *form: str) -> str:
-        if is_torchs(sys._getframe(1)) or not (number.node.has_hint() or has_value(number)):
+        frame = sys._getframe(1)
+        if is_torchs(frame) or _is_of_message(frame) or not has_value(number):
             return own(number, *form)
         return format(cls(number), *form) if form else repr(cls(number))
 
     return text
+
+
+def _is_of_message(frame: Any) -> bool:
+    """Whether a frame makes the text of a message for people."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("logging", "warnings", "traceback")
 
 
 def _asking_for_ones(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,7 +108,8 @@ def _know_dataclass(cls: type) -> None:
         cls, torch.nn.Module
     )
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
-    kinds = (torch.Tensor, *CONSTANTS, *TRACED_NUMBERS)
+    refused = (types.EllipsisType, range, PurePath)  # as inputs of a trace
+    kinds = (torch.Tensor, *(kind for kind in CONSTANTS if kind not in refused), *TRACED_NUMBERS)
 
     def fields(value: Any) -> dict[str, Any]:
         declared = {name: getattr(value, name) for name in names if hasattr(value, name)}

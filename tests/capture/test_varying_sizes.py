@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -569,6 +570,32 @@ def test_sizes_are_instances_of_int_and_vary(traces: list[int], function: Any) -
 def test_texts_of_sizes_and_numbers_are_looked_up(function: Any) -> None:
     """The text was that of the symbol, ``"s77"``, which no table has."""
     check(Function(function), [(torch.randn(batch, 8), batch) for batch in (3, 4, 7)])
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logging.getLogger("a model's").debug("got %s of %s", x.shape, len(x))
+        return self.layer(x)
+
+
+class Texts(Logging):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (1.0 if f"{x.shape[0]}" else 2.0)
+
+
+def test_a_text_fixes_no_size_that_the_caller_has_declared_and_a_log_none(
+    traces: list[int], caplog: Any
+) -> None:
+    caplog.set_level("DEBUG", "a model's")
+    check(Logging(), [(torch.randn(batch, 8),) for batch in (3, 4, 7)])
+    assert len(traces) == 1
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    check(Texts(), [(torch.randn(batch, 8),) for batch in (3, 4, 7)], dynamic_shapes=shapes, strict=True)
+    assert len(traces) == 2
 
 
 class Replacing(nn.Module):

@@ -7,6 +7,7 @@ objects of these. Any other object, such as a tokenizer or a trainer that holds 
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import logging
 import sys
@@ -26,6 +27,7 @@ from graphplan.capture.structure import CONTAINERS, PLAIN
 _NOT_SEARCHED = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
+_UNCHANGING = tuple(kind for kind in PLAIN if kind is not enum.Enum)  # a member may have attributes
 _OF_BYTES = (bytearray, array)
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash, or none, may change
 
@@ -91,14 +93,14 @@ def attributes_of(model: nn.Module) -> Attributes:
     return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
 
 
-def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether a value is plain, or a container or slice of these; ``around``: ids of its containers."""
+def is_plain(value: Any, around: tuple[int, ...] = (), kinds: tuple[Any, ...] = PLAIN) -> bool:
+    """Whether a value is of ``kinds``, or a container or slice of these; ``around``: ids of its containers."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if not isinstance(value, CONTAINERS):
-        return isinstance(value, PLAIN)
+        return isinstance(value, kinds)
     around = (*around, id(value))
-    return all(id(item) not in around and is_plain(item, around) for _, item in items_of(value))
+    return all(id(item) not in around and is_plain(item, around, kinds) for _, item in items_of(value))
 
 
 def is_container(value: Any) -> bool:
@@ -137,7 +139,7 @@ class _Search:
             if not value.is_inference():  # such tensors have no version counter
                 data.tensors.append((name, value))
             return True
-        if is_plain(value) or _is_configuration(value):
+        if is_plain(value, kinds=_UNCHANGING) or _is_configuration(value):
             return True
         if ismethod(value):
             return self.add(name, value.__self__)

@@ -98,7 +98,8 @@ class CodeCaches:
             self._todo.append(getattr(value, _AROUND[kind]))
         elif kind is FunctionType:
             if _package(value) in self._packages:
-                self.namespaces[id(value.__globals__)] = value.__globals__
+                if _top(value.__globals__.get("__name__")) in self._packages:  # not the file of a decorator
+                    self.namespaces[id(value.__globals__)] = value.__globals__
                 self._todo += [vars(value), *self._named_values(value), *(value.__closure__ or ())]
                 self._todo += [*(value.__defaults__ or ()), value.__kwdefaults__]
         elif issubclass(kind, type):

@@ -24,6 +24,7 @@ from graphplan.capture.parameter_notes import notes_of
 from graphplan.capture.structure import CONSTANTS, CONTAINERS
 
 UNCHANGING = (*CONSTANTS, torch.device)
+_MOST_INNER = 1000  # containers that are looked into: a vocabulary may have a million, and no counter
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -97,8 +98,10 @@ class ModuleTraits:
         files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
         each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
         named = [item for names in each for item in names.items()]
-        seen = set[int]()
-        for _, value in named:  # it grows
+        seen, outer = set[int](), len(named)
+        for index, (_, value) in enumerate(named):  # it grows
+            if index >= outer and len(seen) > _MOST_INNER:
+                break
             if isinstance(value, CONTAINERS) and id(value) not in seen:
                 seen.add(id(value))
                 named += items_of(value)

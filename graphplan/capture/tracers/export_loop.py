@@ -48,11 +48,12 @@ def export(
     *,
     keep_grad: bool,
     sizes: bool = False,
+    declared: bool = False,
 ) -> torch.export.ExportedProgram:
     """Export a call; ``keep_grad`` as in :func:`graphplan.capture.tracing.capture`.
 
-    ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so that the time of the trace is limited. The
-    trace is repeated with what it teaches about the code::
+    ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so that the time of the trace is limited;
+    ``declared`` that the caller has given them. The trace is repeated with what it teaches about the code::
 
         the trace ends at                                the next trace
         a branch on values of weights or inputs          knows these values
@@ -67,7 +68,7 @@ def export(
         Exception: any error of the model's own code or of the tracer.
     """
     module = model_copy.module
-    tracer = _CallTracer(model_copy, args, kwargs, keep_grad=keep_grad)
+    tracer = _CallTracer(model_copy, args, kwargs, keep_grad=keep_grad, declared=declared)
     before, ends = attributes_of(module), time_limit() if sizes else math.inf
     copies = True
     try:
@@ -108,9 +109,15 @@ class _CallTracer:
     """
 
     def __init__(
-        self, model_copy: ModelCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grad: bool
+        self,
+        model_copy: ModelCopy,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        keep_grad: bool,
+        declared: bool = False,
     ) -> None:
-        self.numbers, self.below_autograd = WholeNumbers(), False
+        self.numbers, self.below_autograd, self._declared = WholeNumbers(), False, declared
         self._model_copy, self._args, self._kwargs, self._keep_grad = model_copy, args, kwargs, keep_grad
         self._caches = CodeCaches(model_copy.module)
 
@@ -129,7 +136,12 @@ class _CallTracer:
         module = self._model_copy.module
         state = AssignedState(module, branches)
         patches = exporting(
-            keep_grad=self._keep_grad, state=state, repeated=repeated, ends=ends, below=self.below_autograd
+            keep_grad=self._keep_grad,
+            state=state,
+            repeated=repeated,
+            ends=ends,
+            below=self.below_autograd,
+            declared=self._declared,
         )
         # in the end torch gives each module its own copy of a container that several share
         tables = [table for part in module.modules() for table in (part._buffers, vars(part))]

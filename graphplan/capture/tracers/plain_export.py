@@ -134,7 +134,15 @@ def _export(
         _called(module),
         with_forward(module, forward),
     ):
-        return export(model_copy, call.args, dict(call.kwargs), shapes, keep_grad=keep_grad, sizes=sizes)
+        return export(
+            model_copy,
+            call.args,
+            dict(call.kwargs),
+            shapes,
+            keep_grad=keep_grad,
+            sizes=sizes,
+            declared=not names,
+        )
 
 
 @contextmanager

@@ -53,20 +53,27 @@ def exporting(
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
     below: bool = False,
+    declared: bool = False,
 ) -> Iterator[None]:
     """Context manager that patches torch for an export, which fails after the thread's CPU time ``ends``.
+
+    With ``declared``, the caller has said which sizes vary, so that the text of a size must not fix it.
 
     ``repeated`` copies the graphs of repeated blocks. With ``below``, the operations that autograd runs are
     traced, so that the graph has gradients that ``forward`` computes.
     """
     tracer: Any = export_tracer()
     flags, branches = torch.compiler, state.branches
+
+    def has_value(number: Any) -> bool:
+        return branches.decide(number) or (not declared and number.node.has_hint())
+
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less_patches = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
     value_patches = value_reads(state.note_value, branches.read, branches.make, branches.read_all)
-    number_patches = [*plain_flags(), *plain_texts(branches.decide), *exact_bounds()]
+    number_patches = [*plain_flags(), *plain_texts(has_value), *exact_bounds()]
     replaced = [*number_patches, *passed_assertions(), *less_patches, *value_patches]
     with (
         torch_knows(),

@@ -140,6 +140,31 @@ def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], 
         assert torch.allclose(other(x), net(x), atol=1e-5)
 
 
+class Width(Enum):
+    """A member may hold what changes, as other objects do."""
+
+    WIDE = 1
+
+
+class Enumerated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), Width.WIDE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.kind.factor  # type: ignore[attr-defined]  # set on the member
+
+
+def test_what_a_member_of_an_enumeration_holds_is_followed(machine: Any) -> None:
+    net, x = Enumerated().eval(), torch.randn(3, 8)
+    Width.WIDE.factor = 2.0  # type: ignore[attr-defined]
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    assert torch.allclose(placed(x), net(x))
+    Width.WIDE.factor = 3.0  # type: ignore[attr-defined]
+    with pytest.warns(GraphplanWarning, match="'kind.factor' was 2.0 and is 3.0"):
+        assert torch.allclose(placed(x), net(x))
+
+
 class Stepping(nn.Module):
     """A layer that keeps its own method in an attribute, and what the method reads in another."""
 
