@@ -17,7 +17,7 @@ from graphplan.compiler.compile_state import Choice, CompileState, Trial, in_par
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import ALIGNMENT, CPU, DeviceSpec
+from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceSpec
 from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
@@ -123,7 +123,10 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     if not helps or state.limits.caller_retries or not error.needed:
         return error
     if topology.cpu is None:
-        (cpu,) = read_max_memory({CPU: sum(error.needed.values())}).devices
+        nbytes = sum(needed for key, needed in error.needed.items() if key != DISK)
+        if DISK in error.needed:  # in place of the weights there
+            nbytes += formulation.constrained(state.members[0]).graph.held_bytes
+        (cpu,) = read_max_memory({CPU: nbytes}).devices
         cpu = replace(cpu, reserve=max(spec.reserve for spec in topology.devices))
         topology = replace(topology, devices=(*topology.devices, cpu))
     options = replace(options, constraints=replace(options.constraints, offload=True))

@@ -12,6 +12,7 @@ Before and after weights leave a CPU that holds two of three::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -132,7 +133,9 @@ class _DiskPlacement:
         mappable = dict.fromkeys(name for name in self.free if name in wide.graph.readers).keys()
         if self.cpu is None or not mappable or not wide.topology.accelerators:
             return best  # only the choice of weights on disk is left, which is made
-        effort = self.limits.one_of(2).work(len(wide.graph.operations), PARAMS.disk_climb)
+        limits = self.limits.one_of(2)
+        limits = limits if limits.deadline is None else replace(limits, effort=math.inf)
+        effort = limits.work(len(wide.graph.operations), PARAMS.disk_climb)
         return climb_streamed(Arrays(wide), best, effort, mappable=mappable)
 
     def _with_single_slots(self, evaluation: Evaluation) -> Iterator[Evaluation]:

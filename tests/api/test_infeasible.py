@@ -84,6 +84,7 @@ HELPED: list[tuple[dict[Any, int], dict[str, Any]]] = [
     ({0: 40000}, {"offload": False}),
     ({0: 40000, "cpu": 1 << 20}, {"offload": False}),
     ({0: 40000}, {"train": True, "optimizer": torch.optim.SGD}),
+    ({0: 10000, "disk": 1 << 40}, {}),
 ]
 
 
@@ -95,6 +96,7 @@ def test_cpu_memory_that_would_do_is_named(budgets: dict[Any, int], options: dic
         printed = ast.literal_eval(str(caught.value).rpartition("max_memory=")[2].removesuffix(WITHOUT))
         assert str(caught.value).endswith(WITHOUT) == ("offload" in options)
         assert printed == {**budgets, "cpu": printed["cpu"]}
+        assert printed["cpu"] < 1 << 30
         assert graphplan.plan(stack(), printed, (X,), **{**options, "offload": True}).placement
 
 

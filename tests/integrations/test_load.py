@@ -337,6 +337,9 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(graphplan.CheckpointError, match=r"is quantised \(gptq\)"):
         open_pretrained(tmp_path, config=config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(graphplan.CheckpointError, match=r"is quantised \(gptq\)"):  # the given one is not
+        open_pretrained(tmp_path, config=before)
 
 
 def test_a_model_of_the_hub_is_read_from_the_local_cache(

@@ -94,7 +94,7 @@ def attributes_of(model: nn.Module) -> Attributes:
 
 
 def is_plain(value: Any, around: tuple[int, ...] = (), kinds: tuple[Any, ...] = PLAIN) -> bool:
-    """Whether a value is of ``kinds``, or a container or slice of these; ``around``: ids of its containers."""
+    """Whether a value is of ``kinds``, or a container or slice of them; ``around``: ids of its containers."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if not isinstance(value, CONTAINERS):

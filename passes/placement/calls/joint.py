@@ -96,12 +96,14 @@ def place_jointly(
     pinned, weights = _pinned(calls), [call.weight for call in calls]
     problems = [call.with_homes(pinned) for call in calls]
     nears: Sequence[Assignment | None] = near or [None] * len(calls)
-    part = limits.one_of(4 * len(calls))
-    part = replace(part, effort=part.effort * PARAMS.call_effort)
-    alone = [place(problem, part, near=one) for problem, one in zip(problems, nears, strict=True)]
+    searches = 4 * len(calls)
+    alone = [
+        place(problem, _one_of(limits, searches - done), near=one)
+        for done, (problem, one) in enumerate(zip(problems, nears, strict=True))
+    ]
 
     def find(problem: Problem) -> Evaluation | None:
-        solution = attempt(problem, replace(part, proves=False), None)
+        solution = attempt(problem, replace(_one_of(limits, searches), proves=False), None)
         return probe(problem, deadline=limits.deadline) if solution is None else solution.evaluation
 
     given = None if near is None else fit_together(problems, near)
@@ -116,11 +118,16 @@ def place_jointly(
     exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
-        best = _place_again(calls, best, part)
+        best = _place_again(calls, best, limits)
     return tuple(
         certify(evaluation, _bound(problem, evaluation, solo, limits))
         for problem, evaluation, solo in zip(problems, best, alone, strict=True)
     )
+
+
+def _one_of(limits: Limits, searches: int) -> Limits:
+    """Return the limits of one of several searches that are left, from now on."""
+    return replace(limits.one_of(searches), effort=limits.effort * PARAMS.call_effort)
 
 
 def _bound(problem: Problem, evaluation: Evaluation, solo: Solution, limits: Limits) -> Bound:
@@ -221,7 +228,8 @@ def _place_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Lim
     for index, problem in enumerate(problems):
         others = [one for one in best if one is not best[index]]
         near = best[index].assignment  # feasible, so `place` finds something
-        again = place(within(problem, others), replace(limits, proves=False), near=near).evaluation
+        part = replace(_one_of(limits, len(problems) - index), proves=False)
+        again = place(within(problem, others), part, near=near).evaluation
         trial = [one.assignment for one in best]
         trial[index] = again.assignment
         together = evaluate_together(problems, trial)
