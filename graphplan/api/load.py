@@ -166,7 +166,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _refuse_quantised(folder: Path, config: Any) -> None:
-    quantised, file = getattr(config, "quantization_config", None), folder / "config.json"
+    quantised, file = getattr(config, "quantization_config", None), folder / _CONFIG
     if quantised is None and file.is_file():  # the caller's configuration may not know of it
         quantised = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
     if quantised is not None:
