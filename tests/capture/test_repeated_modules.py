@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import architectures
 import pytest
@@ -20,6 +20,7 @@ from graphplan._compat.torch import set_call
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.repeated.copied_call import CallCopy
+from graphplan.capture.repeated.module_traits import traits_of
 from graphplan.capture.tracers import trace_patches
 from graphplan.capture.tracing import capture
 from graphplan.capture.transformers.caches import caches_at
@@ -895,3 +896,15 @@ def test_every_architecture(copies: list[str], monkeypatch: pytest.MonkeyPatch) 
         with_copies += bool(copies)
         assert lines(found.graph) == lines(traced_whole(model, **inputs).graph), architecture.name
     assert with_copies >= _COPIED
+
+
+class Merging(nn.Linear):
+    """Has a table as tokenizers do."""
+
+    MERGES: ClassVar = {index: [[index]] for index in range(20_000)}
+
+
+def test_a_large_table_is_not_read_to_its_last_item() -> None:
+    """It took most of a trace, since each call of a repeated block is compared."""
+    names, _ = traits_of(Merging(4, 4)).held()
+    assert 20_000 < len(names) < 30_000  # the table, and some of its items
