@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,10 +27,13 @@ from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
-_MANY = 32
+logger = logging.getLogger("graphplan")
+
+_MANY = 8  # as many compilations as torch.compile allows by default
 _MANY_PROGRAMS = (
-    f"{_MANY} graphs have been traced for one model: sizes, or an argument that is not a tensor (a float, "
-    "a string, how long a list is), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
+    f"{_MANY} graphs have been traced for one model, the last for this reason: {{}}. Sizes, or an argument "
+    "that is not a tensor (a float, a string, how long a list is), change from one forward pass to the next. "
+    "Pass tensors, or dynamic_shapes; make no text of a size in forward(). Each reason is logged at INFO"
 )
 _FULL = (
     "so many call structures have been traced for one model that all are forgotten, and traced again "
@@ -234,6 +238,8 @@ class _Search:
         try:
             if state.refused is not None and self.modes.step is None:
                 self._require_few_graphs()
+            why = self._why_another()
+            logger.info("tracing another graph of %s: %s", type(self.module).__name__, why)
             barely, values = not state.may_move(call), state.guard.values
             weights = weights_now(self.module)
             state.programs.append(state.compile(call, self.modes, values, weights, barely=barely))
@@ -250,8 +256,15 @@ class _Search:
             return self.begin_by_modules()
         share_prefetch_buffers(state.programs)
         if len(state.programs) == _MANY:
-            warn(_MANY_PROGRAMS)
+            warn(_MANY_PROGRAMS.format(why))
         return len(state.programs) - 1
+
+    def _why_another(self) -> str:
+        """Return why the latest graph of this entry and mode does not serve the call."""
+        latest = next(filter(self._is_like, reversed(self.state.programs)), None)
+        if latest is None:
+            return f"the first call of {self.request.entry or 'forward'} in this mode"
+        return latest.signature.mismatch(self.request.call) or "its code took another branch"
 
     def _require_few_graphs(self) -> None:
         """Raise NoGraphError if many graphs serve calls of this structure, each for other values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import pickle
 import warnings
 from collections.abc import Callable
@@ -153,17 +154,21 @@ def test_inputs_on_an_accelerator_are_planned_from_there() -> None:
         assert placed.plans[1].schedule.host == 0
 
 
-def test_many_structures_are_warned_of_once() -> None:
+def test_many_structures_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The warning has the reason of the last trace; the log has every reason."""
+
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor, by: str) -> torch.Tensor:
             return x * float(by)
 
     placed = graphplan.partition(Scaled(), {"cpu": "1GiB"}, (torch.ones(2), "0.5"))
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO, "graphplan"):
         warnings.simplefilter("always")
-        for i in range(34):
+        for i in range(10):
             placed(torch.ones(2), str(i))
-    assert sum("graphs have been traced" in str(w.message) for w in caught) == 1
+    (many,) = [str(w.message) for w in caught if "graphs have been traced" in str(w.message)]
+    assert "by is '6', not '5'" in many
+    assert "tracing another graph of Scaled: by is '9', not '8'" in caplog.messages
 
 
 # -- forward, hooks, modes ------------------------------------------------------------------------------
