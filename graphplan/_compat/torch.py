@@ -339,7 +339,7 @@ def name_own_device(name: str, module: Any) -> None:
     setup(name, backend_module=module)
 
 
-def tell_pytree(nodes: Mapping[type, pytree.NodeDef], until: ExitStack) -> None:
+def register_pytree_nodes(nodes: Mapping[type, pytree.NodeDef], until: ExitStack) -> None:
     """Register pytree nodes, over existing ones of the same classes, until a stack is closed."""
     registered: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
     serialized: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")

@@ -12,7 +12,7 @@ from graphplan.capture.eager_run import random_state_restored, tensors_restored
 from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.structure import flatten_with_path, know_containers, map_leaves
+from graphplan.capture.structure import flatten_with_path, map_leaves, register_containers
 from graphplan.errors import NoGraphError
 from graphplan.runtime.fallback.hooked_run import rolled_back
 from graphplan.runtime.fallback.module_by_module import copied_arguments
@@ -90,6 +90,6 @@ def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(tree, list | tuple):
         items = [(f"[{i}]", part) for i, part in enumerate(tree)]
     else:
-        know_containers(tree)
+        register_containers(tree)
         items = [(pytree.keystr(path), part) for path, part in flatten_with_path(tree) if path]
     return [(f"{name}{n}", t) for name, part in items for n, t in _named_tensors(part)]

@@ -13,8 +13,8 @@ from graphplan.api.arguments import require_inputs
 from graphplan.api.plan_options import PlanKeywords, require_known
 from graphplan.api.planning import plan
 from graphplan.capture.sizes.size_limits import SizeLimits
-from graphplan.capture.structure import know_containers, leaves_of, map_leaves
-from graphplan.capture.transformers.caches import know_caches
+from graphplan.capture.structure import leaves_of, map_leaves, register_containers
+from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import is_of_integers
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InfeasibleError, InputError
@@ -50,9 +50,9 @@ def largest_batch(
     """
     require_known(inspect.signature(plan).parameters, options, "largest_batch")
     require_inputs(args, kwargs)
-    know_caches(model)
+    register_caches(model)
     example = tuple(args), dict(kwargs or {})
-    know_containers(example)
+    register_containers(example)
     tensors = [leaf for leaf in leaves_of(example) if isinstance(leaf, torch.Tensor)]
     if not tensors or not tensors[0].dim() or not tensors[0].shape[0]:
         raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")

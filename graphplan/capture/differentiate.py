@@ -134,7 +134,7 @@ class _Tracing:
         assert tensor is not None
         if is_wrapper(tensor):
             raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, which a training step cannot contain")
-        if name in self.weights.noted and tensor.requires_grad:
+        if name in self.weights.parameter_attributes and tensor.requires_grad:
             raise NoGraphError(
                 f"{name!r} requires a gradient but is no parameter, and a planned step computes gradients "
                 "of parameters only: register it as one"

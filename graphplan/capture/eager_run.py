@@ -25,7 +25,7 @@ from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import memory_of
-from graphplan.capture.parameter_notes import noted_tensors
+from graphplan.capture.parameter_attributes import attribute_tensors
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import unflatten
 from graphplan.capture.tracers.quiet import quiet
@@ -79,7 +79,7 @@ def tensors_restored(*models: nn.Module) -> Iterator[None]:
     It copies only the tensors that are written to.
     """
     tensors: list[torch.Tensor] = [tensor for model in models for tensor in model.parameters()]
-    tensors += [table[key] for one in tensors for _, table, key in noted_tensors(one)]
+    tensors += [table[key] for one in tensors for _, table, key in attribute_tensors(one)]
     tensors += [tensor for model in models for *_, tensor in plain_tensors(model)]
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
     tensors += [gradient for _, gradient in gradients if gradient is not None]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import flatten, flatten_with_path, know_containers, unflatten
+from graphplan.capture.structure import flatten, flatten_with_path, register_containers, unflatten
 from graphplan.errors import InputError
 
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -145,7 +145,7 @@ def bind_call(
             named[name] = value
     leaves, spec = flatten((tuple(positional), named))
     if any(dataclasses.is_dataclass(leaf) or isinstance(leaf, UserDict) for leaf in leaves):
-        know_containers(leaves)
+        register_containers(leaves)
         leaves, spec = flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec, entry)
 

@@ -1,11 +1,11 @@
 """Arguments and results as trees: torch's pytrees, with more classes that only graphplan flattens.
 
 Other libraries own the caches of transformers and users' dataclasses, and may have registered them with torch
-in another way, or not at all. So graphplan has a registry of its own, which torch uses only while it traces::
+differently, or not at all. So graphplan has a registry of its own, which torch uses only while it traces::
 
-    know(Cache, flatten, unflatten)
+    register_node(Cache, flatten, unflatten)
     leaves, spec = flatten(call)         flattens caches
-    with torch_knows():                  torch does, too
+    with registered_with_torch():        torch does, too
         torch.export.export(...)
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.export import TRACED_NUMBERS
-from graphplan._compat.torch import tell_pytree
+from graphplan._compat.torch import register_pytree_nodes
 
 IsLeaf = Callable[[Any], bool]
 
@@ -44,10 +44,12 @@ CONTAINERS = (OrderedDict, dict, list, deque, tuple, set, frozenset)
 """Classes of containers, each before those that it derives from."""
 
 _registry: dict[type, pytree.NodeDef] = {}
-_tracing: list[ExitStack] = []  # of the nested ``torch_knows`` of the thread that holds the capture lock
+_tracing: list[
+    ExitStack
+] = []  # of the nested ``registered_with_torch`` of the thread that holds the capture lock
 
 
-def know(
+def register_node(
     cls: type,
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[Iterable[Any], Any], Any],
@@ -70,34 +72,34 @@ def know(
     _registry[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
 
 
-def know_containers(tree: Any) -> None:
+def register_containers(tree: Any) -> None:
     """Register the class of every dataclass instance and ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
     for leaf in leaves_of(tree):
-        if know_class(type(leaf)):
-            know_containers(node_of_class(type(leaf)).flatten_fn(leaf)[0])
+        if register_class(type(leaf)):
+            register_containers(node_of_class(type(leaf)).flatten_fn(leaf)[0])
 
 
-def know_class(cls: type) -> bool:
+def register_class(cls: type) -> bool:
     """Register a class if it is a dataclass or a ``UserDict``; return whether its objects are flattened."""
     if node_of_class(cls) is None:
         if issubclass(cls, UserDict):
-            _know_mapping(cls)
+            _register_mapping(cls)
         elif dataclasses.is_dataclass(cls):
-            _know_dataclass(cls)
+            _register_dataclass(cls)
     return node_of_class(cls) is not None
 
 
-def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
+def _register_mapping(cls: type[UserDict[Any, Any]]) -> None:
     def flat(value: Any) -> tuple[list[Any], Any]:
         return list(value.values()), tuple(value)
 
     def made(parts: Iterable[Any], names: Sequence[Any]) -> Any:
         return cls(dict(zip(names, parts, strict=True)))
 
-    know(cls, flat, made, lambda value: [pytree.MappingKey(name) for name in value])
+    register_node(cls, flat, made, lambda value: [pytree.MappingKey(name) for name in value])
 
 
-def _know_dataclass(cls: type) -> None:
+def _register_dataclass(cls: type) -> None:
     """Register a dataclass by its fields; fields that are None are part of the structure.
 
     Of plain dataclasses, tensors and constants that the constructor does not take, such as those computed by
@@ -135,10 +137,10 @@ def _know_dataclass(cls: type) -> None:
             object.__setattr__(instance, name, part)
         return instance
 
-    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in filled(value)])
+    register_node(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in filled(value)])
 
 
-def _know_in_order(cls: type, node: pytree.NodeDef) -> None:
+def _register_in_order(cls: type, node: pytree.NodeDef) -> None:
     """Register a dict that is a dataclass, a ``ModelOutput``, with keys in the order in which they were set.
 
     The ``unflatten`` that is registered with torch orders keys as fields. So values would change their
@@ -152,13 +154,13 @@ def _know_in_order(cls: type, node: pytree.NodeDef) -> None:
                 instance.move_to_end(name)
         return instance
 
-    know(cls, node.flatten_fn, made, lambda value: [pytree.MappingKey(name) for name in value])
+    register_node(cls, node.flatten_fn, made, lambda value: [pytree.MappingKey(name) for name in value])
 
 
 def node_of(cls: Any) -> pytree.NodeDef | None:
     """Return the node definition of a class; None if its objects are leaves."""
     if cls not in _registry and cls in pytree.SUPPORTED_NODES and _is_ordered_dataclass(cls):
-        _know_in_order(cls, pytree.SUPPORTED_NODES[cls])
+        _register_in_order(cls, pytree.SUPPORTED_NODES[cls])
     return _registry.get(cls) or pytree.SUPPORTED_NODES.get(cls)
 
 
@@ -258,18 +260,18 @@ def reached(
 
 
 @contextmanager
-def torch_knows() -> Iterator[None]:
+def registered_with_torch() -> Iterator[None]:
     """Context manager, under the capture lock, in which torch flattens the same classes."""
     with ExitStack() as stack:
         _tracing.append(stack)
         stack.callback(_tracing.remove, stack)
-        tell_torch()
+        register_with_torch()
         yield
 
 
-def tell_torch() -> None:
-    """Inside :func:`torch_knows`, register with torch the classes that were registered since it began."""
-    tell_pytree(dict(_registry), _tracing[-1])
+def register_with_torch() -> None:
+    """Inside :func:`registered_with_torch`, also register later classes with torch."""
+    register_pytree_nodes(dict(_registry), _tracing[-1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -307,5 +309,7 @@ def _returned(parts: Iterable[Any], names: Sequence[str]) -> Returned:
     return Returned(result, dict(zip(names, changed, strict=True)))
 
 
-know(Given, lambda given: ([], given), lambda _, given: given)
-know(Returned, lambda found: ([found.result, *found.changed.values()], tuple(found.changed)), _returned)
+register_node(Given, lambda given: ([], given), lambda _, given: given)
+register_node(
+    Returned, lambda found: ([found.result, *found.changed.values()], tuple(found.changed)), _returned
+)

@@ -216,7 +216,7 @@ class Branches:
         self._inputs = {node_of(traced[path], tracer): index for index, path in deciding}
 
     def read(self, tracer: Any, operation: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the answer if this trace is to know it; else the result of ``operation``."""
+        """Return the answer if the trace may depend on it; else the result of ``operation``."""
         asked = self._what_decides(tracer, args, kwargs)
         if asked is not None and self._is_answered(asked):
             return self._answer(tracer, asked, func, args, kwargs)

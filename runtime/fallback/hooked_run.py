@@ -26,7 +26,7 @@ from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import is_iterator, put_back
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.parameter_notes import is_looked_into, noted_tensors, notes_of
+from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes, may_hold_tensors
 from graphplan.capture.structure import PLAIN_TYPES
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
@@ -148,27 +148,27 @@ class _Running:
                 with torch.inference_mode(False):  # inference tensors have no version counter
                     here = source if source.device == self.device else moved(source, self.device)
                     if here is not source and isinstance(tensor, nn.Parameter):
-                        self._copy_notes(tensor, here, {})
+                        self._copy_attributes(tensor, here, {})
                 is_buffer = table is self.module._buffers
                 self.kept.append(_Kept(table, name, tensor, _Copy(source, here), is_buffer))
                 table[name] = outer_copies[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
         _update_weight_list(self.module)
 
-    def _copy_notes(self, original: Any, here: Any, copies: dict[int, Any]) -> None:
+    def _copy_attributes(self, original: Any, here: Any, copies: dict[int, Any]) -> None:
         """Give a copy the attributes of its original, with tensors, and objects that hold tensors, copied.
 
         ``copies`` maps the id of such a tensor or object to its copy.
         """
-        notes = notes_of(original) if isinstance(original, torch.Tensor) else dict(vars(original))
+        notes = custom_attributes(original) if isinstance(original, torch.Tensor) else dict(vars(original))
         for note in notes.values():
             if id(note) in copies:
                 continue
             if isinstance(note, torch.Tensor):
                 copies[id(note)] = moved(note, self.device)
                 self.copies.append(_Copy(note, copies[id(note)]))
-            elif is_looked_into(note) and any(noted_tensors(note)):
+            elif may_hold_tensors(note) and any(attribute_tensors(note)):
                 copies[id(note)] = copy.copy(note)
-                self._copy_notes(note, copies[id(note)], copies)
+                self._copy_attributes(note, copies[id(note)], copies)
         before = {name: copies.get(id(note), note) for name, note in notes.items()}
         vars(here).update(before)
         self.noted.append((vars(original), vars(here), before))

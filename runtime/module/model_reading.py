@@ -26,7 +26,7 @@ from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.changes.attribute_data import data_in, is_container, is_plain
 from graphplan.capture.model.model_weights import identity, is_dense, memory_of
 from graphplan.capture.model.shared_attributes import PATCHED
-from graphplan.capture.parameter_notes import noted_tensors, notes_of
+from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.added_hooks import HOOK_TABLES
 from graphplan.runtime.fallback.short_names import original_class
@@ -156,12 +156,12 @@ class ModelReading:
             for own, parameter in part._parameters.items()
             if parameter is not None
         }
-        noted = {id(table[key]) for p in parameters.values() for _, table, key in noted_tensors(p)}
+        noted = {id(table[key]) for p in parameters.values() for _, table, key in attribute_tensors(p)}
         self._known |= noted  # these are weights: a write to them is no change
         for name, parameter in parameters.items():
-            for key, value in notes_of(parameter).items():
+            for key, value in custom_attributes(parameter).items():
                 self._read(f"{name}.{key}", value, vars(parameter), key, matters=False)
-            for inner, table, key in noted_tensors(parameter):
+            for inner, table, key in attribute_tensors(parameter):
                 self._watch(table, key)
                 self._read_weight(f"{name}.{inner}", table[key], stays=True)
         stay = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
@@ -220,7 +220,7 @@ def _is_value(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or memory_of(value) is None:
         return False
     expanded = any(not step and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
-    return not (expanded or value.requires_grad or notes_of(value))
+    return not (expanded or value.requires_grad or custom_attributes(value))
 
 
 def _classes(of: Iterable[type]) -> Iterator[type]:

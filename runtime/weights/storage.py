@@ -19,7 +19,7 @@ from graphplan._compat.torch import copy_gradient_hooks, is_view, may_share_data
 from graphplan.capture.changes.attribute_data import plain_data, plain_tensors
 from graphplan.capture.model.model_weights import ModelWeights, identity, named_tensors, tensor_bytes
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class, trace_patched
-from graphplan.capture.parameter_notes import noted_tensors, notes_of
+from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError
 from graphplan.message_text import readable_bytes
@@ -234,7 +234,7 @@ def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
                 if tensor is not None:
                     table[name] = placed[id(tensor)]
     for parameter in model.parameters():
-        for _, table, name in noted_tensors(parameter):
+        for _, table, name in attribute_tensors(parameter):
             table[name] = placed.get(id(table[name]), table[name])
     for part, name, attribute in plain_data(model):
         for table, key in ((vars(part), name), *((table, key) for _, table, key in attribute.entries)):
@@ -267,7 +267,7 @@ def _move_data(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
     if placed is parameter:
         return parameter
     gradient, parameter.grad = parameter.grad, None
-    result, notes = parameter, notes_of(parameter)
+    result, notes = parameter, custom_attributes(parameter)
     try:
         if may_share_data(parameter, placed):
             parameter.data = placed.data
@@ -297,7 +297,7 @@ def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> 
     if isinstance(original, nn.Parameter):
         parameter = nn.Parameter(placed, original.requires_grad and not placed.is_inference())
         copy_gradient_hooks(original, parameter)
-        vars(parameter).update(notes_of(original))
+        vars(parameter).update(custom_attributes(original))
         if type(parameter) is nn.Parameter and issubclass(type(original), nn.Parameter):
             parameter.__class__ = type(original)
         return parameter

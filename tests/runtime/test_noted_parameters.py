@@ -343,7 +343,7 @@ def test_objects_that_refer_to_each_other_are_looked_into_once() -> None:
     for index, one in enumerate(objects):
         one.first, one.second = objects[index - 1], objects[index - 2]  # type: ignore[attr-defined]
     model[0].weight.net = objects[0]  # type: ignore[index]
-    assert len(ModelWeights(model).noted) == 41
+    assert len(ModelWeights(model).parameter_attributes) == 41
 
 
 def test_one_warning_tells_of_all_that_cannot_be_copied() -> None:

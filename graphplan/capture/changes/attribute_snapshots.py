@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphplan.capture.parameter_notes import notes_of
+from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.structure import CONTAINERS, PLAIN, reached
 
 TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
@@ -162,7 +162,7 @@ Attributes = list[tuple[Any, dict[str, Snapshot]]]
 def own_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of a module, a parameter or another object that are not torch's."""
     if isinstance(owner, torch.Tensor):
-        return notes_of(owner)
+        return custom_attributes(owner)
     torchs = TORCHS if isinstance(owner, nn.Module) else ()
     return {name: value for name, value in vars(owner).items() if name not in torchs}
 

@@ -36,7 +36,7 @@ from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, au
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.structure import flatten_with_path
-from graphplan.capture.transformers.caches import know_caches
+from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import Branches, ValueOf, is_of_integers
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
@@ -85,7 +85,7 @@ class ModelCopy:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        know_caches(model)
+        register_caches(model)
         self.entry = ""
         self.warned: set[str] = set()
         self.knows_inputs = True

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_transformed
-from graphplan.capture.parameter_notes import is_own, noted_tensors
+from graphplan.capture.parameter_attributes import attribute_tensors, is_own
 
 
 class ModelWeights:
     """The parameters and buffers of a model by name, with shared weights resolved.
 
     ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first`` maps every
-    name to the first. ``noted`` has the names of tensors in attributes of parameters. ``plain`` maps names of
-    module attributes to tensors that are no weights.
+    name to the first. ``parameter_attributes`` has the names of tensors in attributes of parameters.
+    ``plain`` maps names of module attributes to tensors that are not weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +32,8 @@ class ModelWeights:
             for name in part._buffers.keys() - part._non_persistent_buffers_set
         }
         named = named_tensors(model)
-        self.noted = named.keys() - self.parameters - dict(model.named_buffers(remove_duplicate=False)).keys()
+        buffers = dict(model.named_buffers(remove_duplicate=False)).keys()
+        self.parameter_attributes = named.keys() - self.parameters - buffers
         self.identities: dict[Any, str] = {}
         for name, tensor in named.items():
             first = self.identities.setdefault(identity(tensor), name)
@@ -67,7 +68,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     tensors = parameters | dict(module.named_buffers(remove_duplicate=False))
     for name, parameter in parameters.items():
-        tensors.update((f"{name}.{inner}", table[key]) for inner, table, key in noted_tensors(parameter))
+        tensors.update((f"{name}.{inner}", table[key]) for inner, table, key in attribute_tensors(parameter))
     return tensors
 
 

@@ -176,7 +176,7 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
 def _as_read(name: str, value: Any) -> Any:
     """Return a copy of a value of a configuration, with a dtype for its name: saving a model writes that."""
     if name == "dtype" and isinstance(value, str):
-        return getattr(torch, value, value)  # a name that torch does not know stays text
+        return getattr(torch, value, value)  # a name that torch does not have stays text
     return copy.deepcopy(value)
 
 

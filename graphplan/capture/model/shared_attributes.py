@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from graphplan._compat.bitsandbytes import keep_unpacked
 from graphplan.capture.changes.attribute_snapshots import is_iterator
 from graphplan.capture.model.function_references import proxies_of, refer_to_copies, shared_with_hooks
-from graphplan.capture.parameter_notes import notes_of
+from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError
 from graphplan.message_text import first_line
@@ -98,7 +98,7 @@ def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
         if value is model:
             keep_unpacked(copied)
             _restore_lost(model, copied, memo, copies)
-            _copy_notes(model, memo, copies)
+            _copy_attributes(model, memo, copies)
             refer_to_copies(copied, parts, copies)
     return copied
 
@@ -125,12 +125,12 @@ def _restore_lost(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any], 
             part_copy.graph = copy.deepcopy(part.graph, copies_memo)
 
 
-def _copy_notes(model: nn.Module, memo: Mapping[int, Any], copies: _Memo) -> None:
+def _copy_attributes(model: nn.Module, memo: Mapping[int, Any], copies: _Memo) -> None:
     """Copy the attributes of parameters to the tensors that stand for these in ``memo``."""
     for parameter in model.parameters():
         stand_in = memo.get(id(parameter), parameter)
         if stand_in is not parameter:
-            vars(stand_in).update(copy.deepcopy(notes_of(parameter), copies))
+            vars(stand_in).update(copy.deepcopy(custom_attributes(parameter), copies))
 
 
 class _Memo(dict[Any, Any]):
@@ -160,9 +160,15 @@ def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
     copies = {**memo, **{id(part): part for part in model.modules()}}
     uncopied: dict[str, Any] = {}
     for path, part in model.named_modules():
-        notes_by_key = [(key, notes_of(one)) for key, one in part._parameters.items() if one is not None]
-        notes = {f"{key}.{name}": note for key, each in notes_by_key for name, note in each.items()}
-        for name, value in (vars(part) | notes).items():
+        parameters = [
+            (key, parameter) for key, parameter in part._parameters.items() if parameter is not None
+        ]
+        custom = {
+            f"{key}.{name}": value
+            for key, parameter in parameters
+            for name, value in custom_attributes(parameter).items()
+        }
+        for name, value in (vars(part) | custom).items():
             label = f"{path}.{name}" if path else name
             try:
                 _deepcopy(value, model, copies)

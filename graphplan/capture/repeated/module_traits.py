@@ -20,7 +20,7 @@ from torch import nn
 
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.changes.attribute_snapshots import items_of
-from graphplan.capture.parameter_notes import notes_of
+from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.structure import CONSTANTS, CONTAINERS
 
 UNCHANGING = (*CONSTANTS, torch.device)
@@ -156,7 +156,11 @@ def _weight(tensor: torch.Tensor, traits: ModuleTraits, met: dict[int, int]) -> 
     number = met.setdefault(id(tensor), len(met))
     layout = None if tensor.layout is not torch.strided else tensor.stride()
     form = type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
-    return number, *form, *((name, _value(note, traits, met)) for name, note in notes_of(tensor).items())
+    return (
+        number,
+        *form,
+        *((name, _value(value, traits, met)) for name, value in custom_attributes(tensor).items()),
+    )
 
 
 def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import SERVED_BY
 from graphplan.capture.changes.model_functions import EMPTY, content_of
 from graphplan.capture.model.model_weights import identity, is_dense
-from graphplan.capture.parameter_notes import notes_of
+from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.saved.code_objects import (
     code_parts,
     file_of,
@@ -167,7 +167,7 @@ class Description:
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
         if id(tensor) in self._weights:
             self.note("weight", self._weights[id(tensor)])
-            for name, one in notes_of(tensor).items():
+            for name, one in custom_attributes(tensor).items():
                 self.note(name)
                 self.add(one, f"{where}.{name}")
             return

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import TrainingStep
 from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
-from graphplan.capture.structure import Given, know_class
+from graphplan.capture.structure import Given, register_class
 from graphplan.capture.transformers.caches import LayoutPart
 
 _FUNCTIONS = {
@@ -114,7 +114,7 @@ def _class(module: str, name: str) -> type:
 def _spec(cls: Any, context: Any, children: list[Any]) -> pytree.TreeSpec:
     if cls is None:
         return pytree.treespec_leaf()
-    if not know_class(cls):
+    if not register_class(cls):
         raise NotSavedError(f"the class {cls.__qualname__} of its results is not known to torch's pytree")
     return pytree.TreeSpec(cls, context, children)
 

@@ -1,4 +1,4 @@
-"""Replacements of ``len`` and ``isinstance`` in a model's code during a trace, which know symbols.
+"""Replacements of ``len`` and ``isinstance`` in a model's code during a trace, which accept symbols.
 
 Python's ``len`` must return an int, so a trace specializes the first size, mostly the batch, to that of the
 example. ``x.shape[0]`` may be a symbol::

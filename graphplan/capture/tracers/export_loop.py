@@ -25,7 +25,7 @@ from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
-from graphplan.capture.parameter_notes import NOTES, notes_of
+from graphplan.capture.parameter_attributes import TRACED_ATTRIBUTES, custom_attributes
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.sizes.symbolic_builtins import symbolic_builtins
 from graphplan.capture.thread_patches import patched
@@ -147,7 +147,7 @@ class _CallTracer:
         tables = [table for part in module.modules() for table in (part._buffers, vars(part))]
         with (
             restored(tables),
-            _keeping_notes(module),
+            _with_custom_attributes(module),
             self._caches.untouched(),
             untouched_by_hooks(module) as state.kept_by_hooks,
             patches,
@@ -180,32 +180,32 @@ class _CallTracer:
 
 
 @contextmanager
-def _keeping_notes(module: nn.Module) -> Iterator[None]:
+def _with_custom_attributes(module: nn.Module) -> Iterator[None]:
     """Context manager in which traced parameters have the attributes of the module's parameters.
 
     Without it, the tensors by which torch replaces parameters lack, say, the scales of quantised weights.
     """
-    noted = [
-        (part._parameters, name, notes)
+    parameters = [
+        (part._parameters, name, attributes)
         for part in module.modules()
         for name, parameter in part._parameters.items()
-        if parameter is not None and (notes := notes_of(parameter))
+        if parameter is not None and (attributes := custom_attributes(parameter))
     ]
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for table, name, notes in noted:
-            vars(table[name]).update(notes | {NOTES: notes})
-        before = [{key: snapshot(one) for key, one in notes.items()} for _, _, notes in noted]
+        for table, name, attributes in parameters:
+            vars(table[name]).update(attributes | {TRACED_ATTRIBUTES: attributes})
+        before = [{key: snapshot(value) for key, value in table.items()} for _, _, table in parameters]
         result = forward(*args, **kwargs)
-        for (table, name, _), snapshots in zip(noted, before, strict=True):
-            for key, kept in snapshots.items():
-                if not kept.is_of(vars(table[name]).get(key)):
+        for (table, name, _), snapshots in zip(parameters, before, strict=True):
+            for key, original in snapshots.items():
+                if not original.is_of(vars(table[name]).get(key)):
                     raise NoGraphError(
                         f"forward changes the attribute {key!r} of a parameter, which a graph cannot do"
                     )
         return result
 
-    with with_forward(module, run) if noted else nullcontext():
+    with with_forward(module, run) if parameters else nullcontext():
         yield

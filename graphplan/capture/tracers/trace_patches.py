@@ -31,7 +31,7 @@ from graphplan.capture.autocast import AUTOCAST
 from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import torch_knows
+from graphplan.capture.structure import registered_with_torch
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -76,7 +76,7 @@ def exporting(
     number_patches = [*plain_flags(), *plain_texts(has_value), *exact_bounds()]
     replaced = [*number_patches, *passed_assertions(), *less_patches, *value_patches]
     with (
-        torch_knows(),
+        registered_with_torch(),
         patched(
             Patch(flags, "is_exporting", lambda: False, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),

@@ -33,12 +33,12 @@ from graphplan.capture.structure import (
     Given,
     Returned,
     flatten,
-    know,
-    know_containers,
     leaves_of,
     map_leaves,
     reached,
-    tell_torch,
+    register_containers,
+    register_node,
+    register_with_torch,
 )
 from graphplan.errors import NoGraphError
 
@@ -104,11 +104,11 @@ class LayoutPart:
 _cache_classes: set[type] = set()
 
 
-def know_caches(module: nn.Module) -> None:
+def register_caches(module: nn.Module) -> None:
     """Register the cache classes of a model as pytree nodes, before a call that has one is bound."""
     for cls in (*transformers_caches(), *_own_caches(map(type, module.modules()))):
         if cls not in _cache_classes:
-            know(cls, _flatten, _unflatten)
+            register_node(cls, _flatten, _unflatten)
             _cache_classes.add(cls)
 
 
@@ -130,12 +130,12 @@ def _own_caches(classes: Iterable[type]) -> Iterator[type]:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a cache of a class that :func:`know_caches` has registered."""
+    """Whether this is a cache of a class that :func:`register_caches` has registered."""
     return is_cache_class(type(value))
 
 
 def is_cache_class(cls: Any) -> bool:
-    """Whether :func:`know_caches` has registered this class."""
+    """Whether :func:`register_caches` has registered this class."""
     return cls in _cache_classes
 
 
@@ -160,8 +160,8 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
         contents = GivenContents(args, others)
         result = original(*args, **kwargs)
         changes, marks = contents.changes()
-        know_containers((result, changes))
-        tell_torch()
+        register_containers((result, changes))
+        register_with_torch()
         for _, returned in caches_at(flatten(result)[1]):
             refuse_opaque("a cache that forward returns", layout_of(returned))
         if not caches and not changes:

@@ -148,7 +148,7 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
     """Return a module that shares these weights with the model, each under all of its names."""
     root, wanted = StageModule(), set(names)
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
-        if first in wanted and name not in weights.noted:  # a noted tensor comes with its parameter
+        if first in wanted and name not in weights.parameter_attributes:  # these come with their parameters
             path, _, attribute = name.rpartition(".")
             part, tensor = module_at(root, path), weights.tensors[first]
             if name in weights.parameters:

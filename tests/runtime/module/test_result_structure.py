@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphplan
-from graphplan.capture.structure import flatten, know_containers, leaves_of
+from graphplan.capture.structure import flatten, leaves_of, register_containers
 from graphplan.runtime.module.result_structure import rebuilder
 
 Pair = namedtuple("Pair", "left right")
@@ -59,7 +59,7 @@ def test_dataclasses_and_model_outputs() -> None:
             last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))
         ),
     ):
-        know_containers(result)
+        register_containers(result)
         leaves, spec = flatten(result)
         again = rebuilder(spec)(leaves, {})
         assert type(again) is type(result)
