@@ -1,5 +1,6 @@
-"""What runs: placed modules, their weights, and simulated devices.
+"""The runtime: placed modules, their weights, and simulated devices.
 
-``module`` is what users call; ``fallback`` runs what has no graph, ``profile`` measures; ``weights``,
-``checkpoint`` and ``memory`` hold the data; ``simulate`` has accelerators on the CPU.
+``module`` has the module that users call; ``fallback`` runs models without a graph, ``distributed`` several
+processes; ``profile`` measures; ``weights``, ``checkpoint`` and ``memory`` hold the data; ``simulate`` has
+accelerators on the CPU.
 """

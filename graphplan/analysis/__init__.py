@@ -1,4 +1,4 @@
-"""Analysis of a plan: why something is where it is, what limits the plan, what would help.
+"""Analysis of a plan: the reasons for a placement, the bottleneck, and the gain from other budgets.
 
 Input: a plan. Output: plain results that print themselves.
 """

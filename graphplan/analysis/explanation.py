@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphplan.analysis.plan_problem import as_if_first, constrained_problem
-from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
+from graphplan.analysis.relocation import EPSILON, Alternative, RelocationAnalysis, only_read_by
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
 from graphplan.ir.constraints import did_you_mean
@@ -73,7 +73,7 @@ class Explanation:
     saved_bytes: int = 0
     recompute_seconds: float = 0.0
 
-    def to(self, device: DeviceKey) -> Alternative:
+    def alternative_on(self, device: DeviceKey) -> Alternative:
         """Return its cost on one device.
 
         Raises:
@@ -139,7 +139,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
     devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
     working = [op for op in operations if not graph.operations[op].host_only]
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
-    mover = Mover(plan, name, kind, owned, operations)
+    analysis = RelocationAnalysis(plan, name, kind, owned, operations)
     problem = constrained_problem(plan)
     forward = [op for op in working if plan.graph.trains and not graph.operations[op].backward]
     seconds = {op: problem.seconds(graph.operations[op], plan.topology[devices[op]]) for op in working}
@@ -158,7 +158,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
         compute_seconds=sum(seconds.values()),
         transfer_seconds=_copy_seconds(plan, operations, owned),
         makespan=plan.weighted_makespan,
-        alternatives=tuple(mover.to(spec.key) for spec in plan.topology.devices),
+        alternatives=tuple(analysis.alternative_on(spec.key) for spec in plan.topology.devices),
         saved_bytes=_saved_bytes(graph, forward),
         recompute_seconds=sum(seconds[op] for op in forward),
     )
@@ -179,9 +179,9 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
     reasons: dict[int, dict[DeviceKey, str]] = {}
     for stage in longest[: min(_MOST, _EFFORT // max(1, effort_per_stage))]:
         owned = only_read_by(plan.graph, stage.operations)
-        mover = Mover(plan, f"stage {stage.index}", "stage", owned, stage.operations)
+        analysis = RelocationAnalysis(plan, f"stage {stage.index}", "stage", owned, stage.operations)
         others = (key for key in computing if key != stage.device)
-        reasons[stage.index] = {key: _reason(plan, mover.to(key)) for key in others}
+        reasons[stage.index] = {key: _reason(plan, analysis.alternative_on(key)) for key in others}
     return reasons
 
 

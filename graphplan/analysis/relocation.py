@@ -1,8 +1,8 @@
-"""The cost of one thing on another device, everything else unchanged.
+"""The cost of one module, operation, weight or stage on another device, everything else unchanged.
 
-Several ways are evaluated, in every call of the plan: the weights on the device too, or streamed from where
-they are, or from the CPU. Prefetch buffers lose slots if that is necessary. A constraint that forbids the
-device is named as an obstacle, and the cost is computed all the same.
+Several options are evaluated, in every call of the plan: the weights on the device too, or streamed from
+where they are, or from the CPU. Prefetch buffers lose slots if that is necessary. A constraint that forbids
+the device is named as an obstacle, and the cost is computed all the same.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Alternative:
 
     Attributes:
         device: key of ``max_memory``.
-        here: whether all of it is there now.
-        possible: whether having it there keeps every budget and constraint.
-        makespan: estimated seconds of the forward pass with it there, and with its weights there too, where
-            they are now, or on the CPU, whichever is fastest; None if it cannot be there. With ``calls=``,
-            the weighted sum.
-        slower: ``makespan`` less that of the plan.
-        compute_seconds: of its operations in one forward pass, each where it then runs: the readers of a
-            weight may stay where they are.
-        transfer_seconds: of the forward pass in which it only copies: transfers, and waits for streamed
-            weights.
+        here: whether all of it is on the device in the plan.
+        possible: whether every budget and constraint is kept with it on the device.
+        makespan: estimated seconds of the forward pass with it on the device, and with its weights there
+            too, where they are now, or on the CPU, whichever is fastest; None if the device cannot run it.
+            With ``calls=``, the weighted sum.
+        slower: ``makespan`` minus that of the plan, in seconds.
+        compute_seconds: seconds of its operations in one forward pass, each on its device in this
+            alternative: the readers of a weight may stay where they are.
+        transfer_seconds: seconds of the forward pass in which nothing computes: transfers, and waits for
+            streamed weights.
         missing_bytes: device key -> bytes by which its budget would be exceeded.
-        operation: at which the budget that lacks most of them would be exceeded.
+        operation: operation at which the largest excess would occur.
         along: operations that would have to move too, because they must share a device.
-        obstacle: what rules it out, in words.
+        obstacle: the reason why it cannot be there, or a comparison of times.
     """
 
     device: DeviceKey
@@ -64,7 +64,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One way of having something on another device, and its evaluation in every call."""
+    """One placement with the part on another device, evaluated in every call."""
 
     evaluations: tuple[Evaluation, ...]
     seconds: float
@@ -74,13 +74,13 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _MovedCall:
-    """What moves in one call of a plan.
+    """The operations that move in one call of a plan.
 
     Attributes:
         plan: the call's plan.
         problem: its problem without constraints, which are named as obstacles.
-        allowed: operation -> devices that it may run on under the caller's constraints, as in the problem.
-        operations: those to move.
+        allowed: operation -> devices that it may run on under the caller's constraints.
+        operations: operations to move.
         group: these, and those that must share a device with them, in order.
     """
 
@@ -91,12 +91,12 @@ class _MovedCall:
     group: Sequence[str]
 
 
-class Mover:
-    """Moves what has a name to other devices in every call of a plan.
+class RelocationAnalysis:
+    """Evaluates a module, operation, weight or stage on other devices, in every call of a plan.
 
     Args:
         plan: the plan.
-        name: of a module or a weight.
+        name: name of the module, operation or weight.
         kind: as in :class:`~graphplan.analysis.explanation.Explanation`, or ``"stage"``.
         owned: its weights.
         operations: its operations in the first call.
@@ -115,8 +115,8 @@ class Mover:
         self.calls = [first, *map(_moved_call, plan.others, others)]
         self.along = tuple(op for one in self.calls for op in one.group if op not in one.operations)
 
-    def to(self, key: DeviceKey) -> Alternative:
-        """Return the best way to have it on a device, and what rules that out."""
+    def alternative_on(self, key: DeviceKey) -> Alternative:
+        """Return its cost on a device, with its weights where they are best, and any obstacle."""
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
             return Alternative(key, here=False, possible=False, obstacle=f"{key!r} runs no operations")

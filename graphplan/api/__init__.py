@@ -1,5 +1,5 @@
 """The public functions, such as ``plan``, ``partition`` and ``load``.
 
-In: a model or a checkpoint folder, ``max_memory`` and example inputs. Out: a plan, or a module that runs it.
-Arguments are read and checked here, once.
+Input: a model or a checkpoint folder, ``max_memory`` and example inputs. Output: a plan, or a module that
+runs it. Arguments are read and checked here, once.
 """

@@ -26,7 +26,7 @@ def largest_batch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    most: int = 1024,
+    limit: int = 1024,
     **options: Unpack[PlanKeywords],
 ) -> int:
     """Return the largest batch size of a forward pass or training step that fits the budgets.
@@ -40,11 +40,11 @@ def largest_batch(
         args: example inputs by position. Axis 0 of the first tensor is the batch axis, and so is axis 0 of
             every tensor of that size.
         kwargs: example inputs by name.
-        most: upper limit of the batch size; ``max_batch`` is one too.
+        limit: upper limit of the batch size; ``max_batch`` is one too.
         options: as in :func:`graphplan.plan`, such as ``train=True, optimizer=torch.optim.AdamW``.
 
     Raises:
-        InputError: the first tensor has no axis 0, or ``most`` is not a positive integer.
+        InputError: the first tensor has no axis 0, or ``limit`` is not a positive integer.
         InfeasibleError: not even a batch of one fits.
         GraphplanError: as in :func:`graphplan.plan`.
     """
@@ -56,30 +56,30 @@ def largest_batch(
     tensors = [leaf for leaf in leaves_of(example) if isinstance(leaf, torch.Tensor)]
     if not tensors or not tensors[0].dim() or not tensors[0].shape[0]:
         raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise InputError(f"most={most!r}: write a positive number of sequences")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise InputError(f"limit={limit!r}: write a positive number of sequences")
     rows, limits = tensors[0].shape[0], SizeLimits(options.get("max_batch"), options.get("max_length"))
-    most = min(most, limits.max_batch or most)
+    limit = min(limit, limits.max_batch or limit)
 
-    lacking = dict[int, InfeasibleError]()
+    failures = dict[int, InfeasibleError]()
 
     def fits(size: int) -> bool:
         resized = map_leaves(lambda leaf: _resize_batch(leaf, rows, size), example)
         try:
             plan(model, max_memory, *resized, **options)
         except InfeasibleError as error:
-            lacking[size] = error
-        return size not in lacking
+            failures[size] = error
+        return size not in failures
 
-    low, high = 0, min(rows, most)
-    while high <= most and fits(high):
+    low, high = 0, min(rows, limit)
+    while high <= limit and fits(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if not low:
-        raise lacking[1]
+        raise failures[1]
     return low
 
 

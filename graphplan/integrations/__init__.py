@@ -1,1 +1,1 @@
-"""Features of accelerate and transformers beside forward passes: device maps, checkpoints, ``generate``."""
+"""Features of accelerate and transformers besides forward passes: device maps, checkpoints, ``generate``."""

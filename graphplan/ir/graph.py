@@ -26,7 +26,7 @@ from graphplan.ir.graph_elements import Operation, Value, Weight, storage_root
 from graphplan.message_text import lines_around
 from graphplan.versioned_json import decode
 
-_PARTS: dict[str, Any] = {
+_FIELD_TYPES: dict[str, Any] = {
     "operations": tuple[Operation, ...],
     "values": tuple[Value, ...],
     "weights": tuple[Weight, ...],
@@ -174,7 +174,7 @@ class Graph:
         Weights that forward writes to, or whose storage it returns, are not among them.
         """
         kept = {self.root(name) for name in self.outputs}
-        kept |= {self.root(name) for name in self.staying}
+        kept |= {self.root(name) for name in self.values_kept_after_call}
         kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
         return frozenset(w.name for w in self.weights.values() if w.streamable and w.name not in kept)
 
@@ -207,7 +207,7 @@ class Graph:
         return frozenset(value.name for value in self.values.values() if not value.is_tensor)
 
     @cached_property
-    def reads(self) -> dict[str, tuple[str, ...]]:
+    def device_inputs(self) -> dict[str, tuple[str, ...]]:
         """Operation -> the tensors that it reads on its device; none if it reads only their sizes."""
         return {
             one.name: () if one.host_only else tuple(n for n in one.inputs if n not in self.not_tensors)
@@ -215,7 +215,7 @@ class Graph:
         }
 
     @cached_property
-    def touches(self) -> dict[str, tuple[str, ...]]:
+    def weight_inputs(self) -> dict[str, tuple[str, ...]]:
         """Operation -> its inputs that are weights or views of weights, if it has any."""
         of_weights = {name for name in (*self.weights, *self.values) if self.root(name) in self.weights}
         inputs = {
@@ -225,12 +225,12 @@ class Graph:
         return {name: touched for name, touched in inputs.items() if touched}
 
     @cached_property
-    def staying(self) -> tuple[str, ...]:
+    def values_kept_after_call(self) -> tuple[str, ...]:
         """Values that outlive the call: tensors of returned caches, gradients that stay."""
         return tuple(value.name for value in self.values.values() if value.stays)
 
     @cached_property
-    def stepping(self) -> tuple[Weight, ...]:
+    def weights_with_step_memory(self) -> tuple[Weight, ...]:
         """Parameters for which the optimizer needs memory while it updates them."""
         return tuple(w for w in self.weights.values() if w.step_bytes or w.together_bytes)
 
@@ -242,7 +242,7 @@ class Graph:
         return self._workspaces[device_type]
 
     @cached_property
-    def states(self) -> tuple[Weight, ...]:
+    def cache_inputs(self) -> tuple[Weight, ...]:
         """The cache tensors that the caller passes in."""
         return tuple(weight for weight in self.weights.values() if weight.kind == "cache" and weight.nbytes)
 
@@ -375,4 +375,4 @@ class Graph:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
         """Return the graph that :meth:`to_dict` made plain data of."""
-        return cls(**{name: decode(kind, data[name]) for name, kind in _PARTS.items()})
+        return cls(**{name: decode(kind, data[name]) for name, kind in _FIELD_TYPES.items()})

@@ -208,7 +208,7 @@ class _Sweep:
     def _operate(self, index: int, step: Run) -> None:
         operation, device = self.graph.operations[step.operation], step.device
         here, values = self.storage[device], self.graph.values
-        for name in self.graph.reads[step.operation]:
+        for name in self.graph.device_inputs[step.operation]:
             if name in here:
                 self.last_use[here[name]] = index
             else:
@@ -234,7 +234,7 @@ class _Sweep:
                 continue  # a host scalar of a hand-built graph
             self._use(end, name, host if moved else self.home[name])
         homes, values = self.schedule.assignment.weights, self.graph.values
-        for name in self.graph.staying:
+        for name in self.graph.values_kept_after_call:
             self._use(end, name, homes.get(values[name].gradient_of, self.home[name]))
 
     def memory(self, *, with_profile: bool) -> Memory:
@@ -275,7 +275,7 @@ class _Sweep:
         """Return device -> bytes that the optimizer needs beside its state to update the parameters there."""
         most: dict[DeviceKey, int] = defaultdict(int)
         together: dict[DeviceKey, int] = defaultdict(int)
-        for weight in self.graph.stepping:
+        for weight in self.graph.weights_with_step_memory:
             home = self.schedule.assignment.weights[weight.name]
             if weight.step_bytes:
                 most[home] = max(most[home], self.allocated(home, weight.step_bytes))

@@ -78,7 +78,7 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
             continue
         fresh = _descendants(graph, members, operation.outputs)
         late = [use for use in readers if use[0] > order[writer] and use[2] not in fresh]
-        results = (*graph.outputs, *graph.staying)
+        results = (*graph.outputs, *graph.values_kept_after_call)
         returned = [name for name in results if name in inside and name not in fresh]
         if not late and not returned:
             continue

@@ -39,7 +39,7 @@ class Boundaries:
     def recomputed(self) -> frozenset[str]:
         """Operations that every stage runs itself if it needs their outputs."""
         graph, everywhere = self.graph, {*self.graph.weights, *self.graph.inputs}
-        results = {*graph.outputs, *graph.staying}
+        results = {*graph.outputs, *graph.values_kept_after_call}
         # the last stage would return what it holds itself, not what an earlier one wrote
         returned = {name for name in results & graph.values.keys() if graph.root(name) in self._written}
         return frozenset(

@@ -1,5 +1,5 @@
-"""The search: where every operation runs and every weight resides, and a bound on the time.
+"""The search for a device for every operation and weight, with a lower bound on the time.
 
-In: a :class:`~graphplan.passes.placement.problem.Problem`. Out: a
+Input: a :class:`~graphplan.passes.placement.problem.Problem`. Output: a
 :class:`~graphplan.passes.placement.certificate.Solution`. The evaluator judges every placement.
 """

@@ -148,7 +148,7 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
     if not streamed.weights:
         return uses
     views: dict[tuple[str, DeviceKey], _Span] = {}
-    placed, producer, touches = streamed.operations, graph.producer, graph.touches
+    placed, producer, touches = streamed.operations, graph.producer, graph.weight_inputs
     for index, step in enumerate(steps):
         if isinstance(step, Move):
             if (span := views.get((step.value, step.source))) is not None:

@@ -84,7 +84,7 @@ class _ScheduleWriter:
 
     def run(self, operation: Operation) -> None:
         device, home = self.assignment.operations[operation.name], self.home
-        for name in self.graph.reads[operation.name]:
+        for name in self.graph.device_inputs[operation.name]:
             if home[name] != device and (name, device) not in self.copied and not self.streamed(name, device):
                 self.bring(name, device, self._kind(name))
         self.steps.append(self.runs[operation.name, device])

@@ -1,5 +1,5 @@
 """Run a model over several torchrun processes: the stages of each, and the messages between them.
 
-In: a placed stage and a process group. Out: a module that every process calls alike. Processes exchange only
-tensors, and texts as tensors of bytes: nothing is unpickled.
+Input: a placed stage and a process group. Output: a module that every process calls alike. Processes
+exchange only tensors, and texts as tensors of bytes: nothing is unpickled.
 """

@@ -1,4 +1,4 @@
 """Measure one forward pass or training step of a placed module, and the speeds of this machine.
 
-In: a program, or devices. Out: seconds and bytes.
+Input: a program, or devices. Output: seconds and bytes.
 """

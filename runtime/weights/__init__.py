@@ -1,5 +1,5 @@
 """Place weights on their devices, and stream the others to them.
 
-In: a model or checkpoint, and the device of each weight. Out: placed parameters, prefetch buffers, and the
-copies into them.
+Input: a model or checkpoint, and the device of each weight. Output: placed parameters, prefetch buffers, and
+the copies into them.
 """

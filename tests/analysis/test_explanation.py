@@ -127,7 +127,7 @@ def test_what_lacks_memory_says_how_much_and_where() -> None:
     plan = planned(chain(6), budgets)
     first, last = plan.schedule.assignment.operations["v0"], plan.schedule.assignment.operations["v5"]
     assert first != last
-    other = plan.explain("layer5").to(first)
+    other = plan.explain("layer5").alternative_on(first)
     assert not other.possible
     assert set(other.missing_bytes) == {first}
     assert other.operation in plan.graph.operations
@@ -136,7 +136,7 @@ def test_what_lacks_memory_says_how_much_and_where() -> None:
     # so many bytes more, and nothing is in the way
     budgets[first] += other.missing_bytes[first]
     grown = replace(plan, topology=read_max_memory(budgets))
-    assert grown.explain("layer5").to(first).possible
+    assert grown.explain("layer5").alternative_on(first).possible
 
 
 def test_the_operation_that_is_named_is_of_the_device_that_lacks_most() -> None:
@@ -153,10 +153,13 @@ def test_the_operation_that_is_named_is_of_the_device_that_lacks_most() -> None:
 def test_rules_are_named() -> None:
     budgets = {0: 64 * KIB, "cpu": 1 << 20}
     pinned = planned(chain(4), budgets, pin={"layer1": "cpu"})
-    assert "pin={'layer1': 'cpu'}" in pinned.explain("layer1").to(0).obstacle
-    assert "pin={'layer1': 'cpu'}" in pinned.explain("v1").to(0).obstacle
-    assert "offload=False" in planned(chain(4), budgets, offload=False).explain("v1").to("cpu").obstacle
-    rule = planned(chain(4), budgets, cpu_compute=False).explain("v1").to("cpu")
+    assert "pin={'layer1': 'cpu'}" in pinned.explain("layer1").alternative_on(0).obstacle
+    assert "pin={'layer1': 'cpu'}" in pinned.explain("v1").alternative_on(0).obstacle
+    assert (
+        "offload=False"
+        in planned(chain(4), budgets, offload=False).explain("v1").alternative_on("cpu").obstacle
+    )
+    rule = planned(chain(4), budgets, cpu_compute=False).explain("v1").alternative_on("cpu")
     assert "cpu_compute=False" in rule.obstacle
     assert rule.makespan is not None  # what it would cost is known all the same
 
@@ -165,23 +168,23 @@ def test_its_compute_is_that_of_where_it_then_runs() -> None:
     """A weight may come to lie on a card while the CPU goes on computing what reads it."""
     speeds = {0: Speed(1e9, 1e9, 1.0), "cpu": Speed(1e9, 1e9, 0.0)}  # an operation takes a second on 0
     plan = planned(chain(4), {0: 64 * KIB, "cpu": 1 << 20}, speeds=speeds, pin={"v1": "cpu"})
-    assert plan.explain("layer1").to(0).compute_seconds == pytest.approx(1, rel=0.01)
+    assert plan.explain("layer1").alternative_on(0).compute_seconds == pytest.approx(1, rel=0.01)
     weight = plan.explain("w1")
     assert plan.device_of("v1") == "cpu"
     assert weight.compute_seconds < 0.01
-    assert weight.to("cpu").compute_seconds == weight.compute_seconds
-    assert weight.to(0).compute_seconds == weight.compute_seconds
-    assert "the CPU computes nothing" in plan.explain("layer2").to("cpu").obstacle
+    assert weight.alternative_on("cpu").compute_seconds == weight.compute_seconds
+    assert weight.alternative_on(0).compute_seconds == weight.compute_seconds
+    assert "the CPU computes nothing" in plan.explain("layer2").alternative_on("cpu").obstacle
     resident = replace(plan.schedule.assignment, weights={**plan.schedule.assignment.weights, "w1": 0})
     beside = replace(plan, schedule=evaluate(plain_problem(plan), resident).schedule)
-    assert beside.explain("w1").to(0).obstacle == "it is there"
-    assert beside.explain("w1").to(0).compute_seconds == weight.compute_seconds
+    assert beside.explain("w1").alternative_on(0).obstacle == "it is there"
+    assert beside.explain("w1").alternative_on(0).compute_seconds == weight.compute_seconds
 
 
 def test_what_must_stay_together_is_named() -> None:
     budgets = {0: 64 * KIB, 1: 64 * KIB}
     plan = planned(chain(4), budgets, together=[["layer1", "layer2"]])
-    other = plan.explain("layer1").to(1)
+    other = plan.explain("layer1").alternative_on(1)
     assert other.along == ("v2",)
     assert not other.possible
     assert "a device with v2" in other.obstacle
@@ -198,7 +201,7 @@ def test_what_a_call_writes_stays_with_its_readers() -> None:
                 assert other.makespan is not None
                 assert other.makespan > plan.makespan
     with_readers, with_weights = (
-        plan.explain(name).to(1).makespan for name in ("1.running_mean", "batch_norm")
+        plan.explain(name).alternative_on(1).makespan for name in ("1.running_mean", "batch_norm")
     )
     assert with_readers is not None
     assert with_weights is not None
@@ -207,9 +210,9 @@ def test_what_a_call_writes_stays_with_its_readers() -> None:
 
 def test_the_disk_computes_nothing() -> None:
     plan = graphplan.plan(Tied().eval(), {0: "1MiB", "disk": "1GiB"}, (IDS,))
-    assert "runs no operations" in plan.explain("blocks.1").to("disk").obstacle
+    assert "runs no operations" in plan.explain("blocks.1").alternative_on("disk").obstacle
     with pytest.raises(graphplan.PlanError, match="no device 7"):
-        plan.explain("blocks.1").to(7)
+        plan.explain("blocks.1").alternative_on(7)
 
 
 def test_unknown_names_get_close_ones(plan: Plan) -> None:
@@ -237,13 +240,13 @@ def test_a_further_call_knows_what_is_settled() -> None:
         first, further = placed.plans
         assert "with the weights where they are" not in first.proof
         assert further.proof.endswith("with the weights where they are")
-        assert first.explain("decoder.0.weight").to(1).possible
-        assert "an earlier plan put" in further.explain("decoder.0.weight").to(1).obstacle
+        assert first.explain("decoder.0.weight").alternative_on(1).possible
+        assert "an earlier plan put" in further.explain("decoder.0.weight").alternative_on(1).obstacle
 
 
 def test_several_calls_are_explained_together() -> None:
     plan = graphplan.plan(Steps(), {0: "1MiB", 1: "1MiB"}, calls=[PREFILL, DECODE], weights=[1, 100])
-    other = plan.explain("decoder.1").to(1)
+    other = plan.explain("decoder.1").alternative_on(1)
     assert plan.explain("decoder.1").makespan == plan.weighted_makespan
     # there and back in each of the 101 calls, at the least
     assert other.slower is not None
@@ -266,7 +269,7 @@ def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
     plan = replace(plan, schedule=deep.schedule, makespan=deep.seconds, constraints=Constraints())
     homes = {**assignment.weights, "w0": 0}
     assert set(evaluate(constrained_problem(plan), replace(assignment, weights=homes)).excess) == {0}
-    assert plan.explain("w0").to(0).possible
+    assert plan.explain("w0").alternative_on(0).possible
 
 
 # -- bottleneck -------------------------------------------------------------------------------------------
@@ -326,7 +329,7 @@ def test_the_parts_add_up_where_weights_are_streamed(flops: int, waits: bool) ->
     module = plan.explain("layer3")
     assert module.compute_seconds == pytest.approx(found.compute_seconds / 6)
     assert (module.transfer_seconds > 0) == waits
-    here = module.to(0)
+    here = module.alternative_on(0)
     assert here.transfer_seconds == pytest.approx(plan.makespan - found.compute_seconds)
 
 

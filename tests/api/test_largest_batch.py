@@ -36,7 +36,7 @@ def test_it_does_not_depend_on_the_batch_that_is_given(given: int) -> None:
 
 @pytest.mark.parametrize("given", [1, 40])
 def test_it_is_at_most_what_is_asked_for(given: int) -> None:
-    assert largest(given, 1 << 30, most=7) == 7
+    assert largest(given, 1 << 30, limit=7) == 7
     assert largest(given, 1 << 30, max_batch=7) == 7
 
 
@@ -50,7 +50,7 @@ def test_inputs_without_a_batch_are_refused() -> None:
     with pytest.raises(graphplan.InputError, match="first tensor"):
         graphplan.largest_batch(widening(), {"cpu": 1 << 30})
     with pytest.raises(graphplan.InputError, match="args must be a tuple"):  # a tensor would be taken in rows
-        graphplan.largest_batch(torch.nn.ReLU(), {"cpu": 1 << 30}, torch.ones(1, 4), most=8)
+        graphplan.largest_batch(torch.nn.ReLU(), {"cpu": 1 << 30}, torch.ones(1, 4), limit=8)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class OfSized(nn.Module):
 
 def test_what_a_dataclass_holds_is_resized() -> None:
     with torch.no_grad():
-        found = graphplan.largest_batch(OfSized(), {"cpu": 140_000}, (Sized(torch.ones(1, 4)),), most=64)
+        found = graphplan.largest_batch(OfSized(), {"cpu": 140_000}, (Sized(torch.ones(1, 4)),), limit=64)
     assert 20 < found < 40
 
 
@@ -85,4 +85,4 @@ def test_integers_that_decide_have_values() -> None:
             return self.linear(x) * (1 if (lengths == x.shape[1]).all() else 2)
 
     inputs = torch.randn(2, 8, 16), torch.tensor([3, 8])
-    assert graphplan.largest_batch(ByLengths(), {0: "1MB"}, inputs, most=8) == 8
+    assert graphplan.largest_batch(ByLengths(), {0: "1MB"}, inputs, limit=8) == 8

@@ -1,5 +1,5 @@
-"""What a call changes beside its result: attributes, buffers, and the lists and dicts that it is given.
+"""Side effects of a call: changed attributes, buffers, and lists and dicts among its arguments.
 
-In: a model and the arguments of its call, before and after a trace. Out: what the graph does of it, or why
-it cannot.
+Input: a model and the arguments of its call, before and after a trace. Output: the graph's updates of this
+state, or the reason why a graph cannot make them.
 """

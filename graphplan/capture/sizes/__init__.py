@@ -1,4 +1,5 @@
-"""Which sizes of inputs may vary.
+"""Dynamic sizes of inputs.
 
-In: example inputs, dynamic shapes, limits. Out: the sizes that stay symbols in a trace, with their bounds.
+Input: example inputs, dynamic shapes, limits. Output: the sizes that stay symbols in a trace, with their
+bounds.
 """

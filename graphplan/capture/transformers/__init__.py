@@ -1,4 +1,5 @@
 """Support for traces of transformers models: caches, masks, and layers that cannot be traced as they are.
 
-In: the arguments and modules of a transformers model. Out: pytree nodes and patches for tracers and plans.
+Input: the arguments and modules of a transformers model. Output: pytree nodes and patches for tracers and
+plans.
 """

@@ -1,1 +1,1 @@
-"""Several forward passes over one placement of the weights. In: a problem for each. Out: solutions."""
+"""Several forward passes over one placement of the weights. Input: a problem for each. Output: solutions."""

@@ -67,5 +67,5 @@ def test_a_token_more_than_a_window_is_counted_and_not_copied(gemma3: ModelCopy)
     assert sorted(str(node.target) for node in kept(found)) == 2 * ["aten.cat.default"] + 2 * [
         "aten.slice.Tensor"
     ]
-    states = [state.nbytes // TOKEN for state in graph.states if len(state.shape) == 4]
+    states = [state.nbytes // TOKEN for state in graph.cache_inputs if len(state.shape) == 4]
     assert sorted(states) == [WINDOW] * 2 + [60] * 2
