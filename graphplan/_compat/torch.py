@@ -114,7 +114,7 @@ def global_hooks() -> list[dict[int, Any]]:
     return [private(nn_module, f"_global_{kind}_hooks", "torch") for kind in kinds]
 
 
-def list_weights_anew(module: torch.nn.RNNBase) -> None:
+def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
     """Make a recurrent layer compute with its current weights, of which it keeps a separate list."""
     names: list[str] = private(module, "_flat_weights_names", "torch")
     vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]  # None as torch lists it

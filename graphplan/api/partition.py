@@ -40,7 +40,7 @@ from graphplan.message_text import first_line
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.weights.storage import like, require_data
+from graphplan.runtime.weights.storage import as_type_of, require_data
 from graphplan.warnings import warn
 
 _WAITS = "{} has no example inputs: the first call will be traced; give args= or kwargs= to place it now"
@@ -192,7 +192,7 @@ def _warn_of_shared(shared: Mapping[str, Any]) -> None:
 
 def _place_at_first_call(model: nn.Module, placer: Placer) -> nn.Module:
     """Return a copy that places itself at its first call; its parameters are new, over the same memory."""
-    own = {id(t): like(t, t.detach(), {}) for t in model.parameters()}
+    own = {id(t): as_type_of(t, t.detach(), {}) for t in model.parameters()}
     shell = copy_to_run(model, {id(t): t for t in model.buffers()} | own)
     trace_patched(shell)
     shell = of_class(shell, placed_class(type(shell)))

@@ -44,13 +44,18 @@ from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import first_line, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.fallback.derived_classes import unplaced
 from graphplan.runtime.fallback.module_by_module import Untraced, compute_device_of
-from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.weights.storage import bring_back, place_model, refilled, taken_over
+from graphplan.runtime.weights.storage import (
+    move_changed_devices_to_host,
+    place_model,
+    replace_parameter_data,
+    replace_tensors,
+)
 from graphplan.warnings import warn
 
 _IN_MEMORY = (
@@ -76,7 +81,7 @@ class Placer:
         check: whether results are compared with those of eager mode.
         warm: whether allocators reserve the planned bytes of activations at once.
         plan: a plan to carry out instead of a search.
-        become: puts the placed tensors into a copy of the model, or into the model itself.
+        install: puts the placed tensors into a copy of the model, or into the model itself.
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
@@ -91,7 +96,7 @@ class Placer:
     check: bool = False
     warm: bool = False
     plan: PlanData | None = None
-    become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run
+    install: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
@@ -108,7 +113,7 @@ class Placer:
         if self._step is not None and torch.is_grad_enabled():
             model_copy.step = self._step.of(module, (args, kwargs))
         call = model_copy.part(entry).bind(args, kwargs)
-        return replace(self, become=taken_over).place(model, model_copy, call)
+        return replace(self, install=replace_parameter_data).place(model, model_copy, call)
 
     def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall) -> nn.Module:
         """Return the placed model for a call.
@@ -183,7 +188,7 @@ class Placer:
             model, model_copy, largest, self.topology, self.options, self.source, failed, retry
         )
         placed = self._checked(model, placed, calls)
-        return placed if self.become is copy_to_run else in_place_of(model, placed)
+        return placed if self.install is copy_to_run else in_place_of(model, placed)
 
     def _beside_hooks(self, plan: Plan) -> Placer:
         """Return the placer for later calls, with the weights where the plan of the hooks has them."""
@@ -228,20 +233,20 @@ class Placer:
         programs = [compiler.lower(one) for one in planned]
         enter_stage("place weights")
         layout = compiler.committed.layout(self.topology)
-        if self.become is not copy_to_run and owned:
-            bring_back(model, layout, self.become)
+        if self.install is not copy_to_run and owned:
+            move_changed_devices_to_host(model, layout, self.install)
             tensors = model_copy.weights.tensors  # the old tensors hold memory
             tensors.update(ModelWeights(model).tensors)
         placed, memory = place_model(
-            model, model_copy.weights, layout, placed_class, self.source, owned=owned, become=self.become
+            model, model_copy.weights, layout, placed_class, self.source, owned=owned, install=self.install
         )
         plan = planned[0].plan if planned else self.known_plan
         state = self._new_state(compiler, programs, plan)
         if isinstance(no_graph, KeptStateError):
             state.untraced = Untraced(str(no_graph), None if plan is None else compute_device_of(plan))
         attach(placed, state, memory)
-        if self.become is not refilled and state.guard is not None:  # the graphs' constants have these values
-            state.values = state.guard.values
+        if self.install is not replace_tensors and state.guard is not None:
+            state.values = state.guard.values  # the graphs' constants have these values
         if self.warm:
             warm_activations(program.plan for program in programs)
         return placed
@@ -295,7 +300,7 @@ class Placer:
             self.options,
             self.strict,
             warm=self.warm,
-            become=refilled,
+            install=replace_tensors,
             moved_for=sum(map(tensor_bytes, call.tensors)),
             homes=mover.homes,
         )

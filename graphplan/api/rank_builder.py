@@ -38,7 +38,7 @@ from graphplan.runtime.distributed.machine_stages import in_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
-from graphplan.runtime.weights.storage import like
+from graphplan.runtime.weights.storage import as_type_of
 
 logger = logging.getLogger("graphplan")
 
@@ -139,7 +139,7 @@ class RankBuilder:
         with_data = copy.copy(weights)
         with_data.tensors = dict(weights.tensors)
         for name, data in send_weights(weights.tensors, wanted).items():
-            with_data.tensors[name] = like(weights.tensors[name], data, {})
+            with_data.tensors[name] = as_type_of(weights.tensors[name], data, {})
         return with_data
 
     def _place(self, cuts: Mapping[int, StageSource]) -> list[RankStage]:

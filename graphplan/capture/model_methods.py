@@ -14,7 +14,7 @@ from torch import nn
 
 from graphplan._compat.transformers import RECORDERS
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import put_back
+from graphplan.capture.changes.attribute_snapshots import restore_attributes
 from graphplan.errors import InputError, NoGraphError
 
 _FEW = 3  # calls of a large submodule from one place, as for towers that share weights; more are a loop
@@ -128,7 +128,7 @@ def pure_method(module: nn.Module, name: str, *, loops: bool) -> Callable[..., A
                 result = _run_method(method, args, kwargs)
         finally:
             running.clear()
-            changed = _without_recorders(put_back(before))
+            changed = _without_recorders(restore_attributes(before))
         if changed:
             raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
         return result

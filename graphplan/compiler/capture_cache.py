@@ -29,7 +29,7 @@ from graphplan.message_text import first_line
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.kernel_workspace import KernelBench
 from graphplan.passes.frontend.simplify import simplify
-from graphplan.passes.training.weight_views import read_weights_anew
+from graphplan.passes.training.weight_views import duplicate_weight_views
 from graphplan.warnings import overheard
 
 logger = logging.getLogger("graphplan")
@@ -203,7 +203,7 @@ def with_backward(
     """Return the simplified training step of a captured forward pass; ``fixed`` as in ``differentiate``."""
     found = differentiate(capture, weights, call, differentiation, fixed=fixed)
     simplify(found)
-    read_weights_anew(found)
+    duplicate_weight_views(found)
     return found
 
 

@@ -94,7 +94,7 @@ class SimulatedMachine:
         finally:
             self._open_unmetered -= 1
 
-    def take(self, index: int, nbytes: int) -> int:
+    def allocate(self, index: int, nbytes: int) -> int:
         """Count an allocation and return its counted bytes, which are none in a block of :meth:`unmetered`.
 
         Raises:
@@ -117,11 +117,11 @@ class SimulatedMachine:
         return nbytes
 
     def multiply(self, index: int) -> None:
-        """Count the workspace of a device at its first matrix product, as :meth:`take` does."""
-        if index not in self._multiplied and self.take(index, self.workspace):
+        """Count the workspace of a device at its first matrix product, as :meth:`allocate` does."""
+        if index not in self._multiplied and self.allocate(index, self.workspace):
             self._multiplied.add(index)
 
-    def give(self, index: int, nbytes: int) -> None:
+    def free(self, index: int, nbytes: int) -> None:
         """Count bytes as freed."""
         self._live[index] -= nbytes
 

@@ -26,7 +26,7 @@ from graphplan.capture.sizes.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.errors import CaptureError, InputError
-from graphplan.runtime.fallback.short_names import made_class
+from graphplan.runtime.fallback.derived_classes import derive_class
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
@@ -172,7 +172,7 @@ def _shell_of(rehearsal: Rehearsal) -> Any:
     """Return the model to trace, with calls redirected to the rehearsal."""
     module: nn.Module = rehearsal.compiler.model_copy.module
     original = type(module)
-    shell: Any = object.__new__(made_class(original, _StandIn, lambda: class_body(_StandIn, original)))
+    shell: Any = object.__new__(derive_class(original, _StandIn, lambda: class_body(_StandIn, original)))
     shell.__dict__.update(module.__dict__, _graphplan_rehearsal=rehearsal)
     shell.__dict__["_graphplan"] = ModuleState([], refused=lambda _error: None)  # submodules are traced then
     return shell

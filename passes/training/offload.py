@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
-from graphplan.passes.training.weight_views import VIEWS, backward_readers, view_anew, view_chain
+from graphplan.passes.training.weight_views import VIEWS, backward_readers, duplicate_view, view_chain
 
 _SMALLEST = 1 << 10  # bytes of the smallest value that is worth two copies
 
@@ -34,7 +34,7 @@ def offload(capture: Capture, segments: Iterable[ModuleSegment]) -> None:
     for segment in segments:
         views = _own_views(segment)  # the backward pass takes them by itself
         for view in [node for node in saved_nodes(segment) if node in views]:
-            view_anew(view, views, order)
+            duplicate_view(view, views, order)
         for node in offloadable(segment):
             _keep(capture.graph, node, order)
     capture.graph.lint()

@@ -25,7 +25,7 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.capture.structure import reached
 from graphplan.passes.frontend.flop_formulas import multiplies
 from graphplan.passes.training.segments import ModuleSegment, is_view, saved_nodes
-from graphplan.passes.training.weight_views import make_again
+from graphplan.passes.training.weight_views import duplicate_for_backward
 
 
 def recompute(
@@ -36,7 +36,7 @@ def recompute(
     # find all before the first change: copies are readers, which would make more nodes count as saved
     repeats = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
     for segment, saved, again in repeats:
-        make_again([node for node in segment.nodes if node in again], saved, order, repeats=True)
+        duplicate_for_backward([node for node in segment.nodes if node in again], saved, order, repeats=True)
     capture.graph.lint()
 
 

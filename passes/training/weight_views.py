@@ -39,19 +39,19 @@ VIEWS = {
 """Operations whose results are views, so that a second one costs nothing."""
 
 
-def read_weights_anew(capture: Capture) -> None:
+def duplicate_weight_views(capture: Capture) -> None:
     """Let the backward pass take its own views of weights, in place."""
     views = _views_of_weights(capture)
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     for view in views:
-        view_anew(view, views, order)
+        duplicate_view(view, views, order)
     capture.graph.lint()
 
 
-def view_anew(view: fx.Node, views: Container[fx.Node], order: dict[fx.Node, int]) -> None:
+def duplicate_view(view: fx.Node, views: Container[fx.Node], order: dict[fx.Node, int]) -> None:
     """Let the backward pass take a view of its own, from the base of the chain of ``views``."""
     *chain, _ = view_chain(view, views)
-    make_again(chain[::-1], [view], order)
+    duplicate_for_backward(chain[::-1], [view], order)
 
 
 def view_chain(node: fx.Node, views: Container[fx.Node]) -> list[fx.Node]:
@@ -64,7 +64,7 @@ def view_chain(node: fx.Node, views: Container[fx.Node]) -> list[fx.Node]:
     return chain
 
 
-def make_again(
+def duplicate_for_backward(
     nodes: Iterable[fx.Node], saved: Sequence[fx.Node], order: dict[fx.Node, int], *, repeats: bool = False
 ) -> None:
     """Copy nodes to right before the first backward reader of ``saved``; backward readers use the copies.

@@ -130,7 +130,7 @@ class _HostBuffers:
     def __init__(self, pieces: Sequence[Read]) -> None:
         self.queues = {device: queues_of(device) for device in {piece.target.device for piece in pieces}}
         for queues in self.queues.values():
-            queues.join()  # earlier work may still read the memory that is filled
+            queues.copies_wait_for_all_work()  # earlier work may still read the memory that is filled
         count, nbytes = min(_BUFFERS, len(pieces)), max((piece.source.nbytes for piece in pieces), default=0)
         pinned = any(device.type == "cuda" for device in self.queues)
         pages = HostPages(count * round_up(nbytes), pinned=pinned)
@@ -152,6 +152,6 @@ class _HostBuffers:
             with torch.no_grad():  # each thread has its own mode
                 queues.copy(target, data)
             queues.record_copies(copied)
-            queues.wait(copied)
+            queues.synchronize_event(copied)
         finally:
             self.free.put(buffer)

@@ -17,7 +17,7 @@ Hooks = tuple[dict[int, Any], Sequence[int]]
 
 
 @contextmanager
-def set_aside(hooks: Sequence[Hooks]) -> Iterator[None]:
+def without_hooks(hooks: Sequence[Hooks]) -> Iterator[None]:
     """Context manager that removes these hooks from their tables until it exits."""
     before = [(table, dict(table)) for table, _ in hooks]
     for table, keys in hooks:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from graphplan.runtime.fallback.short_names import original_class, written_class
+from graphplan.runtime.fallback.derived_classes import original_class, written_class
 
 
 def graph_methods(original: type[nn.Module]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan._compat.torch import is_view, list_weights_anew
+from graphplan._compat.torch import is_view, refresh_flat_weights
 from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import is_iterator, put_back
+from graphplan.capture.changes.attribute_snapshots import is_iterator, restore_attributes
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes, may_hold_tensors
@@ -31,9 +31,9 @@ from graphplan.capture.structure import PLAIN_TYPES
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU
+from graphplan.runtime.fallback.derived_classes import patched_forward
 from graphplan.runtime.fallback.one_device import on_one_device
 from graphplan.runtime.fallback.replaced_tensors import Replacement
-from graphplan.runtime.fallback.short_names import patched_forward
 from graphplan.runtime.memory.arena import moved
 
 
@@ -74,24 +74,24 @@ class HookedRun:
         device = self.host if self.execution_mode.gathered else self.devices[id(module)]
         if device is not None and device.type == CPU and self.compute_device is not None:
             device = self.compute_device
-        outer_copies = {id(one.own): one.copied.here for outer in self.running for one in outer.kept}
+        outer_copies = {id(t.original): t.copied.copy for outer in self.running for t in outer.replaced}
         running = _Running(module, device or self.device)
         self.running.append(running)
         if device is None:
             return args, kwargs
-        running.bring(outer_copies)
+        running.replace_by_copies(outer_copies)
         if all(_is_on(device, value) for value in (*args, *kwargs.values())):
             return args, kwargs
         layer = getattr(module, "layer_idx", None)  # the index of the cache layer of a transformers block
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
-                _bring_layer(value, layer, device)
+                _move_cache_layer(value, layer, device)
         return running.input_replacement.within((args, kwargs))
 
     def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
-        """Put the original tensors back; return the result, on the caller's device if the mode says so."""
+        """Restore the original tensors; return the result, on the caller's device if the mode says so."""
         running = self.running.pop()
-        running.put_back()
+        running.restore()
         device = self.device
         if not running.input_replacement.replacements and _is_on(device, result):
             return result
@@ -102,12 +102,10 @@ class HookedRun:
         return back.within(result)
 
     def end(self) -> None:
-        """Put back the tensors of all running modules: torch calls no hook after an interrupt."""
-        try:
-            self.after(self.running[-1].module, (), {}, None)
-        finally:
-            if self.running:
-                self.end()
+        """Restore the tensors of all running modules: torch calls no hook after an interrupt."""
+        with ExitStack() as stack:  # the innermost first, the others also after an error
+            for running in self.running:
+                stack.callback(self.after, running.module, (), {}, None)
 
     @property
     def device(self) -> torch.device:
@@ -121,22 +119,22 @@ class _Running:
     Attributes:
         module: the module.
         device: where it computes.
-        kept: the parameters and buffers that copies replace while it runs.
-        noted: (attributes of the original, attributes of the copy, the latter before the run) of these
-            parameters, and of objects in their attributes.
+        replaced: the parameters and buffers that copies replace while it runs.
+        attribute_tables: (attributes of the original, attributes of the copy, the latter before the run) of
+            these parameters, and of objects in their attributes.
         input_replacement: the replacement of the tensors in its inputs.
         copies: the copies of input tensors, and of tensors in the attributes of parameters.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
-        self.kept: list[_Kept] = []
-        self.noted: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self.replaced: list[_ReplacedTensor] = []
+        self.attribute_tables: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self.copies: list[_Copy] = []
         self.input_replacement = Replacement(partial(_on_device, device, self.copies), in_place=True)
 
-    def bring(self, outer_copies: dict[int, torch.Tensor]) -> None:
-        """Replace its own tensors that are elsewhere by copies on the device.
+    def replace_by_copies(self, outer_copies: dict[int, torch.Tensor]) -> None:
+        """Replace the module's tensors on other devices by copies on ``device``.
 
         ``outer_copies``: id of a tensor -> the copy that an enclosing module uses, and may have written to.
         """
@@ -146,99 +144,100 @@ class _Running:
                     continue
                 source = outer_copies.get(id(tensor), tensor)
                 with torch.inference_mode(False):  # inference tensors have no version counter
-                    here = source if source.device == self.device else moved(source, self.device)
-                    if here is not source and isinstance(tensor, nn.Parameter):
-                        self._copy_attributes(tensor, here, {})
+                    copied = source if source.device == self.device else moved(source, self.device)
+                    if copied is not source and isinstance(tensor, nn.Parameter):
+                        self._copy_attributes(tensor, copied, {})
                 is_buffer = table is self.module._buffers
-                self.kept.append(_Kept(table, name, tensor, _Copy(source, here), is_buffer))
-                table[name] = outer_copies[id(tensor)] = here  # type: ignore[assignment]  # read while it runs
+                replaced = _ReplacedTensor(table, name, tensor, _Copy(source, copied), is_buffer=is_buffer)
+                self.replaced.append(replaced)
+                table[name] = outer_copies[id(tensor)] = copied  # type: ignore[assignment]
         _update_weight_list(self.module)
 
-    def _copy_attributes(self, original: Any, here: Any, copies: dict[int, Any]) -> None:
+    def _copy_attributes(self, original: Any, copied: Any, copies: dict[int, Any]) -> None:
         """Give a copy the attributes of its original, with tensors, and objects that hold tensors, copied.
 
         ``copies`` maps the id of such a tensor or object to its copy.
         """
-        notes = custom_attributes(original) if isinstance(original, torch.Tensor) else dict(vars(original))
-        for note in notes.values():
-            if id(note) in copies:
+        attributes = custom_attributes(original) if isinstance(original, torch.Tensor) else dict(vars(original))
+        for value in attributes.values():
+            if id(value) in copies:
                 continue
-            if isinstance(note, torch.Tensor):
-                copies[id(note)] = moved(note, self.device)
-                self.copies.append(_Copy(note, copies[id(note)]))
-            elif may_hold_tensors(note) and any(attribute_tensors(note)):
-                copies[id(note)] = copy.copy(note)
-                self._copy_attributes(note, copies[id(note)], copies)
-        before = {name: copies.get(id(note), note) for name, note in notes.items()}
-        vars(here).update(before)
-        self.noted.append((vars(original), vars(here), before))
+            if isinstance(value, torch.Tensor):
+                copies[id(value)] = moved(value, self.device)
+                self.copies.append(_Copy(value, copies[id(value)]))
+            elif may_hold_tensors(value) and any(attribute_tensors(value)):
+                copies[id(value)] = copy.copy(value)
+                self._copy_attributes(value, copies[id(value)], copies)
+        before = {name: copies.get(id(value), value) for name, value in attributes.items()}
+        vars(copied).update(before)
+        self.attribute_tables.append((vars(original), vars(copied), before))
 
-    def put_back(self) -> None:
-        """Put the original tensors back, with what was written to their copies."""
-        for attributes, now, before in self.noted:
-            attributes.update({name: now[name] for name in before if now[name] is not before[name]})
+    def restore(self) -> None:
+        """Restore the original tensors, with the values that were written to their copies."""
+        for attributes, current, before in self.attribute_tables:
+            attributes.update({name: current[name] for name in before if current[name] is not before[name]})
         for copied in self.copies:
-            if copied.written and copied.here.shape == copied.original.shape:
-                copied.give_back()
-        for one in self.kept:
-            one.put_back()
+            if copied.written and copied.copy.shape == copied.original.shape:
+                copied.write_to_original()
+        for replaced in self.replaced:
+            replaced.restore()
         _update_weight_list(self.module)
 
 
 @outside_inference_mode  # inference tensors have no version counter
 def _on_device(device: torch.device, copies: list[_Copy], tensor: Any) -> Any:
     """Return the tensor on the device; if that is a copy, add it to ``copies``."""
-    here = tensor.to(device)
-    if here is not tensor and isinstance(tensor, torch.Tensor):
-        copies.append(_Copy(tensor, here))
-    return here
+    copied = tensor.to(device)
+    if copied is not tensor and isinstance(tensor, torch.Tensor):
+        copies.append(_Copy(tensor, copied))
+    return copied
 
 
 class _Copy:
-    """A copy of a tensor on another device; what is written to it can be written to the original."""
+    """A copy of a tensor on another device, whose later values can be written to the original."""
 
-    def __init__(self, original: torch.Tensor, here: torch.Tensor) -> None:
-        self.original, self.here = original, here
-        self._version, self._history = here._version, here.grad_fn
+    def __init__(self, original: torch.Tensor, copied: torch.Tensor) -> None:
+        self.original, self.copy = original, copied
+        self._version, self._history = copied._version, copied.grad_fn
 
     @property
     def written(self) -> bool:
         """Whether the copy was written to since it was made."""
-        return self.here._version != self._version
+        return self.copy._version != self._version
 
-    def give_back(self) -> None:
-        """Write the copy to the original, with a gradient if what was written to the copy has one."""
-        with torch.set_grad_enabled(self.here.grad_fn is not self._history):
-            self.original.copy_(self.here)
+    def write_to_original(self) -> None:
+        """Copy the values to the original, differentiably if differentiable values were written."""
+        with torch.set_grad_enabled(self.copy.grad_fn is not self._history):
+            self.original.copy_(self.copy)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A module's ``own`` parameter or buffer, in whose place its table has a copy while it runs."""
+class _ReplacedTensor:
+    """A module's parameter or buffer, in whose place its table has a copy while it runs."""
 
     table: dict[str, Any]
     name: str
-    own: torch.Tensor
+    original: torch.Tensor
     copied: _Copy
     is_buffer: bool
 
-    def put_back(self) -> None:
-        """Put the own tensor back, with what was written to the copy, or what the model put in its place."""
+    def restore(self) -> None:
+        """Restore the original, with the values of its copy; or move what the model put in its place."""
         value, copied = self.table[self.name], self.copied
-        if value is not None and value is not copied.here:
-            self.table[self.name] = value.to(self.own.device)
+        if value is not None and value is not copied.copy:
+            self.table[self.name] = value.to(self.original.device)
             return
         # kernels of BatchNorm write to buffers without a change of version
-        written = copied.written or (self.is_buffer and not copied.here.requires_grad)
-        if value is not None and copied.here is not copied.original and written:
-            copied.give_back()
-        self.table[self.name] = self.own
+        written = copied.written or (self.is_buffer and not copied.copy.requires_grad)
+        if value is not None and copied.copy is not copied.original and written:
+            copied.write_to_original()
+        self.table[self.name] = self.original
 
 
 def _update_weight_list(module: nn.Module) -> None:
-    """Update the list of weights that a recurrent module, such as an LSTM, keeps beside its parameters."""
+    """Update the list of weights that a recurrent module, such as an LSTM, keeps besides its parameters."""
     if isinstance(module, nn.RNNBase):
-        list_weights_anew(module)
+        refresh_flat_weights(module)
 
 
 class _Hook:
@@ -298,20 +297,21 @@ def devices_of(tree: nn.Module) -> dict[int, torch.device | None]:
 
     A shared tensor counts at each place.
     """
-    counted: dict[int, Counter[torch.device]] = {}
+    bytes_of: dict[int, Counter[torch.device]] = {}
 
     def count(module: nn.Module) -> Counter[torch.device]:
-        if id(module) not in counted:
-            here = counted[id(module)] = Counter[torch.device]()
+        if id(module) not in bytes_of:
+            nbytes = bytes_of[id(module)] = Counter[torch.device]()
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    here[tensor.device] += tensor.nbytes
+                    nbytes[tensor.device] += tensor.nbytes
             for child in module._modules.values():
-                here.update({} if child is None else count(child))
-        return counted[id(module)]
+                if child is not None:
+                    nbytes.update(count(child))
+        return bytes_of[id(module)]
 
     count(tree)
-    return {key: max(here, key=here.__getitem__, default=None) for key, here in counted.items()}
+    return {key: max(nbytes, key=nbytes.__getitem__, default=None) for key, nbytes in bytes_of.items()}
 
 
 def _is_on(device: torch.device, value: Any) -> bool:
@@ -322,7 +322,7 @@ def _is_on(device: torch.device, value: Any) -> bool:
     return kind in PLAIN_TYPES or (kind is tuple and all(_is_on(device, part) for part in value))
 
 
-def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
+def _move_cache_layer(cache: Any, index: int, device: torch.device) -> None:
     """Move the tensors of one layer of a cache to the device where the layer runs."""
     for part in (cache, *(value for value in vars(cache).values() if is_cache(value))):
         if getattr(part, "offloading", False) and device.type != "cuda":
@@ -349,7 +349,7 @@ def rolled_back(tree: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            put_back(attributes)
+            restore_attributes(attributes)
             for table, name, copied in iterators:
                 table[name] = copied
             with torch.no_grad():

@@ -238,7 +238,7 @@ def _first_mode(
             failures.append(error)
             continue
         try:
-            with rolled_back(tree), _without_hooks(tree):
+            with rolled_back(tree), _with_empty_hook_tables(tree):
                 run_in(mode, args, kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             failures.append(error)
@@ -318,7 +318,7 @@ def _any_size(leaf: Any) -> Any:
 
 
 @contextmanager
-def _without_hooks(tree: nn.Module) -> Iterator[None]:
+def _with_empty_hook_tables(tree: nn.Module) -> Iterator[None]:
     """Context manager that empties all hook tables, so that a trial calls no hooks of the user."""
     tables = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _ALL_HOOK_TABLES]
     for attributes, name, hooks in tables:

@@ -35,16 +35,16 @@ class Queues:
     def work_waits(self, event: Any) -> None:
         """Let later computation wait for the event."""
 
-    def enter(self) -> None:
-        """Begin a forward pass: its computation waits for that of the previous one."""
+    def adopt_current_stream(self) -> None:
+        """Make the current stream the compute queue; it waits for the work of the previous one."""
 
-    def join(self) -> None:
+    def copies_wait_for_all_work(self) -> None:
         """Let later copies wait for all computation enqueued so far."""
 
-    def wait(self, event: Any) -> None:
+    def synchronize_event(self, event: Any) -> None:
         """Let the host wait for an event."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait for all copies and computation, before memory that they use is freed."""
 
 
@@ -75,21 +75,21 @@ class CudaQueues(Queues):
     def work_waits(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
 
-    def enter(self) -> None:
+    def adopt_current_stream(self) -> None:
         current = torch.cuda.current_stream(self.device)
         if current != self.last:
             current.wait_stream(self.last)
             self.last = current
 
-    def join(self) -> None:
+    def copies_wait_for_all_work(self) -> None:
         self.copies.wait_stream(self.last)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def synchronize_event(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.copies.synchronize()
-        self.last.synchronize()  # it waits for the computation of earlier streams, by ``enter``
+        self.last.synchronize()  # ``adopt_current_stream`` has it wait for earlier streams
 
 
 def queues_of(device: torch.device) -> Queues:

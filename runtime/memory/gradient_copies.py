@@ -19,14 +19,14 @@ from graphplan.runtime.memory.host_pages import HostPages
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _HostBuffer:
     """Host memory, and the reference count of its storage while no gradient uses it."""
 
     bytes: torch.Tensor
     holders: int
 
-    def takes(self, nbytes: int) -> bool:
-        """Whether it is large enough and not in use, by this process or by one that it is shared with."""
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether this buffer has ``nbytes``, and no gradient uses it, here or in another process."""
         free = holders_of_storage(self.bytes) == self.holders and not self.bytes.is_shared()
         return free and nbytes <= self.bytes.nbytes
 
@@ -35,19 +35,19 @@ class GradientCopies:
     """The host memory of one module's gradients that come from accelerators."""
 
     def __init__(self) -> None:
-        self._first = WeakTensorKeyDictionary()  # parameter -> place of its first gradient
-        self._added: _Place | None = None  # place of gradients that are added to existing ones, in turn
+        self._first = WeakTensorKeyDictionary()  # parameter -> buffer of its first gradient
+        self._added: _HostBuffer | None = None  # one for all gradients that are added to existing ones
 
     def copied(self, gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """Return an unshared copy of a gradient, with the layout of its parameter."""
         first = parameter.grad is None
-        place: _Place | None = self._first.get(parameter) if first else self._added
-        if place is None or not place.takes(parameter.nbytes):
+        buffer: _HostBuffer | None = self._first.get(parameter) if first else self._added
+        if buffer is None or not buffer.can_hold(parameter.nbytes):
             pages = HostPages(round_up(parameter.nbytes), pinned=gradient.is_cuda)
             data = pages.piece(0, max(parameter.nbytes, 1))  # torch makes no tensor over 0 bytes
-            place = _Place(data, holders_of_storage(data))
+            buffer = _HostBuffer(data, holders_of_storage(data))
             if first:
-                self._first[parameter] = place
+                self._first[parameter] = buffer
             else:
-                self._added = place
-        return shaped(place.bytes[: parameter.nbytes], parameter).copy_(gradient)
+                self._added = buffer
+        return shaped(buffer.bytes[: parameter.nbytes], parameter).copy_(gradient)

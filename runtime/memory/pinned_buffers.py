@@ -1,7 +1,7 @@
 """Staging buffers in pinned memory for copies from files to an accelerator.
 
 A GPU copies from pinned memory asynchronously; a copy from pageable memory is slow, and the host waits for
-it. A buffer is refilled once the last copy from it is complete.
+it. A buffer is replace_tensors once the last copy from it is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Staging:
         for begin in range(0, target.numel(), self.nbytes):
             end = min(begin + self.nbytes, target.numel())
             buffer, copied = next(self._turns)
-            self.queues.wait(copied)  # the last copy from the buffer
+            self.queues.synchronize_event(copied)  # the last copy from the buffer
             for offset, data in parts.items():
                 first, last = max(begin, offset), min(end, offset + data.numel())
                 if first < last:
@@ -51,5 +51,5 @@ class Staging:
                 self.queues.copy(target[begin:end], buffer[: end - begin])
                 self.queues.record_copies(copied)
             except BaseException:  # an interrupt in between: no event marks the end of the copy
-                self.queues.settle()
+                self.queues.synchronize()
                 raise

@@ -29,7 +29,7 @@ from graphplan.capture.model.shared_attributes import PATCHED
 from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes
 from graphplan.capture.thread_patches import unpatched
 from graphplan.runtime.fallback.added_hooks import HOOK_TABLES
-from graphplan.runtime.fallback.short_names import original_class
+from graphplan.runtime.fallback.derived_classes import original_class
 
 # `training` and PEFT's adapters are modes, for which there are separate graphs; the rest is torch's or ours
 _ADAPTERS = {

@@ -31,7 +31,8 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import CaptureError, InfeasibleError, InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
-from graphplan.runtime.fallback.added_hooks import Hook, hooks_of, set_aside
+from graphplan.runtime.fallback.added_hooks import Hook, hooks_of, without_hooks
+from graphplan.runtime.fallback.derived_classes import derive_class, original_class, unplaced
 from graphplan.runtime.fallback.graph_modules import graph_methods
 from graphplan.runtime.fallback.hooked_run import entry_of
 from graphplan.runtime.fallback.module_by_module import (
@@ -43,7 +44,6 @@ from graphplan.runtime.fallback.module_by_module import (
 )
 from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
 from graphplan.runtime.fallback.replaced_tensors import tensors_in, to_device
-from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
@@ -259,7 +259,7 @@ def _start(
     state.streams.storages.clear()
     state.parts.clear()
     try:
-        with set_aside(added):
+        with without_hooks(added):
             started = state.start(module, args, kwargs, entry)
     except (CaptureError, InfeasibleError, InputError) as error:
         if state.untraced is None:
@@ -404,7 +404,7 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 def placed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class of placed copies of a model of class ``cls``; it keeps the model's name."""
     original = getattr(cls, "_graphplan_original", cls)
-    return made_class(
+    return derive_class(
         original, PlacedModule, lambda: class_body(PlacedModule, original) | graph_methods(original)
     )
 

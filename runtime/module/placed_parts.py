@@ -34,8 +34,8 @@ from graphplan.capture.signature import signature_of
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
+from graphplan.runtime.fallback.derived_classes import derive_class, derived_class, original_class, unplaced
 from graphplan.runtime.fallback.one_device import is_on_one_device, on_one_device
-from graphplan.runtime.fallback.short_names import class_made, made_class, original_class, unplaced
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -190,13 +190,13 @@ _without_methods: WeakSet[type[nn.Module]] = WeakSet()  # classes with nothing t
 
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the derived class of placed submodules; ``original`` itself if there is nothing to override."""
-    derived = class_made(original, PlacedPart)
+    derived = derived_class(original, PlacedPart)
     if derived is None and original not in _without_methods:
         body = planned_attributes(original) | _forward_of(original)
         if body and hasattr(original, "__deepcopy__"):
             body["__deepcopy__"] = _deepcopy
         if body:
-            derived = made_class(original, PlacedPart, lambda: body, in_place=True)
+            derived = derive_class(original, PlacedPart, lambda: body, in_place=True)
         else:
             _without_methods.add(original)
     return derived or original

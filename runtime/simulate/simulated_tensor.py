@@ -39,10 +39,10 @@ class _Allocation:
     ) -> None:
         machine = _machine()
         free = part_of is not None or storage.device.type == "meta"  # meta: a fake tensor
-        nbytes = machine.take(device, 0 if free else round_up(storage.nbytes()))
+        nbytes = machine.allocate(device, 0 if free else round_up(storage.nbytes()))
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
         self.part_of = part_of  # keeps alive the allocation of which this storage covers a part
-        weakref.finalize(self, machine.give, device, nbytes)
+        weakref.finalize(self, machine.free, device, nbytes)
 
 
 _allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakref.WeakValueDictionary()

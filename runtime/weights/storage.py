@@ -59,7 +59,7 @@ def place_model(
     source: Checkpoint | None = None,
     *,
     owned: bool = False,
-    become: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run,
+    install: Callable[[nn.Module, Mapping[int, Any]], nn.Module] = copy_to_run,
 ) -> tuple[nn.Module, list[Pages]]:
     """Return a copy of ``model`` whose weights are on their devices.
 
@@ -67,14 +67,14 @@ def place_model(
     passes may write to them.
 
     Args:
-        model: the model; unchanged unless ``become`` changes it.
+        model: the model; unchanged unless ``install`` changes it.
         weights: those of ``model``.
         layout: where they are placed.
-        placed_class: maps the class of the module that ``become`` returns to the class of the result.
+        placed_class: maps the class of the module that ``install`` returns to the class of the result.
         source: a checkpoint from which the data is read instead of from the model.
         owned: whether ``model`` gives up its weights: those that are on their device already are not copied.
-        become: maps the model, and id of each of its tensors -> the placed tensor, to a module: a copy, or
-            the model itself as in :func:`refilled` and :func:`taken_over`.
+        install: maps the model, and id of each of its tensors -> the placed tensor, to a module: a copy, or
+            the model itself as in :func:`replace_tensors` and :func:`replace_parameter_data`.
 
     Returns:
         the module, and the host memory of weights that it does not share with the caller: memory that a
@@ -92,25 +92,25 @@ def place_model(
         tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
         data = Checkpoint(weights, {}) if source is None else source
-        placing = _Placement(weights, layout, data, bar.update, owned=owned, shares=source is None)
-        placing.run()
+        placer = _WeightPlacer(weights, layout, data, bar.update, owned=owned, shares=source is None)
+        placer.run()
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
-        memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
-    placed_model = become(model, with_attributes(model, memo))
+        memo[id(tensor)] = as_type_of(tensor, placer.placed[weights.first[name]], memo)
+    placed_model = install(model, with_attributes(model, memo))
     trace_patched(placed_model)
-    return of_class(placed_model, placed_class(type(placed_model))), [*placing.pages, *data.files]
+    return of_class(placed_model, placed_class(type(placed_model))), [*placer.pages, *data.files]
 
 
-def bring_back(
-    model: nn.Module, layout: Layout, become: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
+def move_changed_devices_to_host(
+    model: nn.Module, layout: Layout, install: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
 ) -> None:
     """Move the weights of each accelerator that gains or loses weights to host memory, to free its memory.
 
     Args:
         model: a placed model.
         layout: where its weights are placed next.
-        become: puts the tensors into the model, as in :func:`place_model`.
+        install: puts the tensors into the model, as in :func:`place_model`.
     """
     weights = ModelWeights(model)
     devices = {name: tensor.device for name, tensor in weights.tensors.items()}
@@ -121,7 +121,7 @@ def bring_back(
         for device in (devices[name], layout.devices[name])
         if device.type != CPU
     }
-    become(model, in_host_memory(model, weights, [name for name in devices if devices[name] in changed]))
+    install(model, in_host_memory(model, weights, [name for name in devices if devices[name] in changed]))
 
 
 def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]) -> dict[int, Any]:
@@ -132,13 +132,13 @@ def in_host_memory(model: nn.Module, weights: ModelWeights, names: Iterable[str]
     on_host = {name: weights.tensors[name].detach().cpu() for name in names}
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model).items():
-        memo[id(tensor)] = like(tensor, on_host.get(weights.first[name], tensor), memo)
+        memo[id(tensor)] = as_type_of(tensor, on_host.get(weights.first[name], tensor), memo)
     return with_attributes(model, memo)
 
 
 @dataclass(slots=True)
-class _Placement:
-    """The placement of every weight: memory is reserved for all, then filled.
+class _WeightPlacer:
+    """Places every weight: reserves memory for all, then fills it.
 
     Parameters that are on their device already share the caller's memory if the model is ``owned``, or if it
     ``shares`` them.
@@ -223,7 +223,7 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
         )
 
 
-def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
+def replace_tensors(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     """Replace the tensors of the model itself; forward passes that are running still read the old ones.
 
     Other attributes are replaced too, such as the lists of recurrent layers: they would keep memory alive.
@@ -243,7 +243,7 @@ def refilled(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     return model
 
 
-def taken_over(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
+def replace_parameter_data(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     """Replace the data of the model's own parameters: an optimizer may already refer to the objects.
 
     Source: ``torch.nn.Module._apply``.
@@ -251,15 +251,16 @@ def taken_over(model: nn.Module, placed: Mapping[int, Any]) -> nn.Module:
     by_id, replaced = dict[int, nn.Parameter](), list[str]()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.Parameter):  # not a tensor of ``torch.func.functional_call``
-            by_id[id(parameter)] = _move_data(parameter, placed[id(parameter)])
-            replaced += [name] if by_id[id(parameter)] is not parameter and parameter.requires_grad else []
+            current = by_id[id(parameter)] = _move_data(parameter, placed[id(parameter)])
+            if current is not parameter and parameter.requires_grad:
+                replaced.append(name)
     if replaced:
         first = ", ".join(map(repr, replaced[:3])) + (", ..." if replaced[3:] else "")
         warn(
             f"another object holds on to {first}: from this call on the model has new parameters in their "
             "place. Create the optimizer after this call"
         )
-    return refilled(model, {**placed, **by_id})
+    return replace_tensors(model, {**placed, **by_id})
 
 
 def _move_data(parameter: nn.Parameter, placed: nn.Parameter) -> nn.Parameter:
@@ -288,7 +289,7 @@ def with_attributes(model: nn.Module, placed: Mapping[int, Any]) -> dict[int, An
     return {**shared, **placed}
 
 
-def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
+def as_type_of(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
     """Return ``placed`` with the type of ``original``: one object per original, so weights stay shared."""
     if id(original) in memo:
         return memo[id(original)]

@@ -48,7 +48,7 @@ class _Storage:
         self.unreleased = 0  # segments not yet released: above 0 while a call runs, or after it failed
         self.entries = 0  # how often a call has begun, or resumed after another
         self.staging: Staging | None = None  # for weights that are streamed from files
-        weakref.finalize(self, self.queues.settle).atexit = False
+        weakref.finalize(self, self.queues.synchronize).atexit = False
 
     def enter(self, user: object, segments: int) -> None:
         """Begin or resume a call with this number of segments still to load.
@@ -58,16 +58,16 @@ class _Storage:
         follows = self.user is user and self.unreleased <= 0
         self.unreleased = segments
         self.entries += 1
-        self.queues.enter()
+        self.queues.adopt_current_stream()
         if not follows:
-            self.queues.join()
+            self.queues.copies_wait_for_all_work()
         self.user = user
 
     def stage(self, nbytes: int) -> None:
         """Provide staging buffers for copies from files of segments of up to this size."""
         nbytes = min(nbytes, STAGED_BYTES)
         if self.staging is None or self.staging.nbytes < nbytes:
-            self.queues.settle()
+            self.queues.synchronize()
             self.staging = None  # freed before the larger ones are allocated
             self.staging = Staging(self.queues, nbytes, _BUFFERS, pinned=self.device.type == "cuda")
 
@@ -75,12 +75,12 @@ class _Storage:
         """Enlarge the storage to this size. Streams over the smaller one must no longer be used."""
         if self.bytes.numel() >= nbytes:
             return
-        self.queues.settle()  # another stream may reuse the freed memory at once
+        self.queues.synchronize()  # another stream may reuse the freed memory at once
         self.user = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # freed before the next allocation
         with allocating(self.device, f"the {readable_bytes(nbytes)} that weights are streamed into"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.queues.enter()  # so that copies follow what this stream did with the memory before
+        self.queues.adopt_current_stream()  # copies follow earlier work of this stream on the memory
 
 
 class _LoadedSegment:
@@ -139,7 +139,7 @@ class _LoadedSegment:
 
     def await_copy(self) -> None:
         """Let the host wait for the copy, before hooks write to the weights."""
-        self.queues.wait(self.ready)
+        self.queues.synchronize_event(self.ready)
 
     def release(self) -> None:
         """Release the slot after the computation that is enqueued so far.

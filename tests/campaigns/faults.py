@@ -81,18 +81,18 @@ class Refusal:
         self.machine, self.at, self.asked = machine, at, 0
 
     def __enter__(self) -> Refusal:
-        self.machine.take = self.take
+        self.machine.allocate = self.allocate
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.machine.take
+        del self.machine.allocate
 
-    def take(self, index: int, nbytes: int) -> int:
+    def allocate(self, index: int, nbytes: int) -> int:
         full, self.asked = self.machine.capacities, self.asked + (nbytes > 0)
         if nbytes and self.asked == self.at:
             self.machine.capacities = {**full, index: self.machine.live_bytes(index)}
         try:
-            counted: int = type(self.machine).take(self.machine, index, nbytes)
+            counted: int = type(self.machine).allocate(self.machine, index, nbytes)
         finally:
             self.machine.capacities = full
         return counted

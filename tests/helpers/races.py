@@ -110,13 +110,13 @@ class ClockedQueues:
     def work_waits(self, event: Event) -> None:
         self.log.wait(WORK, event.clock)
 
-    def enter(self) -> None:
+    def adopt_current_stream(self) -> None:
         pass
 
-    def join(self) -> None:
+    def copies_wait_for_all_work(self) -> None:
         self.log.wait(COPIES, self.log.snapshot(WORK))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def watch(
@@ -231,5 +231,5 @@ class DelayedQueues(ClockedQueues):
     def work_waits(self, event: Any) -> None:
         event.done.result()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.pool.submit(lambda: None).result()

@@ -100,7 +100,7 @@ def test_the_buffer_grows_on_another_stream_than_calls_run_on(machine: Any) -> N
     assert explore(recorder.steps) is None
 
 
-@pytest.mark.parametrize("method", ["copies_wait", "work_waits", "join", "settle"])
+@pytest.mark.parametrize("method", ["copies_wait", "work_waits", "copies_wait_for_all_work", "synchronize"])
 def test_a_protocol_without_one_of_its_waits_is_found(machine: Any, method: str) -> None:
     calls = [("work 0", False), ("work 1", False), ("work 0", True)]
     with patch.object(CudaQueues, method, lambda *_: None):

@@ -459,7 +459,7 @@ def test_copies_that_come_late_are_waited_for(seed: int) -> None:
             assert largest_difference(placed(X, large=large), eager(X, large=large)) < 1e-4
             placed._graphplan.streams.storages[
                 torch.device("sim:0")
-            ].queues.settle()  # before the host writes
+            ].queues.synchronize()  # before the host writes
 
 
 def test_with_gradients_weights_are_copied_one_by_one() -> None:

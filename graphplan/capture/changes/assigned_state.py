@@ -163,7 +163,7 @@ class AssignedState:
         known = self._attributes.get(id(own), {})
         for name in {**known, **own_attributes(owner)}:
             before, after = known.get(name, Snapshot(_ABSENT)), own.get(name, _ABSENT)
-            if not before.is_of(after):
+            if not before.matches(after):
                 was, now = self._opened(before), self._opened(snapshot(after))
                 is_plain = was.plain() != now.plain()
                 self._changes.append(_Change(own, label, name, before.value, _tensors(was), after, is_plain))

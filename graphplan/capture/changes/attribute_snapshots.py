@@ -5,7 +5,7 @@ was::
 
     before = attributes_of(model)
     model(x)                           self.calls["train"] += 1
-    put_back(before)                   returns ["calls"]
+    restore_attributes(before)         returns ["calls"]
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Snapshot:
     keys: tuple[Any, ...] = ()
     parts: tuple[Snapshot, ...] | np.ndarray | None = None
 
-    def is_of(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         """Whether ``value`` is the same object, with the same contents as then."""
         if value is not self.value:
             return False
@@ -53,16 +53,16 @@ class Snapshot:
             return bool(np.array_equal(self.parts, value, equal_nan=self.parts.dtype.kind in "fc"))
         items = items_of(value)
         return len(items) == len(self.parts) and all(
-            _is_key(key, known) and part.is_of(item)
+            _is_key(key, known) and part.matches(item)
             for (key, item), known, part in zip(items, self.keys, self.parts, strict=True)
         )
 
-    def put_back(self) -> Any:
+    def restore(self) -> Any:
         """Restore the contents of the object, and return it."""
         if isinstance(self.parts, np.ndarray):
             self.value[...] = self.parts
-        elif self.parts is not None and not self.is_of(self.value):
-            items = [part.put_back() for part in self.parts]
+        elif self.parts is not None and not self.matches(self.value):
+            items = [part.restore() for part in self.parts]
             if isinstance(self.value, dict):
                 self.value.clear()
                 self.value.update(zip(self.keys, items, strict=True))
@@ -172,7 +172,7 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not hasattr(value, "__dict__")
 
 
-def put_back(before: Attributes) -> list[str]:
+def restore_attributes(before: Attributes) -> list[str]:
     """Undo changes of attributes, and return their names."""
     changed = []
     for owner, known in before:
@@ -181,7 +181,7 @@ def put_back(before: Attributes) -> list[str]:
             changed.append(name)
             del table[name]
         for name, kept in known.items():
-            if name not in table or not kept.is_of(table[name]):
+            if name not in table or not kept.matches(table[name]):
                 changed.append(name)
-                table[name] = kept.put_back()
+                table[name] = kept.restore()
     return changed

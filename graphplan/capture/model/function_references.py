@@ -120,9 +120,9 @@ def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
                 if before is not EMPTY:
                     cell.cell_contents = before
         for label, state in tables.values():
-            if not state.is_of(state.value):
+            if not state.matches(state.value):
                 changed.append(label)
-                state.put_back()
+                state.restore()
         warnings += [_STORES_OUTSIDE.format(label) for label in dict.fromkeys(changed) if label]
 
 

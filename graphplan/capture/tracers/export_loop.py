@@ -20,7 +20,7 @@ from graphplan._compat.whole_numbers import WholeNumbers
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import put_back, snapshot
+from graphplan.capture.changes.attribute_snapshots import restore_attributes, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
@@ -95,9 +95,9 @@ def export(
                     raise
                 logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
                 copies = False
-            put_back(before)
+            restore_attributes(before)
     finally:
-        put_back(before)
+        restore_attributes(before)
 
 
 class _CallTracer:
@@ -201,7 +201,7 @@ def _with_custom_attributes(module: nn.Module) -> Iterator[None]:
         result = forward(*args, **kwargs)
         for (table, name, _), snapshots in zip(parameters, before, strict=True):
             for key, original in snapshots.items():
-                if not original.is_of(vars(table[name]).get(key)):
+                if not original.matches(vars(table[name]).get(key)):
                     raise NoGraphError(
                         f"forward changes the attribute {key!r} of a parameter, which a graph cannot do"
                     )

@@ -24,7 +24,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.capture.attention import on_any_device
 from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import put_back
+from graphplan.capture.changes.attribute_snapshots import restore_attributes
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes
@@ -45,14 +45,14 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.fallback.derived_classes import unplaced
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, rolled_back
 from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, TOGETHER, Untraced, copied_arguments
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
-from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState, Start
 from graphplan.runtime.module.placed_module import attach, note_untraced, placed_class
-from graphplan.runtime.weights.storage import Layout, place_model, taken_over
+from graphplan.runtime.weights.storage import Layout, place_model, replace_parameter_data
 from graphplan.warnings import warn
 
 _BUDGET_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold more memory than is foreseen
@@ -120,7 +120,9 @@ def _refuse_constraints(options: Options, error: CaptureError) -> None:
 def in_place_of(model: nn.Module, copied: nn.Module) -> nn.Module:
     """Place the model itself as its copy is placed, and return it: others may refer to its parameters."""
     tensors = named_tensors(copied)
-    placed = taken_over(model, {id(tensor): tensors[name] for name, tensor in named_tensors(model).items()})
+    placed = replace_parameter_data(
+        model, {id(tensor): tensors[name] for name, tensor in named_tensors(model).items()}
+    )
     join_memory(copied, placed)
     trace_patched(placed)
     placed = of_class(placed, type(copied))
@@ -250,7 +252,7 @@ class _Fallback:
                 raise
             self.raised = error
         finally:
-            put_back(before)
+            restore_attributes(before)
 
     def _splits(self) -> Iterator[_Split]:
         """Yield splits, those that use the accelerators best first; the CPU alone comes last."""

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import graphplan
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import put_back
+from graphplan.capture.changes.attribute_snapshots import restore_attributes
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -187,5 +187,5 @@ def test_attributes_of_objects_are_put_back() -> None:
     model = nn.Sequential(With("inside_another", counter()), With("rows_of_a_list", [Rows()]))
     before = attributes_of(model)
     model(X)
-    assert sorted(put_back(before)) == ["calls", "rows"]
+    assert sorted(restore_attributes(before)) == ["calls", "rows"]
     assert (model[0].held.inner.calls, model[1].held[0].rows) == (0, None)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.passes.training.segments import segments_of
-from graphplan.passes.training.weight_views import make_again
+from graphplan.passes.training.weight_views import duplicate_for_backward
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def test_readers_take_copies_in_the_order_of_the_graph() -> None:
     readers = [graph.call_function(aten.relu.default, (node,)) for _ in range(100)]
     for reader in readers:
         reader.meta["backward"] = True
-    make_again([node], [node], {one: index for index, one in enumerate(graph.nodes)})
+    duplicate_for_backward([node], [node], {one: index for index, one in enumerate(graph.nodes)})
     (copy,) = {reader.args[0] for reader in readers}
     assert isinstance(copy, fx.Node)
     assert copy is not node

@@ -19,7 +19,7 @@ _classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDic
 _class_lock = Lock()
 
 
-def made_class(
+def derive_class(
     original: type[nn.Module], base: type, body: Callable[[], Mapping[str, Any]], *, in_place: bool = False
 ) -> type[nn.Module]:
     """Return the class that derives from ``base`` and a model's class, with the latter's name and docstring.
@@ -60,13 +60,13 @@ def _without_init_subclass(original: type) -> Iterator[None]:
             type.__setattr__(original, "__init_subclass__", own)
 
 
-def class_made(original: type[nn.Module], base: type) -> type[nn.Module] | None:
-    """Return what :func:`made_class` has made of a class and a base; None once no module has that class."""
+def derived_class(original: type[nn.Module], base: type) -> type[nn.Module] | None:
+    """Return what :func:`derive_class` has made of a class and a base; None once no module has that class."""
     return _classes.get((base, original))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before :func:`made_class` derived another from it."""
+    """Return the class of a module before :func:`derive_class` derived another from it."""
     original: type[nn.Module] = getattr(type(module), "_graphplan_original", type(module))
     return original
 
