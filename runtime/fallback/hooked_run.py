@@ -158,8 +158,8 @@ class _Running:
 
         ``copies`` maps the id of such a tensor or object to its copy.
         """
-        attributes = custom_attributes(original) if isinstance(original, torch.Tensor) else dict(vars(original))
-        for value in attributes.values():
+        table = custom_attributes(original) if isinstance(original, torch.Tensor) else dict(vars(original))
+        for value in table.values():
             if id(value) in copies:
                 continue
             if isinstance(value, torch.Tensor):
@@ -168,7 +168,7 @@ class _Running:
             elif may_hold_tensors(value) and any(attribute_tensors(value)):
                 copies[id(value)] = copy.copy(value)
                 self._copy_attributes(value, copies[id(value)], copies)
-        before = {name: copies.get(id(value), value) for name, value in attributes.items()}
+        before = {name: copies.get(id(value), value) for name, value in table.items()}
         vars(copied).update(before)
         self.attribute_tables.append((vars(original), vars(copied), before))
 
