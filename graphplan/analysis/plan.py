@@ -126,7 +126,7 @@ class Plan(PlanData, JsonFile):
         write_whole(path, to_trace(self))
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
-        """Write the plan for Model Explorer, with node data beside it: ``plan.device.json`` and others."""
+        """Write the plan for Model Explorer, with node data in files such as ``plan.device.json``."""
         save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:

@@ -256,7 +256,7 @@ def budgeted(plan: Plan, max_memory: MaxMemory | None, reserve: Reserve, *, grad
     now = read_max_memory(max_memory, None, reserve, grad=grad or plan.graph.trains)
     if set(now.keys) != set(topology.keys):
         raise PlanError(
-            f"the plan is for the devices {list(topology.keys)}, max_memory names {list(now.keys)}"
+            f"the plan is for the devices {list(topology.keys)}, but max_memory names {list(now.keys)}"
         )
     specs = (
         replace(spec, memory=now[spec.key].memory, reserve=now[spec.key].reserve, taken=now[spec.key].taken)

@@ -5,7 +5,7 @@
     partition ── Placer ──> placed module, which keeps another Placer, and Placer.find_room
        │                        │ pickled, or changed after it was traced
        │                        ├── that Placer places it at the next call, with the weights where they are
-       └── at the first         │ a call has no room beside the weights
+       └── at the first         │ the weights leave no room for a call
            forward pass         └── find_room plans it, with the weights anywhere; a WeightMove moves them
 """
 

@@ -175,7 +175,7 @@ class RankBuilder:
         for name, leaf in zip(leaf_names(micro), micro.leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.dim() != self.dims.get(name, leaf.dim()):
                 raise InputError(
-                    f"{name} has {leaf.dim()} dimensions, in the example {self.dims[name]}: batches are "
+                    f"{name} has {leaf.dim()} dimensions, but {self.dims[name]} in the example: batches are "
                     "divided into microbatches along the first dimension, which may not be the batch here. "
                     "Give an example of such a call, or microbatches=1"
                 )

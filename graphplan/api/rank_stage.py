@@ -117,10 +117,10 @@ class RankStage:
         received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
         machine = with_buffers(self.machine, buffer_bytes(received, sent, flight, last=not self.after))
 
-        def plan_beside(others: Kept) -> Plan:
+        def plan_withholding(others: Kept) -> Plan:
             compiler.topology = withholding(machine, others)
             return compiler.plan(cut.example(values=values)).plan
 
         limits = Limits.within(compiler.options.time_limit)
-        step_plan = plan_step(plan_beside, flight.kept(self.after) - 1, shared, limits)
+        step_plan = plan_step(plan_withholding, flight.kept(self.after) - 1, shared, limits)
         compiler.topology = withholding(machine, step_plan.withheld)

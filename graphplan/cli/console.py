@@ -136,7 +136,7 @@ def working(what: str) -> Iterator[None]:
     """Context manager that shows a spinner with the elapsed time, if stderr is a terminal.
 
     Output of libraries and models is dropped meanwhile: stdout is for the result, and torch prints the whole
-    graph that it cannot trace beside the error that it raises.
+    graph that it cannot trace, in addition to the error that it raises.
     """
     console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

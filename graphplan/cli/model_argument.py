@@ -103,7 +103,8 @@ def load_named(word: str, model_options: ModelOptions) -> NamedModel:
         if _FACTORY.fullmatch(word):
             return _of_factory(word, model_options)
     raise InputError(
-        f"there is no folder or file {word!r}, and it is no package.module:factory; models are not downloaded"
+        f"{word!r} is neither an existing file or folder nor a package.module:factory (models are not "
+        "downloaded)"
     )
 
 

@@ -70,7 +70,7 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
         if bandwidth <= 0:
             raise DeviceError(f"--link '{pair}={speed}': the bandwidth must be above 0")
         if source == destination:
-            raise DeviceError(f"--link '{pair}={speed}': name two devices, this is one")
+            raise DeviceError(f"--link '{pair}={speed}': both devices are the same")
         links[read_key(source), read_key(destination)] = Link(bandwidth)
     return links
 

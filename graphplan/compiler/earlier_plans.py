@@ -53,7 +53,7 @@ class Commitments:
         constants: the placed constants.
         plans: made so far.
         trained: parameters that have a gradient or optimizer state in one of the plans, which may stay.
-        refused: captures of calls for which there was no room beside the plans.
+        refused: captures of calls for which the plans left no room.
     """
 
     def __init__(

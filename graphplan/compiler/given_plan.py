@@ -113,12 +113,14 @@ def _details(planned: Graph, here: Graph) -> Iterator[str]:
     for name, operation in planned.operations.items():
         now = here.operations.get(name)
         if now is not None and now.inputs != operation.inputs:
-            yield f"{name!r} reads {', '.join(operation.inputs)}, in the model {', '.join(now.inputs)}"
+            planned_inputs, inputs = ", ".join(operation.inputs), ", ".join(now.inputs)
+            yield f"{name!r} reads {planned_inputs}, but {inputs} in the model"
     if planned.outputs != here.outputs:
-        yield f"its results are {', '.join(planned.outputs)}, those of the model {', '.join(here.outputs)}"
+        outputs = ", ".join(here.outputs)
+        yield f"its results are {', '.join(planned.outputs)}, but those of the model are {outputs}"
     for name, weight in planned.weights.items():
         own = here.weights.get(name)
         if own is not None and own.held_bytes != weight.held_bytes:
-            taken = f"{weight.held_bytes} bytes with what training keeps, in the model {own.held_bytes}"
-            yield f"{name!r} takes {taken}"
+            planned_bytes = f"{weight.held_bytes} bytes with gradients and optimizer state"
+            yield f"{name!r} takes {planned_bytes}, but {own.held_bytes} in the model"
     yield "operations take other bytes or FLOPs"

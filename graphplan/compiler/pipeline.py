@@ -265,15 +265,15 @@ class Compiler:
         return program
 
     def _warn_of_slow_call(self, plan: Plan, entry: str) -> None:
-        """Warn once, before it runs, that a kind of call is slow for lack of room beside the weights."""
+        """Warn once, before it runs, that such calls are slow: the weights leave too little memory free."""
         warned, noticed = self.model_copy.warned, plan.makespan > _NOTICED
         if noticed and (key := f"a slow call of {entry!r}") not in warned and lacks_room(plan):
             warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(
-                f"a new kind of call is estimated to take {plan.makespan:.2g} s; with more memory beside "
-                f"the weights it would be {seconds_with_room(plan):.2g} s. The weights reside where an "
-                "earlier call had room: partition the model with an example of this call, on the same "
+                f"a call of a new structure is estimated to take {plan.makespan:.2g} s, or "
+                f"{seconds_with_room(plan):.2g} s if the weights left more memory free. The weights were "
+                "placed for an earlier call: partition the model with an example of this call, on the same "
                 f"device{both}"
             )
 

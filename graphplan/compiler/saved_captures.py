@@ -2,7 +2,7 @@
 
 The name of a file is a hash of everything that the trace depends on, so that any change leads to another
 file. A file is a zip archive of JSON and of a safetensors file: nothing is unpickled. If a file is damaged,
-or was written by something else, the model is traced anew, with a warning.
+or was written by something else, the model is retraced, with a warning.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ class SavedCaptures:
                 text, tensors = archive.read(_JSON), archive.read(_TENSORS)
             plain = _FORMAT.parse(text.decode())
             if plain["key"] != origin.key:
-                raise PlanError("it is of another trace")
+                raise PlanError("its key does not match its file name")
             changed = changed_file(plain["files"])
             if changed is not None:
-                logger.info("%s has changed, so that the model is traced anew", changed)
+                logger.info("%s has changed: retracing the model", changed)
                 return None
             constants = safetensors.torch.load(tensors)
             capture = made_capture(plain["capture"], constants, call)
         except (*_DAMAGED, UnicodeDecodeError) as error:
-            warn(f"{path} is damaged ({first_line(error)}), so that the model is traced anew")
+            warn(f"{path} is damaged ({first_line(error)}): retracing the model")
             return None
         except NotSavedError as error:
-            warn(f"{path} cannot be used here, so that the model is traced anew: {error}")
+            warn(f"{path} cannot be used here ({error}): retracing the model")
             return None
         logger.info("the capture of %s was read from %s", type(model_copy.module).__name__, self.folder)
         if plain["fixed"]:
@@ -177,7 +177,9 @@ def can_save(capture: Capture, origin: Origin) -> bool:
     for node, name in capture.weights.items():
         constant = None if node in literals else capture.constants.get(name)
         if constant is not None and identity(constant) not in origin.tensors:
-            warn(f"the trace is not saved in capture_cache: it is not known where {name!r} comes from")
+            warn(
+                f"the trace is not saved in capture_cache: the source of the constant {name!r} was not found"
+            )
             return False
     return True
 

@@ -184,7 +184,7 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
             continue
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
-        rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
+        rooms = [_room_for_weight(problem.graph, reader, weight, accelerators) for reader in readers]
         fits = any(_fits_in_parts(problem.graph, reader, weight, accelerators) for reader in readers)
         if fits and weight.nbytes > share * min(rooms):
             room = max(int(share * min(rooms)), ALIGNMENT)
@@ -203,8 +203,10 @@ def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) 
     return 2 * operation.bytes_accessed < weight.nbytes and cpu in problem.allowed.get(operation.name, {cpu})
 
 
-def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]) -> int:
-    """Return the bytes that the roomiest accelerator has for a weight beside the rest of an operation."""
+def _room_for_weight(
+    graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]
+) -> int:
+    """Return the most bytes that an accelerator has for a weight, with the other data of its operation."""
     values = [graph.values[name].copy_bytes for name in operation.inputs if name in graph.values]
     values += [graph.values[name].nbytes for name in operation.outputs]
     others = [graph.weights[n].nbytes for n in operation.inputs if n in graph.weights and n != weight.name]

@@ -1,4 +1,4 @@
-"""The caller's options of training: memory beside each parameter, and where the backward pass starts."""
+"""The caller's options of training: memory for each parameter, and where the backward pass starts."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Training:
         return Differentiation(self.trained, self.outputs)
 
     def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:
-        """Return the graph with gradients and optimizer state beside the parameters.
+        """Return the graph with gradients and optimizer state of the parameters.
 
-        The capture of a training step says which parameters have gradients; beside another call, all that may
+        The capture of a training step says which parameters have gradients; for another call, all that may
         have one count. Parameters that ``earlier`` steps trained keep theirs. If gradients do not accumulate,
         no call begins with one: only the step's own count, from the operation that makes them on; those that
         are copied count as long as their parameter.

@@ -21,7 +21,7 @@ class Value:
         is_tensor: False for sizes and other host scalars, which every device can read.
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
-        stays: whether it outlives the call: a tensor of a returned cache, or a gradient beside its parameter.
+        stays: whether it outlives the call: a tensor of a returned cache, or the gradient of a parameter.
         gradient_of: the parameter whose gradient it is; it is moved to the parameter's device at once.
     """
 
@@ -61,7 +61,7 @@ class Weight:
         part_of: for a part, the weight whose rows it holds. That weight stays whole on the CPU and has
             ``nbytes`` of 0, since its parts have them; a part that resides elsewhere is a copy.
         start: for a part, its first row.
-        beside: bytes of each storage that resides with it in training: its gradient, the optimizer's state.
+        beside: bytes of each further storage on its device in training: its gradient, its optimizer state.
         step_bytes: further bytes that the optimizer needs while it updates this parameter by itself.
         together_bytes: the same, if the optimizer updates all parameters of a device at once.
         step_traffic: bytes that the optimizer reads and writes to update it.

@@ -86,7 +86,7 @@ def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_to(gradient: torch.Tensor, _device: str, parameter: torch.nn.Parameter, copies: Any) -> Any:
-    """Return a copy of a gradient beside its parameter on the CPU."""
+    """Return a copy of a gradient on the CPU, where its parameter is."""
     return copies.copied(gradient, parameter)
 
 

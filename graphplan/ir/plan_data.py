@@ -299,7 +299,7 @@ class PlanData:
         check_schedule(self.graph, self.topology, self.schedule)
         seconds = call_seconds(self.graph, self.topology, self.schedule)
         if not math.isclose(self.makespan, seconds, rel_tol=1e-6, abs_tol=1e-12):
-            raise VerificationError(f"the makespan is {self.makespan} s, the schedule takes {seconds} s")
+            raise VerificationError(f"the makespan is {self.makespan} s, but the schedule takes {seconds} s")
         if self.lower_bound > self.makespan * (1 + 1e-9):
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"

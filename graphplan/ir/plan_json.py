@@ -38,7 +38,7 @@ def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
     except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
         raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
     if peaks != data.get("peak_bytes"):
-        raise PlanError(f"this plan is damaged: its steps take {peaks}, it says {data.get('peak_bytes')}")
+        raise PlanError(f"this plan is damaged: its steps take {peaks}, but it says {data.get('peak_bytes')}")
     return plan
 
 

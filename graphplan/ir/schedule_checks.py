@@ -111,7 +111,7 @@ class _Walk:
             return f"{step.value!r} is moved to {step.destination!r}, where it is already"
         expected = self.graph.copy_bytes(step.value)
         if step.nbytes != expected:
-            return f"{step.value!r} has {expected} bytes, the move says {step.nbytes}"
+            return f"{step.value!r} has {expected} bytes, but its move says {step.nbytes}"
         self.present.add((step.value, step.destination))
         return None
 
@@ -171,7 +171,7 @@ class _Walk:
                 return f"{name!r} overlaps with another weight of segment {step.segment}"
             end = offset + self.graph.weights[name].nbytes
         if end != segment.nbytes:
-            return f"segment {step.segment} has {end} bytes, its load says {segment.nbytes}"
+            return f"segment {step.segment} has {end} bytes, but its load says {segment.nbytes}"
         return None
 
     def _wait(self, step: Wait, state: _BufferState) -> str | None:
@@ -214,12 +214,14 @@ class _Walk:
 
 
 def _incomplete(state: _BufferState) -> str | None:
-    """Return what is wrong with a prefetch buffer at the end of the call, or None."""
+    """Return the error in a prefetch buffer at the end of the call, or None."""
     buffer, segments, slots = state.buffer, state.buffer.segments, sum(state.buffer.slots)
     if state.loaded != len(segments) or state.tenant or len(state.waited) != len(segments):
         return f"not every segment of the prefetch buffer of {buffer.device!r} is loaded and released"
     if slots > buffer.nbytes:
-        return f"the prefetch buffer of {buffer.device!r} has {buffer.nbytes} bytes, its slots {slots}"
+        return (
+            f"the prefetch buffer of {buffer.device!r} has {buffer.nbytes} bytes, but its slots have {slots}"
+        )
     last = {segment.slot: index for index, segment in enumerate(segments)}
     for index, segment in enumerate(segments):
         if segment.previous != last[segment.slot]:

@@ -39,7 +39,7 @@ _SCRIPTS = (
     "spent.js",
     "main.js",
 )
-# an escape of JSON; the group matches characters that hide or reorder text beside them: controls, zero-width
+# an escape of JSON; the group matches characters that hide or reorder text near them: controls, zero-width
 # marks, and marks of text direction
 _ESCAPE = re.compile(
     r"\\(?:([bfnrt]|u00[01].|u00[89].|u00ad|u061c|u180e|u200[b-f]|u202[89a-e]|u206.|ufeff)|u....|.)"

@@ -1,7 +1,7 @@
 """The timeline of a call in Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
 
 Each device has tracks for computation, for arriving transfers and for streamed weights, and a counter of its
-bytes; arrows lead from the producer of a value to its copy. A measured call is a second process beside the
+bytes; arrows lead from the producer of a value to its copy. A measured call is a second process next to the
 estimated one. Times are microseconds, as the format requires.
 
 Source: the Trace Event Format (Google, 2016).
@@ -25,7 +25,7 @@ _TRACKS = {"run": 1, "wait": 1, "move": 2, "load": 3}
 
 
 def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
-    """Return the trace of the estimated call, and of a measured one beside it, as JSON text."""
+    """Return the trace of the estimated call, and of a measured one if given, as JSON text."""
     writer = _TraceWriter(plan)
     events = [*writer.process(_ESTIMATED, "estimated", plan.timeline), *writer.memory(), *writer.arrows()]
     if measured is not None:

@@ -120,8 +120,8 @@ class Waves(nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Waves(turned=True), "'sin' reads add, in the model mul"),
-        (Waves(both=True), "its results are sub, those of the model sub, add"),
+        (Waves(turned=True), "'sin' reads add, but mul in the model"),
+        (Waves(both=True), "its results are sub, but those of the model are sub, add"),
     ],
 )
 def test_graphs_of_the_same_operations_are_told_apart(model: nn.Module, said: str) -> None:
@@ -140,7 +140,7 @@ def test_another_optimizer_is_told_apart() -> None:
     how: Any = {"args": (X,), "train": True}
     plan = graphplan.plan(stack(), {"cpu": "1MiB"}, optimizer=torch.optim.AdamW, **how)
     with pytest.raises(
-        graphplan.PlanError, match=r"takes \d+ bytes with what training keeps, in the model \d+"
+        graphplan.PlanError, match=r"takes \d+ bytes with gradients and optimizer state, but \d+ in the"
     ):
         graphplan.partition(stack(), None, plan=plan, optimizer=torch.optim.SGD, **how)
 
@@ -158,7 +158,9 @@ def test_other_devices_rules_and_files_are_errors(tmp_path: Path) -> None:
     model = stack()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         made = graphplan.plan(model, machine.max_memory, (X,))
-        with pytest.raises(graphplan.PlanError, match=r"for the devices \[0, 1\], max_memory names \[0\]"):
+        with pytest.raises(
+            graphplan.PlanError, match=r"for the devices \[0, 1\], but max_memory names \[0\]"
+        ):
             graphplan.partition(model, {0: "1MiB"}, (X,), plan=made)
         with pytest.raises(graphplan.InputError, match="carried out as it is"):
             graphplan.partition(model, args=(X,), plan=made, pin={"0": 1})

@@ -518,7 +518,7 @@ def test_a_damaged_file_is_traced_anew(
     model = sources.load().Block()
     wanted = planned(model, sources.folder)
     damage(_only(sources.folder))
-    with pytest.warns(graphplan.GraphplanWarning, match=r"\.zip .* traced anew"):
+    with pytest.warns(graphplan.GraphplanWarning, match=r"\.zip .* retracing the model"):
         count, found = exports.during(lambda: planned(model, sources.folder))
     assert (count, found.to_json()) == (1, wanted.to_json())
     assert "run_of_saved" not in sys.modules

@@ -215,7 +215,8 @@ def test_what_hooks_cannot_do_is_an_error() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         for options in ({"pin": {"head": 0}}, {"balance": True}, {"together": ["blocks.0"]}):
             with pytest.raises(
-                graphplan.CaptureError, match=f"Hooks cannot do what {next(iter(options))} asks"
+                graphplan.CaptureError,
+                match=f"{next(iter(options))} cannot be used for a model",
             ):
                 graphplan.partition(Undecided(), machine.max_memory, (X,), **options)
         placed = placed_on(Undecided(), machine.max_memory)

@@ -173,7 +173,7 @@ def wrong_device(s: Schedule) -> Schedule:
         (drop_move, "where 'v0' is not"),
         (repeat_move, "where it is already"),
         (forget_run, "never runs"),
-        (wrong_bytes, "has 1024 bytes, the move says 7"),
+        (wrong_bytes, "has 1024 bytes, but its move says 7"),
         (wrong_device, "not where it was placed"),
     ],
 )

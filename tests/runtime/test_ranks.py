@@ -216,7 +216,7 @@ def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, 
 def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
     for cases in three:
         vector, empty, then, copied, *rows, other = said(cases["no_batches"])
-        assert "InputError: input has 1 dimensions, in the example 2" in vector
+        assert "InputError: input has 1 dimensions, but 2 in the example" in vector
         assert "InputError: a batch of 0 rows does not divide into 2 microbatches" in empty
         assert then == "then True"
         assert "cannot be copied or pickled" in copied

@@ -38,8 +38,8 @@ class StageModule(nn.Module):
         """Raise InputError: a stage has no code of its own, only a graph."""
         del values, trace
         raise InputError(
-            "a stage runs only as the model was placed: under the same autocast, with the same parameters "
-            "requiring gradients. Place the model again after such a change, on all ranks"
+            "this call would need code that a stage does not have: autocast or requires_grad has changed "
+            "since the model was placed. Place it again on all ranks"
         )
 
 

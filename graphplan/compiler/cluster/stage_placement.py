@@ -79,10 +79,10 @@ class StagePlacement:
         if source.step is None:
             return StepPlan(source.compiler(topology, self._timed).plan(source.example()).plan, {}, {})
 
-        def plan_beside(others: Kept) -> Plan:
+        def plan_withholding(others: Kept) -> Plan:
             return source.compiler(withholding(topology, others), self._timed).plan(source.example()).plan
 
-        return plan_step(plan_beside, stretch.kept - 1, self._shared(stretch), self.limits)
+        return plan_step(plan_withholding, stretch.kept - 1, self._shared(stretch), self.limits)
 
     @property
     def _timed(self) -> Options:

@@ -2,8 +2,8 @@
 
 While one microbatch runs, others have run forward but not yet backward. A plan withholds memory for what they
 save. The memory withheld decides how much the backward pass recomputes, and that decides what microbatches
-save. So it is raised to what the microbatches of a plan save, and bisected if no plan, or only a slow one,
-fits beside it.
+save. So it is raised to what the microbatches of a plan save, and bisected if the rest holds no plan, or only
+a slow one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ class StepPlan:
         return all(nbytes <= self.withheld.get(key, 0) for key, nbytes in self.kept_bytes.items())
 
 
-def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str], limits: Limits) -> StepPlan:
+def plan_step(
+    plan_withholding: Callable[[Kept], Plan], others: int, shared: Set[str], limits: Limits
+) -> StepPlan:
     """Return the fastest plan of a stage found for which enough memory was withheld.
 
     Args:
-        plan_beside: plans one microbatch's step, given the bytes to withhold from each device.
+        plan_withholding: plans one microbatch's step, given the bytes to withhold from each device.
         others: number of other microbatches in flight.
         shared: parameters that other stages read too.
         limits: once they are reached, any plan found is enough.
@@ -77,21 +79,21 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     Raises:
         InfeasibleError: no placement fits.
     """
-    first = plan_beside({})  # has the machine for itself
+    first = plan_withholding({})  # has the machine for itself
     short = StepPlan(first, {}, kept_bytes(first, others, shared))
     if short.is_enough:
         return short
     alone, tried = first.makespan, short.kept_bytes
     high: Kept | None = None
     best: StepPlan | None = None
-    lacking: InfeasibleError | None = None
+    shortage: InfeasibleError | None = None
     for _ in range(_TRIES - 1):
         if best is not None and limits.over:
             break
         try:
-            plan = plan_beside(tried)
+            plan = plan_withholding(tried)
         except InfeasibleError as error:
-            high, lacking = tried, error.with_traceback(None)
+            high, shortage = tried, error.with_traceback(None)
         else:
             alone = min(alone, plan.makespan)
             step = StepPlan(plan, tried, kept_bytes(plan, others, shared))
@@ -108,11 +110,11 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
         else:
             tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
     if best is None:
-        raise _no_room(short, others, lacking)
+        raise _no_room(short, others, shortage)
     return best
 
 
-def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> InfeasibleError:
+def _no_room(short: StepPlan, others: int, shortage: InfeasibleError | None) -> InfeasibleError:
     """Return the last error, or one from the plan that withheld too little, with the tightest device."""
     plan, topology = short.plan, short.plan.topology
     memory = topology.budgets
@@ -120,11 +122,11 @@ def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> I
     needed = {key: plan.peak_bytes[key] + n + reserved[key] for key, n in short.kept_bytes.items()}
     device = max(needed, key=lambda key: needed[key] / max(1, memory[key]))
     text = f"needs {readable_bytes(needed[device])} and may hold {readable_bytes(memory[device])}"
-    error = lacking or InfeasibleError(
+    error = shortage or InfeasibleError(
         f"device {device!r} {text}", needed=needed, available=memory, device=device
     )
     error.args = (
-        f"there is no room beside a training step for {others} other microbatches in flight, which save "
+        f"a training step leaves no room for {others} other microbatches in flight, which save "
         f"{readable_bytes(short.kept_bytes[device])} or more on device {device!r}: {error}. "
         "Use schedule='1f1b', or smaller microbatches",
     )
@@ -132,7 +134,7 @@ def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> I
 
 
 def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int]:
-    """Return device -> bytes that a stage holds beside one microbatch's step, with ``others`` in flight.
+    """Return device -> bytes that a stage holds besides one microbatch's step, with ``others`` in flight.
 
     ``shared`` are parameters that other stages read too: while their gradients are summed over the ranks,
     earlier gradients are kept, and one at a time passes through host memory.

@@ -101,7 +101,8 @@ def later_refused(error: NoGraphError) -> None:
     which = "all inputs from now on" if isinstance(error, KeptStateError) else "such inputs"
     warn(
         f"{error}\nThe placed model runs {which} module by module, where the weights reside: "
-        "activations are not planned, and must fit beside the weights. strict=True makes this an error"
+        "activations are not planned, and must fit in the memory that the weights leave. strict=True makes "
+        "this an error"
     )
 
 
@@ -114,7 +115,9 @@ def _refuse_constraints(options: Options, error: CaptureError) -> None:
     }
     names = [name for name, value in requests.items() if value]
     if names:
-        raise CaptureError(f"{error}\nHooks cannot do what {', '.join(names)} asks for") from error
+        raise CaptureError(
+            f"{error}\n{', '.join(names)} cannot be used for a model that runs module by module"
+        ) from error
 
 
 def in_place_of(model: nn.Module, copied: nn.Module) -> nn.Module:
@@ -199,7 +202,7 @@ class _Fallback:
                 return placed
             gc.collect()  # errors leave cycles of references, which hold memory
         tried = "\n  ".join(dict.fromkeys(self.failures))
-        raise CaptureError(f"{self.reason}\nHooks do not run it either:\n  {tried}")
+        raise CaptureError(f"{self.reason}\nRunning it module by module failed too:\n  {tried}")
 
     def _try(self, split: _Split) -> nn.Module | None:
         """Return the model run by hooks; None if it does not run. Raise if eager raised the same error."""

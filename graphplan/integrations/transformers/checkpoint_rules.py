@@ -125,7 +125,7 @@ def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
     matched.unexpected.update(name for name in shapes if name not in state)
     matched.conversions = {name: rule for name, rule in matched.conversions.items() if name in state}
     wrong = [
-        f"{name!r} is of shape {list(shape)}, in the model {list(state[name].shape)}"
+        f"{name!r} has shape {list(shape)}, but {list(state[name].shape)} in the model"
         for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]

@@ -91,8 +91,8 @@ def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
     for one in planned[1:]:
         if lacks_room(one.plan):
             warn(
-                f"a forward pass of generate() is estimated to take {one.plan.makespan:.2g} s; with more "
-                f"memory beside the weights it would be {seconds_with_room(one.plan):.2g} s: lower max_batch "
+                f"a forward pass of generate() is estimated to take {one.plan.makespan:.2g} s, or "
+                f"{seconds_with_room(one.plan):.2g} s if the weights left more memory free: lower max_batch "
                 "or max_length, or give more memory"
             )
             return

@@ -342,7 +342,7 @@ def test_room_for_a_call_is_beyond_all_budgets_and_buffers() -> None:
     model, budgets, speeds = slow_for_large_inputs()
     with torch.no_grad(), graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.ones(15, 256),), devices=speeds)
-        with pytest.warns(graphplan.GraphplanWarning, match="new kind of call"):
+        with pytest.warns(graphplan.GraphplanWarning, match="call of a new structure"):
             placed(torch.randn(2048, 256))
         slow = placed.plans[-1]
         tight = replace(slow, prefetch_limits=dict.fromkeys(slow.prefetch_limits, KIB))
