@@ -247,12 +247,12 @@ def partition_machines(
     grad: bool,
     checkpoint: str | Path | Checkpoint | None,
     strict: bool,
-    everywhere: bool,
+    broadcast_results: bool,
     plan: object = None,
 ) -> ClusterModule:
     """Return the module of :func:`graphplan.partition` with ``machines=``; every rank makes the same call.
 
-    ``everywhere``: whether all ranks get results, or only the rank of the last stage.
+    ``broadcast_results``: whether all ranks get results, or only the rank of the last stage.
     """
 
     def read_for_ranks() -> Cluster:
@@ -275,7 +275,7 @@ def partition_machines(
                 for one in fields(plan_options)
                 if one.repr
             },
-            "return_outputs=": "all" if everywhere else "of the last stage",
+            "return_outputs=": "all" if broadcast_results else "of the last stage",
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()
@@ -302,7 +302,7 @@ def partition_machines(
         cluster,
         cluster_plan,
         source,
-        everywhere=everywhere,
+        broadcast_results=broadcast_results,
         divided=divided_in(example.call) if example.microbatches > 1 else {},
     )
     return builder.build(annotator)

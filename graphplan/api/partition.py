@@ -139,7 +139,7 @@ def partition(
             grad=grad,
             checkpoint=checkpoint,
             strict=strict is not False,
-            everywhere=return_outputs == "all",
+            broadcast_results=return_outputs == "all",
             plan=plan,
         )
     saved = read_given_plan(plan, Plan, plan_options)

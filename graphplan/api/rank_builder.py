@@ -33,7 +33,7 @@ from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same, share_failures
-from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
+from graphplan.runtime.distributed.cluster_module import CallKey, ClusterCall, ClusterModule, Loss
 from graphplan.runtime.distributed.machine_stages import in_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
@@ -53,7 +53,7 @@ class RankBuilder:
         cluster: all machines.
         plan: the plan for all machines.
         source: checkpoint to read weights from.
-        everywhere: whether all ranks get results.
+        broadcast_results: whether all ranks get results.
         divided: tensors of the example -> whether they are divided into microbatches.
         stages: this rank's placed stages, in order.
         order: names of the operations of the planned call.
@@ -70,7 +70,7 @@ class RankBuilder:
     cluster: Cluster
     plan: ClusterPlan
     source: Checkpoint | None
-    everywhere: bool = field(kw_only=True)
+    broadcast_results: bool = field(kw_only=True)
     divided: Divided = field(kw_only=True)
     stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class RankBuilder:
             self.request.model_copy.signature,
             self.prepare,
             training=model.training,
-            everywhere=self.everywhere,
+            broadcast_results=self.broadcast_results,
             traffic=self.traffic,
             shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
             divided=self.divided,
@@ -152,8 +152,8 @@ class RankBuilder:
             for index, cut in cuts.items()
         ]
 
-    def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
-        """Return how to run calls of this form; all ranks call it at once. New sizes are traced.
+    def prepare(self, micro: BoundCall, call_key: CallKey) -> ClusterCall:
+        """Return how to run calls with this key; all ranks call it at once. New sizes are traced.
 
         While text is generated, memory is planned for longer text, if there is room.
 
@@ -162,14 +162,14 @@ class RankBuilder:
                 tensor has another number of dimensions than in the example, so that its first may not be the
                 batch.
         """
-        if self.plan.microbatches > 1 and not form.caches_stay:
+        if self.plan.microbatches > 1 and not call_key.caches_stay:
             self._require_batches(micro)
-        for ahead in AHEAD if form.caches_stay else ():
+        for ahead in AHEAD if call_key.caches_stay else ():
             try:
-                return self._prepared(micro, form, ahead)
+                return self._cluster_call(micro, call_key, ahead)
             except InfeasibleError as error:
                 logger.info("no room for such sizes: %s", error)
-        return self._prepared(micro, form, 0.0)
+        return self._cluster_call(micro, call_key, 0.0)
 
     def _require_batches(self, micro: BoundCall) -> None:
         for name, leaf in zip(leaf_names(micro), micro.leaves, strict=True):
@@ -180,10 +180,10 @@ class RankBuilder:
                     "Give an example of such a call, or microbatches=1"
                 )
 
-    def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
-        caches_stay = form.caches_stay
-        annotator = self._annotated(micro, form, ahead)
-        capture, key = annotator.capture, self._key(annotator, form)
+    def _cluster_call(self, micro: BoundCall, call_key: CallKey, ahead: float) -> ClusterCall:
+        caches_stay = call_key.caches_stay
+        annotator = self._annotated(micro, call_key, ahead)
+        capture, key = annotator.capture, self._key(annotator, call_key)
         if capture.changed_names and not caches_stay:
             raise InputError(
                 f"{', '.join(capture.changed_names)}: a model over several machines cannot change its "
@@ -192,36 +192,36 @@ class RankBuilder:
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:
             self.cuts[key] = on_all(
-                "placing a call of other sizes", lambda: self._cut(annotator, wires, form)
+                "placing a call of other sizes", lambda: self._cut(annotator, wires, call_key)
             )
         return ClusterCall(
             self._runner(key, wires, 1 if caches_stay else self.plan.microbatches),
             capture.inputs_in,
             [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
-            lambda results, call: rebuild_result(capture, wires, results, call),
-            self._ranks[-1],
-            lambda loss: self._trainer(
+            rebuild=lambda results, call: rebuild_result(capture, wires, results, call),
+            last_rank=self._ranks[-1],
+            trainer=lambda loss: self._trainer(
                 key, wires, lambda made: rebuild_result(capture, wires, made, micro), loss
             ),
-            capture.signature,
+            signature=capture.signature,
         )
 
-    def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
+    def _annotated(self, micro: BoundCall, call_key: CallKey, ahead: float) -> Annotator:
         """Return the traced call; ranks communicate only if it is new."""
         try:
             annotator = self.captures.annotated(micro, ahead=ahead)
         except Exception as error:  # of any kind: all ranks must raise
             share_failures("tracing the model", error)
             raise
-        if self._key(annotator, form) not in self.cuts:
+        if self._key(annotator, call_key) not in self.cuts:
             share_failures("tracing the model", None)
-            require_same({"the inputs of this call": repr(form)})
+            require_same({"the inputs of this call": repr(call_key)})
         return annotator
 
-    def _key(self, annotator: Annotator, form: Form) -> Hashable:
+    def _key(self, annotator: Annotator, call_key: CallKey) -> Hashable:
         """Return the key of a call in ``cuts``; only training steps are cut anew for each size."""
-        planned = form.trains and self.cluster.flight.train
-        return id(annotator), form.caches_stay, form.call if planned else None
+        planned = call_key.trains and self.cluster.flight.train
+        return id(annotator), call_key.caches_stay, call_key.inputs if planned else None
 
     def _trace(self, annotator: Annotator, *, caches_stay: bool = False) -> str:
         """Return the name of a trace of the model."""
@@ -233,10 +233,10 @@ class RankBuilder:
             return frozenset()
         return trained_values(annotator.capture, trainable(self.request.model_copy.weights))
 
-    def _cut(self, annotator: Annotator, wires: Wires, form: Form) -> _RankCut:
+    def _cut(self, annotator: Annotator, wires: Wires, call_key: CallKey) -> _RankCut:
         """Cut a call into stages, and let this rank's placed stages serve it."""
-        rank, trains = dist.get_rank(), form.trains and self.cluster.flight.train
-        boundaries = Boundaries(annotator.graph(), form.caches_stay)
+        rank, trains = dist.get_rank(), call_key.trains and self.cluster.flight.train
+        boundaries = Boundaries(annotator.graph(), call_key.caches_stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
         weights, flight = self.request.model_copy.weights, self.cluster.flight
@@ -251,7 +251,7 @@ class RankBuilder:
                 weights,
                 *span,
                 trained,
-                self._trace(annotator, caches_stay=form.caches_stay),
+                self._trace(annotator, caches_stay=call_key.caches_stay),
             )
             sources.append(stage.serve(cut, wires, flight, shared, trains=trains))
         return _RankCut(tuple(sources), crossing)

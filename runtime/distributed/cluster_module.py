@@ -31,50 +31,50 @@ from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 Results = Sequence[torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 """Maps what the model returns for a microbatch, and its rows of the target, to a loss."""
-_MOST_FORMS = 256  # the most forms whose ClusterCall is cached
+_MAX_CALLS = 256  # cached
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCall:
-    """How calls of one form are run.
+    """How calls with one key are run.
 
     Attributes:
         runner: runs this rank's stages forward; None if it has no stage.
-        own: maps a microbatch to the model's inputs by name.
+        inputs_of: maps a microbatch to the model's inputs by name.
         results: the result tensors of one microbatch.
         rebuild: maps the results by name, and the call, to what the model returns.
-        last: rank of the last stage.
+        last_rank: rank of the last stage.
         trainer: maps a loss to the runner of this rank's stages forward and backward, or None.
         signature: that of the trace, which may have branched on values of inputs.
     """
 
     runner: StageRunner | None
-    own: Callable[[BoundCall], dict[str, Any]]
+    inputs_of: Callable[[BoundCall], dict[str, Any]]
     results: Sequence[Wire]
     rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
-    last: int
+    last_rank: int
     trainer: Callable[[Loss], StageRunner | None]
     signature: InputSignature
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallKey:
     """The properties of a call that decide how it is run.
 
     Attributes:
-        call: structure, names, dtypes and sizes of the inputs, and values of those that are no tensors.
+        inputs: their structure, names, dtypes and sizes, and the values of those that are not tensors.
         caches_stay: whether each rank keeps the caches of its own layers, as during text generation.
         trains: whether a backward pass follows.
     """
 
-    call: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     caches_stay: bool = False
     trains: bool = False
 
     @property
-    def number(self) -> int:
-        """A hash that is the same for equal forms in all processes."""
+    def digest(self) -> int:
+        """A hash that is the same for equal keys in all processes."""
         return int(hashlib.sha256(repr(self).encode()).hexdigest()[:15], 16)
 
 
@@ -94,20 +94,20 @@ class ClusterModule(nn.Module):
         plan: Any,
         stage: nn.Module | None,
         signature: inspect.Signature,
-        prepare: Callable[[BoundCall, Form], ClusterCall],
+        prepare: Callable[[BoundCall, CallKey], ClusterCall],
         *,
         training: bool,
-        everywhere: bool,
+        broadcast_results: bool,
         traffic: Counter[str],
         shared: SharedGradients,
         divided: Divided,
     ) -> None:
         super().__init__()
         self.plan, self.stage = plan, stage
-        self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
+        self._signature, self._prepare, self._broadcast_results = signature, prepare, broadcast_results
         self.traffic, self._shared, self._divided = traffic, shared, divided
         self._generate: Callable[..., Any] | None = None
-        self._calls: dict[Form, ClusterCall] = {}
+        self._calls: dict[CallKey, ClusterCall] = {}
         self._trainer: tuple[ClusterCall, Loss, StageRunner | None] | None = None
         self._failed = ""
         self.training = training
@@ -126,7 +126,7 @@ class ClusterModule(nn.Module):
             InputError: ``mode`` is the other one.
         """
         if mode != self.training:
-            traced, needed = (f".{'train' if one else 'eval'}()" for one in (self.training, mode))
+            traced, needed = (f".{'train' if training else 'eval'}()" for training in (self.training, mode))
             raise InputError(
                 f"this model was traced after {traced}: to run it in the other mode, call {needed} before "
                 "partition"
@@ -141,21 +141,21 @@ class ClusterModule(nn.Module):
             None on other ranks.
 
         Raises:
-            InputError: the batch does not divide into the microbatches.
+            InputError: the batch cannot be divided into the microbatches.
             ClusterError: ranks were called with inputs of different sizes, one of them does not answer, or
                 an earlier call failed.
         """
         call = bind_call(self._signature, args, kwargs)
         micros = self._microbatches(call)
-        prepared, chunks = self._run(micros, caches_stay=False)
-        here = dist.get_rank() == prepared.last
-        if not here and not self._everywhere:
+        cluster_call, chunks = self._run(micros, caches_stay=False)
+        is_last = dist.get_rank() == cluster_call.last_rank
+        if not is_last and not self._broadcast_results:
             return None
-        results = _joined(chunks) if here else [_empty(wire, len(micros)) for wire in prepared.results]
-        if self._everywhere:
-            for tensor, wire in zip(results, prepared.results, strict=True):
-                broadcast_from_last(tensor, prepared.last, f"the result {wire.name!r}")
-        return prepared.rebuild(_named(prepared, results), call)
+        results = _joined(chunks) if is_last else [_empty(wire, len(micros)) for wire in cluster_call.results]
+        if self._broadcast_results:
+            for tensor, wire in zip(results, cluster_call.results, strict=True):
+                broadcast_from_last(tensor, cluster_call.last_rank, f"the result {wire.name!r}")
+        return cluster_call.rebuild(_named(cluster_call, results), call)
 
     def forward_in_place(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its own arguments, on all ranks at once, and send neither results nor caches.
@@ -165,9 +165,9 @@ class ClusterModule(nn.Module):
             results, and all have such zeros in place of the caches of other ranks' layers.
         """
         call = bind_call(self._signature, args, kwargs)
-        prepared, chunks = self._run([call], caches_stay=True)
-        stay = {} if prepared.runner is None else prepared.runner.take_stay()
-        return prepared.rebuild({**stay, **(_named(prepared, chunks[0]) if chunks else {})}, call)
+        cluster_call, chunks = self._run([call], caches_stay=True)
+        stay = {} if cluster_call.runner is None else cluster_call.runner.take_stay()
+        return cluster_call.rebuild({**stay, **(_named(cluster_call, chunks[0]) if chunks else {})}, call)
 
     def profile(self, *args: Any, **kwargs: Any) -> ClusterProfile:
         """Run one batch forward on all ranks at once, and measure when each machine computes and waits.
@@ -177,8 +177,8 @@ class ClusterModule(nn.Module):
         micros = self._microbatches(bind_call(self._signature, args, kwargs))
         gather_texts("", "the start of a measured batch")
         began = time.perf_counter()
-        prepared, _ = self._run(micros, caches_stay=False)
-        spans = {} if prepared.runner is None else prepared.runner.spans()
+        cluster_call, _ = self._run(micros, caches_stay=False)
+        spans = {} if cluster_call.runner is None else cluster_call.runner.spans()
         relative = {str(i): [(a - began, b - began) for a, b in times] for i, times in spans.items()}
         return merged(self.plan, relative)
 
@@ -210,18 +210,19 @@ class ClusterModule(nn.Module):
         micros = self._microbatches(call)
         rows = batch_of(call, self._divided) if len(micros) > 1 else 1
         targets = targets_of(target, len(micros), rows)
-        form = Form(_call_key(micros[0]), trains=True)
-        prepared = self._prepared(micros, form)
-        if self._trainer is None or self._trainer[0] is not prepared or self._trainer[1] != loss:
-            self._trainer = prepared, loss, prepared.trainer(loss)  # only one: each has its own buffers
+        key = CallKey(_input_key(micros[0]), trains=True)
+        cluster_call = self._cluster_call(micros, key)
+        if self._trainer is None or self._trainer[0] is not cluster_call or self._trainer[1] != loss:
+            # only one: each has its own buffers
+            self._trainer = cluster_call, loss, cluster_call.trainer(loss)
         trainer = self._trainer[2]
         if self.stage is None:
             return None
         if trainer is None:
             raise InputError("a training step needs a model that was placed with train=True or grad=True")
         with self._in_step(), self._shared.summed(self.stage):
-            losses = trainer.train([prepared.own(micro) for micro in micros], form.number, targets)
-        return losses if dist.get_rank() == prepared.last else None
+            losses = trainer.train([cluster_call.inputs_of(micro) for micro in micros], key.digest, targets)
+        return losses if dist.get_rank() == cluster_call.last_rank else None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Do as ``torch.nn.utils.clip_grad_norm_``, with the norm over all ranks; every rank calls this.
@@ -255,13 +256,13 @@ class ClusterModule(nn.Module):
 
     @outside_inference_mode  # later calls reuse the buffers of this one
     def _run(self, micros: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
-        form = Form(_call_key(micros[0]), caches_stay)
-        prepared = self._prepared(micros, form)
-        if prepared.runner is None:
-            return prepared, []
+        key = CallKey(_input_key(micros[0]), caches_stay)
+        cluster_call = self._cluster_call(micros, key)
+        if cluster_call.runner is None:
+            return cluster_call, []
         with self._in_step():
-            chunks: list[Results] = [*prepared.runner.run([prepared.own(m) for m in micros], form.number)]
-        return prepared, chunks
+            inputs = [cluster_call.inputs_of(micro) for micro in micros]
+            return cluster_call, list(cluster_call.runner.run(inputs, key.digest))
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -277,24 +278,24 @@ class ClusterModule(nn.Module):
             self._failed = f"{type(error).__name__}: {first_line(error)}"
             raise
 
-    def _prepared(self, micros: Sequence[BoundCall], form: Form) -> ClusterCall:
-        """Return how calls of a form are run, with the current parameters; prepare it if the form is new."""
+    def _cluster_call(self, micros: Sequence[BoundCall], key: CallKey) -> ClusterCall:
+        """Return how calls with this key are run, with the current parameters; prepare new ones."""
         if isinstance(self.stage, MachineStages):
             self.stage.hand_over()
-        if form not in self._calls or not takes_same_way(self._calls[form].signature, micros[0]):
-            if len(self._calls) >= _MOST_FORMS:
+        if key not in self._calls or not takes_same_way(self._calls[key].signature, micros[0]):
+            if len(self._calls) >= _MAX_CALLS:
                 self._calls.clear()
-            self._calls[form] = self._prepare(micros[0], form)
-        require_same_branches(self._calls[form].signature, micros[1:])
-        return self._calls[form]
+            self._calls[key] = self._prepare(micros[0], key)
+        require_same_branches(self._calls[key].signature, micros[1:])
+        return self._calls[key]
 
 
 def _without_gradient(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _named(prepared: ClusterCall, results: Results) -> dict[str, torch.Tensor]:
-    return {wire.name: tensor for wire, tensor in zip(prepared.results, results, strict=True)}
+def _named(cluster_call: ClusterCall, results: Results) -> dict[str, torch.Tensor]:
+    return {wire.name: tensor for wire, tensor in zip(cluster_call.results, results, strict=True)}
 
 
 def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
@@ -308,8 +309,8 @@ def _empty(wire: Wire, count: int) -> torch.Tensor:
     return torch.empty(shape, dtype=wire.dtype)
 
 
-def _call_key(call: BoundCall) -> tuple[Any, ...]:
-    """Return :attr:`Form.call`: structure, names, dtypes and sizes, and values that are no tensors."""
+def _input_key(call: BoundCall) -> tuple[Any, ...]:
+    """Return :attr:`CallKey.inputs`: structure, names, dtypes and sizes, and values that are not tensors."""
 
     def leaf_key(leaf: Any) -> Any:
         return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
@@ -318,7 +319,7 @@ def _call_key(call: BoundCall) -> tuple[Any, ...]:
 
 
 class _Constant:
-    """A value that is no tensor: equal if a graph computes the same with it; its repr has no addresses."""
+    """A value that is not a tensor: equal if a graph computes the same with it; its repr has no addresses."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from graphplan.errors import ClusterError, InputError
 from graphplan.ir.cluster.flight import PipelineSchedule
 from graphplan.ir.cluster.interleaved_order import interleaved_order
 from graphplan.message_text import first_line
-from graphplan.runtime.module.dispatch import CallRequest, serve
+from graphplan.runtime.module.dispatch import CallRequest, PlaceAgain, serve
 from graphplan.runtime.module.placed_module import differentiated
 from graphplan.warnings import silenced
 
@@ -87,7 +88,8 @@ def make_ready(stage: Any, values: Sequence[Any], trace: str, *, trains: bool) -
     state = stage._graphplan
     with torch.set_grad_enabled(trains):
         step = differentiated(stage, state, ())
-    serve(stage, state, CallRequest("", state.signature, tuple(values), {trace: ()}), step)
+    with suppress(PlaceAgain):  # by the call itself
+        serve(stage, state, CallRequest("", state.signature, tuple(values), {trace: ()}), step)
 
 
 class _RunningStep(nn.Module):

@@ -57,19 +57,19 @@ _ANOTHER_MODE = (
 
 
 @dataclass
-class CallForm:
+class ModularCall:
     """A call structure, for all sizes, that runs module by module.
 
     Its first call sets ``execution_mode``. It includes only calls in which the leaves at ``differentiated``
-    require gradients: others may be captured. If ``hooked``, it runs so only while submodules have hooks that
-    were not traced. Modules on the CPU compute on ``compute_device``, if it is given.
+    require gradients: others may be captured. If ``while_hooked``, it runs so only while submodules have
+    hooks that were not traced. Modules on the CPU compute on ``compute_device``, if it is given.
     """
 
     entry: str
     modes: Modes
     signature: InputSignature
     differentiated: Sequence[int] = ()
-    hooked: bool = False
+    while_hooked: bool = False
     compute_device: torch.device | None = None
     execution_mode: ExecutionMode | None = None
 
@@ -95,17 +95,17 @@ class Untraced:
 
 
 @dataclass
-class Modulewise:
-    """The call structures of one placed module that run module by module beside its graphs.
+class ModularCalls:
+    """The call structures of one placed module that run module by module, besides its graphs.
 
     Attributes:
-        forms: these structures.
+        structures: these structures.
         traced: hooks of submodules that were traced, or that the model itself added in such a call.
         names: of each module, the root first, the names of attributes and parameters when it was traced.
         changed_module: whether such a call has changed attributes of the module.
     """
 
-    forms: list[CallForm] = field(default_factory=list)
+    structures: list[ModularCall] = field(default_factory=list)
     traced: frozenset[Hook] = frozenset()
     names: Sequence[Collection[str]] = ()
     changed_module: bool = False
@@ -117,7 +117,7 @@ class Modulewise:
             self.names = [frozenset((*vars(part), *part._parameters)) for part in module.modules()]
 
     def untraced_hooks(self, parts: Sequence[nn.Module]) -> list[Hooks]:
-        """Return the tables of submodules ``parts`` that have hooks beside the traced ones, and the new keys.
+        """Return the tables of submodules ``parts`` with hooks that were not traced, and the keys of these.
 
         A table that lacks a traced hook is left out: the new hooks replace it, and are traced like it. So is
         each table of a submodule with parameters that are not in its ``names``: its hooks compute weights
@@ -125,8 +125,12 @@ class Modulewise:
         shifts indices, there are none.
         """
         added_hooks: list[Hooks] = []
-        for index, part in enumerate(parts, 1) if len(parts) + 1 == len(self.names) else ():
-            for name in HOOK_TABLES if set(part._parameters) <= set(self.names[index]) else ():
+        if len(parts) + 1 != len(self.names):
+            return []
+        for index, part in enumerate(parts, 1):
+            if not set(part._parameters) <= set(self.names[index]):
+                continue
+            for name in HOOK_TABLES:
                 table: dict[int, Any] = vars(part)[name]
                 known = {
                     key for place, table_name, key in self.traced if (place, table_name) == (index, name)
@@ -135,31 +139,34 @@ class Modulewise:
                     added_hooks.append((table, added))
         return added_hooks
 
-    def copy(self) -> Modulewise:
+    def copy(self) -> ModularCalls:
         """Return the record for a copy of the module."""
-        return replace(self, forms=list(self.forms), changed_module=False)
+        return replace(self, structures=list(self.structures), changed_module=False)
 
-    def note(
-        self, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, hooked: bool = False
-    ) -> CallForm:
+    def add(
+        self, call: BoundCall, modes: Modes, *, keeps_grad: bool = False, while_hooked: bool = False
+    ) -> ModularCall:
         """Have calls of this structure run module by module from now on.
 
-        If ``keeps_grad``, only calls that require all gradients that this one does. ``hooked`` is as in
-        :class:`CallForm`.
+        If ``keeps_grad``, only calls that require all gradients that this one does. ``while_hooked`` is as in
+        :class:`ModularCall`.
         """
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
         required = [i for i, leaf in enumerate(call.leaves) if _requires_grad(leaf)] if keeps_grad else ()
         signature = InputSignature(call.spec, leaves, leaf_names(call))
-        form = CallForm(call.entry, modes, signature, required, hooked)
-        self.forms.append(form)
-        return form
+        structure = ModularCall(call.entry, modes, signature, required, while_hooked=while_hooked)
+        self.structures.append(structure)
+        return structure
 
-    def find(self, call: BoundCall, modes: Modes) -> CallForm | None:
-        """Return the form that a call matches; None if it matches none."""
-        for form in self.forms:
-            alike = (form.entry, form.modes) == (call.entry, modes) and form.signature.mismatch(call) is None
-            if alike and all(_requires_grad(call.leaves[i]) for i in form.differentiated):
-                return form
+    def find(self, call: BoundCall, modes: Modes) -> ModularCall | None:
+        """Return the structure that a call matches; None if it matches none."""
+        for known in self.structures:
+            if (known.entry, known.modes) != (call.entry, modes) or known.signature.mismatch(
+                call
+            ) is not None:
+                continue
+            if all(_requires_grad(call.leaves[i]) for i in known.differentiated):
+                return known
         return None
 
 
@@ -172,7 +179,7 @@ def compute_device_of(plan: PlanData) -> torch.device | None:
 def run_by_modules(
     module: nn.Module,
     call: BoundCall,
-    call_record: CallForm | Untraced,
+    call_record: ModularCall | Untraced,
     compute_device: torch.device | None,
     *,
     keeps_grad: bool,
@@ -255,7 +262,7 @@ def _first_mode(
         f"this call cannot be traced, and its modules {why}\n  "
         + "\n  ".join(f"{mode.name}: {first_line(e)}" for mode, e in zip(modes, failures, strict=True))
         + "\nPartition the model with this call as the example: hooks then run it, with room for what "
-        "this call needs beside the weights"
+        "this call needs in addition to the weights"
     )
 
 

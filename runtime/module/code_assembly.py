@@ -25,7 +25,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
     code = state.codes.get(index)
     if code is not None:
         return code
-    with state.turns:  # binding may enlarge the prefetch buffers
+    with state.run_lock:  # binding may enlarge the prefetch buffers
         code = state.codes.get(index)
         if code is None:
             program = state.programs[index]

@@ -1,4 +1,4 @@
-"""Find the program that serves a call: by a known route, else by the call's structure, else a new one."""
+"""Find the program that serves a call: by a cached route, else by the call's structure, else a new one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.capture.value_branches import took_other_inputs
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
-from graphplan.runtime.fallback.module_by_module import CallForm, Untraced
+from graphplan.runtime.fallback.module_by_module import ModularCall, Untraced
 from graphplan.runtime.module.dispatch_cache import find_route
-from graphplan.runtime.module.module_state import KnownForm, ModuleState
+from graphplan.runtime.module.module_state import CachedRoute, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
@@ -35,10 +35,11 @@ _MANY_PROGRAMS = (
     "that is not a tensor (a float, a string, how long a list is), change from one forward pass to the next. "
     "Pass tensors, or dynamic_shapes; make no text of a size in forward(). Each reason is logged at INFO"
 )
+_MAX_PROGRAMS = 256  # each with its plan and its code
 _FULL = (
-    "so many call structures have been traced for one model that all are forgotten, and traced again "
-    "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
-    "sizes; pass tensors, not numbers"
+    f"{_MAX_PROGRAMS} call structures have been traced for this model: the cache of graphs is cleared, and "
+    "later calls are traced again. Give partition dynamic_shapes, or max_batch and max_length, so that one "
+    "graph serves many sizes; pass tensors, not numbers"
 )
 _HOOKED = (
     "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
@@ -51,9 +52,8 @@ _MANY_GRAPHS = (
     "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
     "many. Resize images to a few sizes"
 )
-_MOST = 256  # programs, each with its plan and its code
-_ROUTES = 16  # the most routes that are remembered
-_SIZES = 4096  # the most keys of ``by_sizes``
+_ROUTES = 16  # that are remembered
+_SIZES = 4096  # the most keys of ``routes_by_size``
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class CallRequest:
 
     @property
     def call(self) -> BoundCall:
-        """The call, bound and flattened: a known form is served without."""
+        """The call, bound and flattened; a cached route does not need it."""
         if self._bound is None:
             self._bound = bind_call(self.signature, self.args, self.kwargs, self.entry)
         return self._bound
@@ -101,43 +101,48 @@ class ServedByModules:
     """A call that runs module by module, and ``call_record``, how calls like it run."""
 
     call: BoundCall
-    call_record: CallForm | Untraced
+    call_record: ModularCall | Untraced
+
+
+class PlaceAgain(Exception):  # noqa: N818  # not an error: the caller places the module and tries again
+    """The module must be placed again before the call."""
 
 
 def serve(
     module: nn.Module, state: ModuleState, request: CallRequest, step: Differentiation | None = None
-) -> Served | ServedByModules | None:
-    """Return the call as its program takes it, or as one that runs module by module; capture a new structure.
+) -> Served | ServedByModules:
+    """Return the call for its program, or as one that runs module by module; capture a new structure.
 
-    None if the module must be placed anew first: the caller then begins again. ``step`` says what is
-    differentiated, if a backward pass may follow.
+    ``step`` says what is differentiated, if a backward pass may follow.
 
     Raises:
+        PlaceAgain: the module must be placed again first: its next call does so.
         GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
     if state.untraced is not None and not state.untraced.tries:
         return ServedByModules(request.call, state.untraced)
-    reader = state.reader  # None in a copy, and while another thread places the module anew
+    reader = state.reader  # None in a copy, and while another thread places the module again
     if reader is None:
         reader = state.reader = state.new_reader(module)
     modes = reader.read(module)
     search = _Search(module, state, request, modes if step is None else replace(modes, step=step))
     if state.untraced is not None:
-        if search.by_modules() is None:
+        if search.find_modular() is None:
             state.start = state.retry
-            return None
+            raise PlaceAgain
         return ServedByModules(request.call, state.untraced)
-    if state.hooked():
-        with state.turns:  # hooks that a running call of another thread uses do not count
-            hooked = state.hooked()
+    if state.has_untraced_hooks():
+        with state.run_lock:  # hooks that a running call of another thread uses do not count
+            hooked = state.has_untraced_hooks()
         if hooked:
-            return search.by_modules() or search.begin_by_modules(hooked=True)
+            return search.find_modular() or search.run_modular_from_now_on(while_hooked=True)
     if state.stale:
-        served = search.by_modules()
+        served = search.find_modular()
         if served is None:
-            state.begin_again(module, state.stale)
+            state.retrace_at_next_call(module, state.stale)
+            raise PlaceAgain
         return served
-    return search.by_graph()
+    return search.find_program()
 
 
 @dataclass(slots=True)
@@ -149,72 +154,76 @@ class _Search:
     request: CallRequest
     modes: Modes
 
-    def by_graph(self) -> Served | ServedByModules | None:
-        """Return the call for a program: by a known form, else by its structure, else for a new one."""
+    def find_program(self) -> Served | ServedByModules:
+        """Return the call for a program: by a cached route, else by its structure, else for a new one."""
         state, request, sizes = self.state, self.request, self.request.sizes()
-        likely = state.by_sizes.get(sizes, ())
-        for number, known in enumerate(chain(likely, state.routes)):
-            served = self.routed(known)
+        likely = state.routes_by_size.get(sizes, ())
+        for cached in likely:
+            served = self.routed(cached)
             if served is not None:
-                if number >= len(likely):
-                    _remember(state, sizes, known)
                 return served
-        index = self._find_or_capture([known.index for known in likely])
+        for cached in state.routes:
+            served = self.routed(cached)
+            if served is not None:
+                _remember(state, sizes, cached)
+                return served
+        index = self._find_or_capture([cached.index for cached in likely])
         if not isinstance(index, int):
             return index
         program = state.programs[index]
         route = find_route(request.signature, program.signature, request.args, request.kwargs)
-        known = KnownForm(route, index, () if route is None else self._positions(program.changed_names))
+        new = CachedRoute(route, index, () if route is None else self._positions(program.changed_names))
         if route is not None:
             order = list(_smallest_first(state))
-            forms = [known, *state.routes[: _ROUTES - 1]]
-            state.routes = sorted(forms, key=lambda form: order.index(form.index))
-        if route is not None or all(form.index != index for form in likely):
-            _remember(state, sizes, known)
+            routes = [new, *state.routes[: _ROUTES - 1]]
+            state.routes = sorted(routes, key=lambda cached: order.index(cached.index))
+        if route is not None or all(cached.index != index for cached in likely):
+            _remember(state, sizes, new)
         changed = {name: request.call.kwargs[name] for name in program.changed_names}
         return Served(index, program.signature.traced(request.call).leaves, changed)
 
-    def routed(self, known: KnownForm) -> Served | None:
-        """Return the call for the program of a known form; None if the call does not match it."""
-        program, request = self.state.programs[known.index], self.request
-        if known.route is None or program.entry != request.entry or program.modes != self.modes:
+    def routed(self, cached: CachedRoute) -> Served | None:
+        """Return the call for the program of a cached route; None if the call does not match it."""
+        program, request = self.state.programs[cached.index], self.request
+        if cached.route is None or program.entry != request.entry or program.modes != self.modes:
             return None
-        leaves = known.route.leaves(request.args, request.kwargs, program.host)
-        if leaves is None or not program.takes(leaves, self.module):
+        leaves = cached.route.leaves(request.args, request.kwargs, program.host)
+        if leaves is None or not program.accepts(leaves, self.module):
             return None
-        places = known.changed_places
-        changed = {n: request.args[k] if isinstance(k, int) else request.kwargs[k] for n, k in places}
-        return Served(known.index, leaves, changed)
+        keys = cached.changed_arguments
+        changed = {n: request.args[k] if isinstance(k, int) else request.kwargs[k] for n, k in keys}
+        return Served(cached.index, leaves, changed)
 
-    def by_modules(self) -> ServedByModules | None:
-        """Return the call as one that runs module by module; None if no call like it has."""
+    def find_modular(self) -> ServedByModules | None:
+        """Return the call as one that runs module by module; None if calls like it do not."""
         call = self.request.call
-        form = self.state.modulewise.find(call, self.modes)
-        return None if form is None else ServedByModules(call, form)
+        known = self.state.modular_calls.find(call, self.modes)
+        return None if known is None else ServedByModules(call, known)
 
-    def begin_by_modules(self, *, hooked: bool = False) -> ServedByModules:
-        """Have such calls run module by module from now on; if ``hooked``, while there are untraced hooks."""
+    def run_modular_from_now_on(self, *, while_hooked: bool = False) -> ServedByModules:
+        """Have such calls run module by module; if ``while_hooked``, only while there are untraced hooks."""
         call, state = self.request.call, self.state
-        if hooked:
+        if while_hooked:
             warn(_HOOKED)
-        keeps_grad = state.keep_grad and not hooked
-        form = state.modulewise.note(call, self.modes, keeps_grad=keeps_grad, hooked=hooked)
-        return ServedByModules(call, form)
+        keeps_grad = state.keep_grad and not while_hooked
+        calls = state.modular_calls
+        known = calls.add(call, self.modes, keeps_grad=keeps_grad, while_hooked=while_hooked)
+        return ServedByModules(call, known)
 
-    def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules | None:
+    def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules:
         found = self._find(likely)
         if found is not None:
             return found
         with CAPTURE_LOCK:
             if self.state.start is not None:
-                return None
+                raise PlaceAgain
             found = self._find()  # another thread may have captured it meanwhile
             if found is not None:
                 return found
-            if len(self.state.programs) >= _MOST:
+            if len(self.state.programs) >= _MAX_PROGRAMS:
                 warn(_FULL)
                 self.state.start = self.state.restart
-                return None
+                raise PlaceAgain
             return self._capture()
 
     def _find(self, likely: Sequence[int] = ()) -> int | ServedByModules | None:
@@ -222,16 +231,20 @@ class _Search:
         for index in chain(likely, _smallest_first(self.state)):
             program = self.state.programs[index]
             fits = self._is_like(program) and device in (None, program.host)
-            if fits and program.signature.mismatch(call) is None and program.takes(call.leaves, self.module):
+            if (
+                fits
+                and program.signature.mismatch(call) is None
+                and program.accepts(call.leaves, self.module)
+            ):
                 return index
-        return self.by_modules()
+        return self.find_modular()
 
     def _is_like(self, program: Program) -> bool:
         return program.entry == self.request.entry and program.modes == self.modes
 
     @outside_inference_mode
-    def _capture(self) -> int | ServedByModules | None:
-        """Capture and plan a call of a new structure; None if the model runs without graphs from now on."""
+    def _capture(self) -> int | ServedByModules:
+        """Capture and plan a call of a new structure; return the index of its program."""
         state, call = self.state, self.request.call
         assert state.compile is not None
         assert state.guard is not None
@@ -252,8 +265,8 @@ class _Search:
             state.refused(error)
             if isinstance(error, KeptStateError):
                 state.start = state.restart
-                return None
-            return self.begin_by_modules()
+                raise PlaceAgain from error
+            return self.run_modular_from_now_on()
         share_prefetch_buffers(state.programs)
         if len(state.programs) == _MANY:
             warn(_MANY_PROGRAMS.format(why))
@@ -280,11 +293,11 @@ class _Search:
         return tuple((n, n if n in self.request.kwargs else order.index(n)) for n in names)
 
 
-def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> None:
-    """Let calls of these sizes try this form first."""
-    if len(state.by_sizes) >= _SIZES:
-        state.by_sizes = {}
-    state.by_sizes[sizes] = (known, *state.by_sizes.get(sizes, ())[: _ROUTES - 1])
+def _remember(state: ModuleState, sizes: tuple[Any, ...], cached: CachedRoute) -> None:
+    """Let calls of these sizes try this route first."""
+    if len(state.routes_by_size) >= _SIZES:
+        state.routes_by_size = {}
+    state.routes_by_size[sizes] = (cached, *state.routes_by_size.get(sizes, ())[: _ROUTES - 1])
 
 
 def _smallest_first(state: ModuleState) -> Iterator[int]:
@@ -292,7 +305,7 @@ def _smallest_first(state: ModuleState) -> Iterator[int]:
 
     Of several for inputs of one size, the oldest comes first: later ones are for calls with less free memory.
     """
-    yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
+    yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].max_input_bytes)
 
 
 def share_prefetch_buffers(programs: list[Program]) -> None:

@@ -45,7 +45,7 @@ class ModuleGuard:
         self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
         self._seen = now
 
-    def hooked(self, traced: int) -> bool:
+    def has_untraced_hooks(self, traced: int) -> bool:
         """Whether submodules have more than ``traced`` hooks, or there are global module hooks."""
         hooked = any(self._seen.reading.hooks)  # faster than a count, as most tables are empty
         return (hooked and self._seen.hook_count() > traced) or any(global_hooks())

@@ -19,7 +19,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.value_branches import ValueOf
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
+from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
@@ -39,7 +39,7 @@ _WAITS = (
 )
 
 
-class CallTurns:
+class CallLock:
     """A reentrant lock, which is free again in a forked child process.
 
     ``changes`` counts acquisitions and releases, like the counter of a sequence lock: what was read when it
@@ -118,12 +118,12 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownForm:
-    """A form of call that has been served, and the index of its program."""
+class CachedRoute:
+    """The program, by its index, for calls of one structure, and the route of their arguments to it."""
 
-    route: Route | None  # None: calls of it are bound and flattened
+    route: Route | None  # None: such calls are bound and flattened
     index: int
-    changed_places: tuple[tuple[str, int | str], ...]  # name -> position or keyword of each changed argument
+    changed_arguments: tuple[tuple[str, int | str], ...]  # (name, position or keyword) of each
 
 
 @dataclass
@@ -150,7 +150,7 @@ class ModuleState:
         values: the tensors in attributes whose values were given to the code; None if it may lack some.
         codes: index of a program -> its code, bound to the weights.
         parts: parts of sliced weights on accelerators, by name and device, for all programs.
-        turns: the lock that each run holds, since a plan has memory for one; a move of weights waits for it.
+        run_lock: held by each run, since a plan has memory for one; a move of weights waits for it.
     """
 
     programs: list[Program]
@@ -164,7 +164,7 @@ class ModuleState:
     device: torch.device | None = None
     device_types: tuple[str, ...] = ()
     as_written: set[tuple[str, bool]] = field(default_factory=set)
-    modulewise: Modulewise = field(default_factory=Modulewise)
+    modular_calls: ModularCalls = field(default_factory=ModularCalls)
     untraced: Untraced | None = None
     retry: Start | None = None
     step: Differentiation | None = None
@@ -177,19 +177,19 @@ class ModuleState:
     stale: str = ""
     values: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     codes: dict[int, Code] = field(default_factory=dict, init=False)
-    routes: list[KnownForm] = field(default_factory=list, init=False)
-    by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict, init=False)
+    routes: list[CachedRoute] = field(default_factory=list, init=False)
+    routes_by_size: dict[tuple[Any, ...], tuple[CachedRoute, ...]] = field(default_factory=dict, init=False)
     reader: ModeReader | None = field(default=None, init=False)
     guard: ModuleGuard | None = field(default=None, init=False)
     streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict, init=False)
     gradients: GradientCopies = field(default_factory=GradientCopies, init=False)
-    turns: CallTurns = field(default_factory=CallTurns, init=False)
+    run_lock: CallLock = field(default_factory=CallLock, init=False)
 
     def watch(self, module: nn.Module) -> None:
         """Start to detect changes of the module, whose graphs have just been traced."""
         if self.start is None and self.untraced is None:
-            self.modulewise.watch(module)
+            self.modular_calls.watch(module)
             self.reader = self.new_reader(module)
             self.guard = ModuleGuard(module)
 
@@ -197,21 +197,21 @@ class ModuleState:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""
         return ModeReader(module, self.device_types)
 
-    def hooked(self) -> bool:
+    def has_untraced_hooks(self) -> bool:
         """Whether submodules have hooks that graphs do not call."""
-        return self.guard is not None and self.guard.hooked(len(self.modulewise.traced))
+        return self.guard is not None and self.guard.has_untraced_hooks(len(self.modular_calls.traced))
 
-    def begin_again(self, module: nn.Module, why: str) -> None:
-        """Have the module placed anew at its next call, and warn why."""
+    def retrace_at_next_call(self, module: nn.Module, why: str) -> None:
+        """Have the module placed again at its next call, and warn why."""
         warn(f"{why}: {type(module).__name__} is traced again, as it is now")
         self.start = self.restart
 
     @property
-    def takes_other_values(self) -> bool:
+    def allows_other_values(self) -> bool:
         """Whether all graphs remain valid if tensors in attributes change their values."""
         return not self.copied and all(program.constant_attributes is not None for program in self.programs)
 
-    def follow_values(self) -> None:
+    def update_constants(self) -> None:
         """Copy the present values of tensors in attributes to the code, unless it has them."""
         now = None if self.guard is None else self.guard.values
         if now is None or now is self.values:
@@ -227,7 +227,7 @@ class ModuleState:
         limit = self.no_room_for.get(call.entry, math.inf)
         return self.move is not None and self.moved_for < _input_bytes(call) < limit
 
-    def note_no_room(self, call: BoundCall) -> None:
+    def record_no_room(self, call: BoundCall) -> None:
         """Record that no placement of weights has room for this call, or for larger inputs."""
         self.no_room_for[call.entry] = _input_bytes(call)
 
@@ -251,7 +251,9 @@ class ModuleState:
         ]
         no_room_for = dict(self.no_room_for)
         self.copied = True
-        return replace(self, programs=programs, modulewise=self.modulewise.copy(), no_room_for=no_room_for)
+        return replace(
+            self, programs=programs, modular_calls=self.modular_calls.copy(), no_room_for=no_room_for
+        )
 
     def __reduce__(self) -> Any:
         return _restored, (self.restart or self.start,)

@@ -36,7 +36,7 @@ from graphplan.runtime.fallback.derived_classes import derive_class, original_cl
 from graphplan.runtime.fallback.graph_modules import graph_methods
 from graphplan.runtime.fallback.hooked_run import entry_of
 from graphplan.runtime.fallback.module_by_module import (
-    CallForm,
+    ModularCall,
     compute_device_of,
     device_of_inputs,
     run_by_modules,
@@ -49,6 +49,7 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
     CallRequest,
+    PlaceAgain,
     Served,
     ServedByModules,
     serve,
@@ -118,7 +119,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         if is_on_one_device():
             with as_outside():
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
-        while True:  # again if the module was placed anew meanwhile, or weights move
+        while True:  # until the module is placed for the call: another thread may change it meanwhile
             if self._graphplan.start is not None or _find_change(self) is not None:
                 _place_now(self, entry, args, kwargs)
             state = self._graphplan
@@ -129,12 +130,13 @@ class PlacedModule(ShortNames, KeptInPlace):
             may_warn = may_miss_gradients(state)
             step = differentiated(self, state, (args, kwargs))
             with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-                seen = state.turns.changes
-                served = _served_with_room(self, state, request, step)
-                if served is None:
+                seen = state.run_lock.changes
+                try:
+                    served = _serve_with_room(self, state, request, step)
+                except PlaceAgain:
                     continue
-                with state.turns:  # before start is read: a thread sets it before it moves weights
-                    alone = state.turns.changes == seen + 1
+                with state.run_lock:  # before start is read: a thread sets it before it moves weights
+                    alone = state.run_lock.changes == seen + 1
                     if state.start is None and (alone or _still_valid(self, state, served)):
                         if may_warn:
                             plan = state.programs[served.index].plan if isinstance(served, Served) else None
@@ -175,7 +177,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         _follow_optimizers(self, self._graphplan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with self._graphplan.turns:
+        with self._graphplan.run_lock:
             _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
 
@@ -185,16 +187,16 @@ def _to_input_device(module: nn.Module, result: Any, args: Any, kwargs: Any) -> 
     return to_device(result, inputs[0].device, module) if inputs else result
 
 
-def _served_with_room(
+def _serve_with_room(
     module: PlacedModule, state: ModuleState, request: CallRequest, step: Differentiation | None
-) -> Served | ServedByModules | None:
-    """Return what :func:`serve` does; None also if weights are moved before the call to make room for it."""
+) -> Served | ServedByModules:
+    """Do as :func:`serve`; raise PlaceAgain also if weights are moved to make room for the call."""
     try:
         return serve(module, state, request, step)
     except InfeasibleError:
         if not _move_weights(module, state, request):
             raise
-    return None
+    raise PlaceAgain
 
 
 def _still_valid(module: PlacedModule, state: ModuleState, served: Served | ServedByModules) -> bool:
@@ -212,8 +214,8 @@ def _run(
 ) -> Any:
     if isinstance(served, ServedByModules):
         with torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
-            return _run_modulewise(module, served, record)
-    state.follow_values()
+            return _run_modular(module, served, record)
+    state.update_constants()
     program = state.programs[served.index]
     code = code_of(module, state, served.index)
     if not program.accumulates:
@@ -237,7 +239,7 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
     """Place the module for this call, unless another thread has done so meanwhile."""
     while True:
         state = module._graphplan
-        with state.turns:  # before the capture lock, for which a running call may wait
+        with state.run_lock:  # before the capture lock, for which a running call may wait
             if module._graphplan is not state:
                 continue
             if state.start is None:
@@ -252,7 +254,7 @@ def _start(
     module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert state.start is not None
-    added = [] if state.guard is None else state.modulewise.untraced_hooks(state.guard.parts)
+    added = [] if state.guard is None else state.modular_calls.untraced_hooks(state.guard.parts)
     # these refer to weights, whose memory must be free for the new placement
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
@@ -275,8 +277,10 @@ def _start(
     new_state = module._graphplan
     new_state.as_written, new_state.train_called = state.as_written, state.train_called
     # the model changed itself, or no trace works: traces fail again
-    if state.modulewise.changed_module or state.untraced is not None:
-        new_state.modulewise.forms += [form for form in state.modulewise.forms if not form.hooked]
+    if state.modular_calls.changed_module or state.untraced is not None:
+        new_state.modular_calls.structures += [
+            known for known in state.modular_calls.structures if not known.while_hooked
+        ]
     link(module)
     _follow_optimizers(module, new_state)
 
@@ -302,8 +306,9 @@ def note_untraced(module: nn.Module, call: BoundCall) -> None:
     """Record that this call structure of an untraced module cannot be traced either."""
     state: ModuleState = vars(module)["_graphplan"]
     assert state.untraced is not None
-    form = state.modulewise.note(call, state.new_reader(module).read(module))
-    form.compute_device, form.execution_mode = state.untraced.compute_device, state.untraced.execution_mode
+    structure = state.modular_calls.add(call, state.new_reader(module).read(module))
+    structure.compute_device = state.untraced.compute_device
+    structure.execution_mode = state.untraced.execution_mode
 
 
 def _follow_optimizers(module: nn.Module, state: ModuleState) -> None:
@@ -317,7 +322,7 @@ def _find_change(module: PlacedModule) -> str | None:
     guard = state.guard
     if guard is None or state.start is not None or guard.same(module):
         return None
-    parts, change = guard.parts, guard.difference(module, other_values=state.takes_other_values)
+    parts, change = guard.parts, guard.difference(module, other_values=state.allows_other_values)
     if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
     return change
@@ -344,7 +349,7 @@ def _move_weights(module: PlacedModule, state: ModuleState, request: CallRequest
             start = state.move(call, modes, state.guard.values, weights_now(module))
         except InfeasibleError as error:
             logger.info("no placement of weights has room for the call: %s", error)
-            state.note_no_room(call)
+            state.record_no_room(call)
         else:
             warn(_WEIGHTS_MOVE)
             state.start, state.move = start, None
@@ -357,10 +362,10 @@ def _notice_changes(module: PlacedModule) -> None:
     if change is not None:
         if state.reader is not None:
             state.reader.read(module)  # raises if adapters were put in
-        state.begin_again(module, change)
+        state.retrace_at_next_call(module, change)
 
 
-def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
+def _run_modular(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
     state, call = module._graphplan, served.call
     if record is not None:
         why = state.untraced or "modules run this call one by one"
@@ -368,7 +373,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
     keeps_grad, known = state.keep_grad or state.step is not None, served.call_record
     compute_device = known.compute_device
     watch: AbstractContextManager[None] = nullcontext()
-    if isinstance(known, CallForm):
+    if isinstance(known, ModularCall):
         compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
     with as_written(module), watch:
@@ -377,7 +382,7 @@ def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Recor
 
 
 @contextmanager
-def _watch_changes(module: PlacedModule, state: ModuleState, form: CallForm) -> Iterator[None]:
+def _watch_changes(module: PlacedModule, state: ModuleState, structure: ModularCall) -> Iterator[None]:
     """Context manager for a call without a graph: changes that it makes in the module make graphs stale.
 
     Graphs remain valid if the model itself adds hooks, as transformers does at the first call that returns
@@ -388,10 +393,10 @@ def _watch_changes(module: PlacedModule, state: ModuleState, form: CallForm) -> 
         with with_same_buffers(module):
             yield
     finally:
-        added = frozenset[Hook]() if form.hooked else hooks_of(module) - hooks
-        state.modulewise.traced |= added
+        added = frozenset[Hook]() if structure.while_hooked else hooks_of(module) - hooks
+        state.modular_calls.traced |= added
         if state.guard is not None:
-            state.modulewise.changed_module |= not state.guard.same(module)
+            state.modular_calls.changed_module |= not state.guard.same(module)
             change = _find_change(module)
             state.stale = change if change and not added else state.stale
             state.guard.accept(module)

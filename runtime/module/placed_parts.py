@@ -68,7 +68,7 @@ def runs_as_written(whole: nn.Module) -> bool:
 
 def _is_recomputed(whole: Any) -> bool:
     """Whether ``torch.utils.checkpoint`` probably recomputes a part of a forward pass without a graph."""
-    return in_backward() and bool(whole._graphplan.modulewise.forms)
+    return in_backward() and bool(whole._graphplan.modular_calls.structures)
 
 
 class _Link:

@@ -107,15 +107,15 @@ class Program:
     branches: tuple[Branch, ...] = ()
 
     @property
-    def reach(self) -> int:
-        """The bytes of the largest inputs that it is planned for."""
+    def max_input_bytes(self) -> int:
+        """Bytes of the largest inputs that the program is planned for."""
         return sum(self.plan.graph.values[name].nbytes for name in self.plan.graph.inputs)
 
-    def takes(self, leaves: Sequence[Any], module: nn.Module) -> bool:
+    def accepts(self, leaves: Sequence[Any], module: nn.Module) -> bool:
         """Whether the caches are on the devices of the plan, and all branches are taken as in the trace."""
         placed = all(
-            (device := leaves[one.leaf].device) == one.home or device == one.source_device
-            for one in self.cache_tensors
+            (device := leaves[cached.leaf].device) == cached.home or device == cached.source_device
+            for cached in self.cache_tensors
         )
         return placed and self.takes_same_branches(module)
 

@@ -134,7 +134,7 @@ def test_who_moves_weights_waits_for_calls_of_others() -> None:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
 
         def call() -> None:
-            with placed._graphplan.turns:
+            with placed._graphplan.run_lock:
                 inside.set()
                 assert go_on.wait(60)
                 assert set(placed.plan.placement.values()) == {0}

@@ -175,7 +175,7 @@ def test_threads_go_by_what_those_before_them_have_written(machine: Any) -> None
         results[number] = placed(X + number)
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    with placed._graphplan.turns, torch.no_grad():
+    with placed._graphplan.run_lock, torch.no_grad():
         for thread in threads:
             thread.start()
             thread.join(0.5)  # all have asked

@@ -96,7 +96,7 @@ def test_gradient_checkpointing_is_left_to_the_plan(tmp_path: Path) -> None:
         ours = [str(one.message) for one in told if one.category is graphplan.GraphplanWarning]
         assert any("left to its plan" in text for text in ours)
         assert not any("module by module" in text for text in ours)
-        assert not placed._graphplan.modulewise.forms
+        assert not placed._graphplan.modular_calls.structures
 
 
 def test_gradient_checkpointing_of_an_adapters_model_is_too() -> None:
@@ -110,7 +110,7 @@ def test_gradient_checkpointing_of_an_adapters_model_is_too() -> None:
                 one.enable_input_require_grads()
         assert torch.allclose(step_of(placed, inputs), step_of(adapted, inputs), rtol=1e-4)
         assert gap(gradients_of(placed), gradients_of(adapted)) < 1e-4
-        assert not placed._graphplan.modulewise.forms
+        assert not placed._graphplan.modular_calls.structures
 
 
 class Plain(nn.Module):

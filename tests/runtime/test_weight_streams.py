@@ -25,7 +25,7 @@ from torch import nn
 import graphplan
 from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.runtime.module import module_state
-from graphplan.runtime.module.module_state import CallTurns
+from graphplan.runtime.module.module_state import CallLock
 from graphplan.runtime.simulate.simulation import SimulationMode
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
@@ -238,7 +238,7 @@ def test_a_copy_has_a_prefetch_buffer_of_its_own() -> None:
         gc.collect()
         assert machine.live_bytes(0) - before >= placed.plan.schedule.prefetch_buffers[0].nbytes
         assert largest_difference(placed(X), model(X)) < 1e-5
-        assert model_copy._graphplan.turns is not placed._graphplan.turns
+        assert model_copy._graphplan.run_lock is not placed._graphplan.run_lock
         del model_copy, parameter
         gc.collect()
         assert machine.live_bytes(0) == before
@@ -409,12 +409,12 @@ def test_threads_take_turns(pin: dict[str, Any]) -> None:
 
 
 @contextmanager
-def held_by_a_thread(turns: CallTurns, seconds: float) -> Iterator[None]:
+def held_by_a_thread(lock: CallLock, seconds: float) -> Iterator[None]:
     """A block in which another thread has its turn, for so long or until the block ends."""
     begun, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turns:
+        with lock:
             begun.set()
             end.wait(seconds)
 
@@ -427,12 +427,12 @@ def held_by_a_thread(turns: CallTurns, seconds: float) -> Iterator[None]:
 
 
 def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
-    turns = CallTurns()
-    with held_by_a_thread(turns, 60):
+    lock = CallLock()
+    with held_by_a_thread(lock, 60):
         child = os.fork()
         if child == 0:
             signal.alarm(30)
-            with turns, turns:
+            with lock, lock:
                 os._exit(0)
         status = os.waitpid(child, 0)[1]
     assert status == 0
@@ -440,8 +440,8 @@ def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() ->
 
 def test_a_thread_that_waits_long_for_its_turn_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "_LONG", 0.01)
-    turns, said = CallTurns(), "run them one after the other"
-    with held_by_a_thread(turns, 0.3), pytest.warns(graphplan.GraphplanWarning, match=said), turns:
+    lock, said = CallLock(), "run them one after the other"
+    with held_by_a_thread(lock, 0.3), pytest.warns(graphplan.GraphplanWarning, match=said), lock:
         pass
 
 

@@ -151,7 +151,7 @@ class _StepCall:
                 self.module, self.program, self.code, absent, self.shapes, accumulate=accumulate
             )
         on_host = [t if t is None or t.device == host else t.to(host) for t in tangents]
-        with self.state.turns, torch.no_grad(), without_autocast(self.program):
+        with self.state.run_lock, torch.no_grad(), without_autocast(self.program):
             gradients = run([saved, *on_host])
         return [
             None if gradient is None else gradient.to(home).resolve_conj()

@@ -321,8 +321,8 @@ def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
             gc.enable()
         _, small, large = placed.plans
         assert small.makespan < large.makespan
-        forms = placed._graphplan.by_sizes.values()
-        assert [[known.index for known in each] for each in forms] == [[0], [1], [2], [1]]
+        routes = placed._graphplan.routes_by_size.values()
+        assert [[route.index for route in known] for known in routes] == [[0], [1], [2], [1]]
 
 
 def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
@@ -345,7 +345,7 @@ def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_programs_are_bounded(streams: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(dispatch, "_MOST", 3)
+    monkeypatch.setattr(dispatch, "_MAX_PROGRAMS", 3)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
     options = {"pin": {f"{i}.weight": "cpu" for i in range(4)}, "cpu_compute": False} if streams else {}
     with torch.no_grad(), graphplan.simulate({0: 16384, "cpu": 1 << 20}) as machine:
