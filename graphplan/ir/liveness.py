@@ -272,7 +272,7 @@ class _Sweep:
         return Memory(peaks, {key: tuple(live[n].astype(int).tolist()) for key, n in number_of.items()})
 
     def _step_bytes(self) -> dict[DeviceKey, int]:
-        """Return device -> bytes that the optimizer needs besides its state to update the parameters there."""
+        """Return device -> bytes that the optimizer needs besides its state to update parameters there."""
         most: dict[DeviceKey, int] = defaultdict(int)
         together: dict[DeviceKey, int] = defaultdict(int)
         for weight in self.graph.weights_with_step_memory:
