@@ -20,7 +20,7 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import on_one_device, reside
+from graphplan.passes.placement.residence import assign_weights, on_one_device
 
 
 def baselines(problem: Problem) -> list[Baseline]:
@@ -45,7 +45,7 @@ def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
     for name in problem.graph.weights:
         readers = problem.graph.consumers.get(name, ())
         operations.update(dict.fromkeys(readers, operations[readers[0]]))
-    return reside(problem, operations)
+    return assign_weights(problem, operations)
 
 
 def peak_activation(problem: Problem) -> int:
@@ -78,7 +78,7 @@ def sequential_fill(problem: Problem) -> Assignment:
             order, held = order[1:], {}
         held |= read
         operations[operation.name] = order[0].key
-    return reside(problem, operations)
+    return assign_weights(problem, operations)
 
 
 # -- a module tree, for planners that place modules ------------------------------------------------

@@ -32,7 +32,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 
 # bytes of the weights, ties once, as worked out from the configurations by hand
 WIDE, INNER, KEYS = 4096, 14336, 1024
@@ -180,7 +180,7 @@ def test_sequential_fill_takes_devices_in_order_and_never_goes_back() -> None:
 def test_activations_are_what_one_card_needs_beside_weights() -> None:
     problem = small([1.0])
     everywhere = dict.fromkeys(problem.graph.operations, 0)
-    alone = evaluate(problem, reside(problem, everywhere)).peak(0)
+    alone = evaluate(problem, assign_weights(problem, everywhere)).peak(0)
     assert peak_activation(problem) == alone.nbytes - alone.weights == 2 * KIB
 
 
@@ -261,14 +261,14 @@ def test_packing_agrees_with_every_subset() -> None:
 
 def test_offloaded_weights_are_read_and_live_on_no_accelerator(instances: dict[str, Instance]) -> None:
     problem = instances["segformer-cpu"].problem
-    on_card = reside(problem, dict.fromkeys(problem.graph.operations, 0))
+    on_card = assign_weights(problem, dict.fromkeys(problem.graph.operations, 0))
     assert offloaded_weights(problem, on_card) == 0
     # the evaluator's figure has one segment of the allocator more, not one for each weight of 1 to 10 MiB
     kept = sizes_of(problem.graph)
     assert sum((1 << 20) < weight.nbytes < (10 << 20) for weight in problem.graph.weights.values()) > 10
     counted = evaluate(problem, on_card).peak(problem.topology.devices[0].key).weights
     assert counted - (2 << 20) <= sum(items(problem.graph, kept)) == sum(kept.values()) <= counted
-    off = reside(problem, dict.fromkeys(problem.graph.operations, CPU))
+    off = assign_weights(problem, dict.fromkeys(problem.graph.operations, CPU))
     assert offloaded_weights(problem, off) == problem.graph.weight_bytes
 
 

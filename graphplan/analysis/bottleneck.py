@@ -127,20 +127,20 @@ class _Search:
         plan = self.plan
         self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
-        self.near = [one.schedule.assignment for one in plan.calls]
+        self.warm_starts = [one.schedule.assignment for one in plan.calls]
         self.share = 1.0
 
     def _place(
-        self, topology: Topology, share: float | None = None, near: Sequence[Assignment] | None = None
+        self, topology: Topology, share: float | None = None, warm_starts: Sequence[Assignment] | None = None
     ) -> _Placements | None:
         """Return the placements found for these devices; None if the incomplete search finds none."""
-        calls, start = [call.on(topology) for call in self.calls], near or self.near
+        calls, start = [call.on(topology) for call in self.calls], warm_starts or self.warm_starts
         limits = Limits(effort=share or self.share, proves=False)
         try:
             if len(calls) == 1:
-                solutions = [place(calls[0].with_homes({}), limits, near=start[0])]
+                solutions = [place(calls[0].with_homes({}), limits, warm_start=start[0])]
             else:
-                solutions = list(place_jointly(calls, limits, near=start))
+                solutions = list(place_jointly(calls, limits, warm_starts=start))
         except InfeasibleError:
             return None
         placed = tuple(solution.evaluation for solution in solutions)
@@ -221,16 +221,16 @@ class _Search:
     def _narrowed(self, spec: DeviceSpec, answer: Growth, precision: float) -> dict[int, float]:
         """Bisect for the fewest bytes with the answer's time; return bytes added -> seconds."""
         trials = dict(answer.trials)
-        low, high, near = 0, answer.increase, self.near
+        low, high, warm_starts = 0, answer.increase, self.warm_starts
         while high - low > max(ALIGNMENT, precision * high):
             middle = (low + high) // 2
-            placed = self._place(self._grown(spec, middle), _ANSWER * _PRECISION, near)
+            placed = self._place(self._grown(spec, middle), _ANSWER * _PRECISION, warm_starts)
             if placed is None or placed.seconds > answer.makespan + _SAME * self.now:
                 trials[middle] = self.now if placed is None else min(placed.seconds, self.now)
                 low = middle
                 continue
             high = min(middle, max(self._excess(spec, placed), low + 1))
-            near = [one.schedule.assignment for one in placed.calls]
+            warm_starts = [one.schedule.assignment for one in placed.calls]
             trials[high] = placed.seconds
         return trials
 

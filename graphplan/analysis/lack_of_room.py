@@ -10,7 +10,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import on_one_device, reside
+from graphplan.passes.placement.residence import assign_weights, on_one_device
 
 _SLOW = 5.0  # ratio to the time with room: some operations on the CPU take a few times as long
 
@@ -47,4 +47,4 @@ def _simple_placements(problem: Problem) -> Iterator[Assignment]:
     for name, operation in graph.operations.items():
         homes = (problem.fixed_weights.get(value) for value in operation.inputs)
         current = devices[name] = next((key for key in homes if key in keys), current)
-    yield reside(problem, problem.obey(devices))
+    yield assign_weights(problem, problem.on_allowed_devices(devices))

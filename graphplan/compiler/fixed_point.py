@@ -40,24 +40,24 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
     calls = [formulation.call(member, captures) for member in members]
     if formulation.committed.homes is None or len(calls) > 1:
         _check_named(formulation.options.constraints, calls)
-    near: list[Assignment] | None = None
+    warm_starts: list[Assignment] | None = None
     bounds: list[Bound] = []  # of the graphs before any transfer, whose operations take least
     for _ in range(_ROUNDS):
-        solutions = known or _place(state, calls, near)
+        solutions = known or _place(state, calls, warm_starts)
         known = None
         bounds = bounds or [solution.bound for solution in solutions]
-        near = [solution.evaluation.schedule.assignment for solution in solutions]
+        warm_starts = [solution.evaluation.schedule.assignment for solution in solutions]
         graphs = [  # with the transfers of these solutions
             formulation.graph(member.annotator, solution.evaluation.schedule, captures)
             for member, solution in zip(members, solutions, strict=True)
         ]
         exact = [_with_graph(call, graph) for call, graph in zip(calls, graphs, strict=True)]
-        again = fit_together([call.with_homes({}) for call in exact], near)
+        again = fit_together([call.with_homes({}) for call in exact], warm_starts)
         if all(evaluation.feasible for evaluation in again):
             return _chosen(members, exact, again, bounds)
         bounded = [upper_bound_graph(old.problem.graph, new) for old, new in zip(calls, graphs, strict=True)]
         calls = [_with_graph(call, graph) for call, graph in zip(calls, bounded, strict=True)]
-    last = [solution.evaluation for solution in _place(state, calls, near)]
+    last = [solution.evaluation for solution in _place(state, calls, warm_starts)]
     return _chosen(members, calls, last, bounds)
 
 
@@ -74,17 +74,17 @@ def _chosen(
 
 
 def _place(
-    state: CompileState, calls: Sequence[Call], near: Sequence[Assignment] | None
+    state: CompileState, calls: Sequence[Call], warm_starts: Sequence[Assignment] | None
 ) -> Sequence[Solution]:
     """Place one call by itself, where weights may stay on disk, or several jointly."""
     formulation = state.formulation
     if len(calls) == 1:
         problem = calls[0].with_homes({})
-        known = near[0] if near else formulation.committed.assignment_for(problem.graph)
-        return [place_or_map(problem, formulation.mappable, state.limits, near=known)]
+        known = warm_starts[0] if warm_starts else formulation.committed.assignment_for(problem.graph)
+        return [place_or_map(problem, formulation.mappable, state.limits, warm_start=known)]
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)
-    return place_jointly(calls, state.limits, near=near)
+    return place_jointly(calls, state.limits, warm_starts=warm_starts)
 
 
 def _with_graph(call: Call, graph: Graph) -> Call:

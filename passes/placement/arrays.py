@@ -25,7 +25,13 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order
 from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
+from graphplan.passes.placement.residence import (
+    assign_weights,
+    fill,
+    place_host_scalars,
+    siblings,
+    unread_weights,
+)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -116,11 +122,11 @@ class Arrays:
     def _list_items(self) -> None:
         graph, outputs = self.graph, set(self.graph.outputs)
         tensors = [value for value in graph.values.values() if value.is_tensor]
-        fixed, beside = self.problem.fixed_weights, siblings(self.problem)
+        fixed, sibling_of = self.problem.fixed_weights, siblings(self.problem)
         weights = [
             w
             for w in graph.weights.values()
-            if graph.readers.get(w.name) or w.name in outputs or w.name in fixed or w.name in beside
+            if graph.readers.get(w.name) or w.name in outputs or w.name in fixed or w.name in sibling_of
         ]
         cpu = self.problem.topology.cpu
         self.unread = unread_weights(self.problem)
@@ -143,8 +149,8 @@ class Arrays:
                 self.fixed[v] = self.number[home]
             elif readers:
                 self.source[v] = self.index[readers[0]]
-            elif weight.name in beside:
-                first = beside[weight.name]
+            elif weight.name in sibling_of:
+                first = sibling_of[weight.name]
                 if first in fixed:
                     self.fixed[v] = self.number[fixed[first]]
                 else:
@@ -268,7 +274,7 @@ class Arrays:
 
     @cached_property
     def working_sets(self) -> Floats:
-        """(devices that compute, macro-operations) least bytes of the neediest operation, beside all weights.
+        """(devices that compute, macro-operations) least bytes of the neediest operation, weights excluded.
 
         They are inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
         """
@@ -469,7 +475,7 @@ class Arrays:
 
     @cached_property
     def _optimizer_bytes(self) -> Floats:
-        """(2, devices that compute, weights) bytes that the optimizer takes beside its state.
+        """(2, devices that compute, weights) bytes that the optimizer takes in addition to its state.
 
         Row 0: where it updates weights one by one. Row 1: each weight's share where it updates all at once.
         """
@@ -607,7 +613,7 @@ class Arrays:
             for members, d in zip(self.units, units.tolist(), strict=True)
             for i in members
         }
-        keys = self.problem.obey(follow(self.graph, placed))
+        keys = self.problem.on_allowed_devices(place_host_scalars(self.graph, placed))
         return np.array([self.number[keys[operation.name]] for operation in self.operations], dtype=np.int64)
 
     def named(self, devices: Ints) -> dict[str, DeviceKey]:
@@ -623,7 +629,7 @@ class Arrays:
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0))
             homes |= {self.names[v]: self.keys[chosen[v]] for v in decided if v >= self.values}
-        return reside(self.problem, self.named(devices), homes=homes)
+        return assign_weights(self.problem, self.named(devices), homes=homes)
 
     def devices(self, assignment: Assignment) -> Ints:
         """(operations,) devices of an assignment."""

@@ -40,7 +40,7 @@ def place_or_map(
     mappable: Set[str] | None = None,
     limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
-    near: Assignment | None = None,
+    warm_start: Assignment | None = None,
 ) -> Solution:
     """Place a graph, with weights on disk if it does not fit otherwise.
 
@@ -49,13 +49,13 @@ def place_or_map(
         mappable: the parameters that can stay on disk: those that a checkpoint stores in the model's dtype.
             None, for no checkpoint yet, means all.
         limits: as in :func:`graphplan.passes.placement.driver.place`.
-        near: as in :func:`place`; ignored with a disk.
+        warm_start: as in :func:`place`; ignored with a disk.
 
     Raises:
         InfeasibleError: no placement was found; it names sufficient budgets if they were found.
     """
     if DISK not in problem.topology:
-        return place(problem, limits, near=near)
+        return place(problem, limits, warm_start=warm_start)
     return _DiskPlacement(problem, mappable, limits).run()
 
 

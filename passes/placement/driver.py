@@ -41,19 +41,19 @@ def place(
     problem: Problem,
     limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
-    near: Assignment | None = None,
+    warm_start: Assignment | None = None,
 ) -> Solution:
     """Place a graph.
 
     Args:
         problem: the graph, the devices and the rules.
         limits: when to stop; the best placement by then is returned, with a valid bound.
-        near: another placement to start from, for instance from a plan for other budgets.
+        warm_start: another placement to start from, for instance from a plan for other budgets.
 
     Raises:
         InfeasibleError: no placement was found; it names sufficient budgets.
     """
-    solution = attempt(problem, limits, near)
+    solution = attempt(problem, limits, warm_start)
     if solution is not None:
         return _search_further(solution, problem, limits)
     # the search proves nothing: a placement for larger budgets may fit the given ones
@@ -73,8 +73,8 @@ def _search_further(solution: Solution, problem: Problem, limits: Limits) -> Sol
     """
     timed = limits.deadline is not None
     restricted = bool(problem.prefetch_limits) or problem.balance
-    least = PARAMS.sufficient_gap if timed else PARAMS.large_gap
-    if solution.gap <= least or restricted or limits.over or not limits.proves:
+    tolerated = PARAMS.sufficient_gap if timed else PARAMS.large_gap
+    if solution.gap <= tolerated or restricted or limits.over or not limits.proves:
         return solution
     more = replace(limits, effort=math.inf if timed else limits.effort * PARAMS.more_work)
     second = attempt(problem, more, solution.evaluation.assignment)
@@ -111,11 +111,11 @@ def probe(
     visits = PARAMS.visits(len(problem.graph.operations)) / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem):
-        part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
-        search = StreamedSearch(candidate, part) if streaming else ResidentSearch(candidate, part)
-        if not search.begin():
+        sub_effort = replace(effort, visits=max(0.0, min(visits, effort.visits)))
+        search = StreamedSearch(candidate, sub_effort) if streaming else ResidentSearch(candidate, sub_effort)
+        if not search.find_first_placement():
             search.improve()
-        effort.charge(part.done)
+        effort.charge(sub_effort.done)
         evaluation = search.evaluation()
         if evaluation is not None and evaluation.feasible:
             if climbs and streaming:
@@ -158,7 +158,9 @@ def _streams_by_pins(problem: Problem) -> bool:
     """Whether accelerators may read weights in CPU memory because of pins, of the weight or of a reader."""
     graph, cpu = problem.graph, problem.topology.cpu
     keys = problem.topology.accelerator_keys
-    for name in graph.streamable if cpu is not None else ():
+    if cpu is None:
+        return False
+    for name in graph.streamable:
         on_accelerators = [bool(problem.allowed.get(r, keys) & keys) for r in graph.readers.get(name, ())]
         home = problem.fixed_weights.get(name)
         if any(on_accelerators) and (home == cpu or (home is None and not all(on_accelerators))):
@@ -181,12 +183,14 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     graph, total = problem.graph, 0
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
-        if readers and weight.name not in problem.fixed_weights:
-            total += weight.held_bytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
+        if not readers or weight.name in problem.fixed_weights:
+            continue
+        if all(problem.allowed[reader] <= keys for reader in readers):
+            total += weight.held_bytes
     return total
 
 
-def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+def attempt(problem: Problem, limits: Limits, warm_start: Assignment | None) -> Solution | None:
     """Return the solution as :func:`place`, without further search; None if nothing is found."""
     if (trivial := _without_operations(problem)) is not None:
         return trivial if trivial.evaluation.feasible else None
@@ -194,9 +198,9 @@ def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
         if streaming:
             if candidate.balance:
                 warn(_NOT_EVEN)
-            solution = _place_streamed(candidate, problem, limits, near)
+            solution = _place_streamed(candidate, problem, limits, warm_start)
         else:
-            solution = _place_resident(candidate, problem, limits, near)
+            solution = _place_resident(candidate, problem, limits, warm_start)
         if solution is not None:
             return solution
     return None
@@ -210,8 +214,8 @@ def _on_faster_accelerators(
     It is not tried where the weights serve other forward passes: the tokens after a prompt would stream them
     too. Nor in training: the CPU would update them.
     """
-    least = PARAMS.sufficient_gap * resident.seconds
-    if search.beyond_fastest <= least or not _may_stream_anyway(problem):
+    negligible = PARAMS.sufficient_gap * resident.seconds
+    if search.beyond_fastest <= negligible or not _may_stream_anyway(problem):
         return None
     candidate = replace(problem, allowed=search.problem.allowed)
     streamed = _place_streamed(candidate, problem, limits, resident.assignment)
@@ -229,7 +233,7 @@ def _may_stream_anyway(problem: Problem) -> bool:
 
 
 def _place_resident(
-    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
+    candidate: Problem, problem: Problem, limits: Limits, warm_start: Assignment | None
 ) -> Solution | None:
     """Place without streaming: segments and local search, then label setting and bounds, then head-room."""
     if candidate.balance and len(candidate.topology.accelerators) > 1:
@@ -240,13 +244,13 @@ def _place_resident(
     streams_after = limits.seconds_left is not None and _may_stream_anyway(problem)
     effort = (limits.until(0.5) if streams_after else limits).work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
-    if not _begin(search, near):
+    if not _find_first_placement(search, warm_start):
         return None
     if limits.proves:
         small = len(search.proving.units) * search.proving.computing <= PARAMS.milp_variables
         if small and not effort.late:
-            with effort.share(0.3) as part:
-                proven = bound_by_classes(search.proving, search.seconds, part, streaming=False)
+            with effort.fraction(0.3) as sub_effort:
+                proven = bound_by_classes(search.proving, search.seconds, sub_effort, streaming=False)
             search.bound = search.bound.raised(proven, BY_CLASSES)
         search.improve()
     search.balance()
@@ -257,25 +261,25 @@ def _place_resident(
     return streamed or _certified(evaluation, search.bound, candidate, problem)
 
 
-def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
+def _find_first_placement(search: ResidentSearch | StreamedSearch, warm_start: Assignment | None) -> bool:
     """Find a first placement in half of the time, since the budgets of an error need the rest.
 
     A small effort is raised to the default if nothing is found: an error costs the caller more than time.
     """
-    whole, deadline = search.effort, search.effort.until(0.5)
+    effort, deadline = search.effort, search.effort.until(0.5)
     default = PARAMS.visits(len(search.problem.graph.operations))
 
     def found(step: Callable[[], object], visits: float) -> bool:
         search.effort = Effort(visits, deadline)
         step()
-        whole.charge(search.effort.done)
+        effort.charge(search.effort.done)
         return bool(np.isfinite(search.seconds))
 
-    begin = partial(search.begin, near)
-    fits = found(begin, whole.visits)
-    fits = fits or (whole.total < default and found(begin, default))
-    fits = fits or found(search.improve, max(whole.visits, default) / 2)
-    search.effort = whole
+    find_first = partial(search.find_first_placement, warm_start)
+    fits = found(find_first, effort.visits)
+    fits = fits or (effort.total < default and found(find_first, default))
+    fits = fits or found(search.improve, max(effort.visits, default) / 2)
+    search.effort = effort
     return fits
 
 
@@ -283,7 +287,7 @@ def _place_evenly(candidate: Problem, problem: Problem, limits: Limits) -> Solut
     """Place segments with the shortest longest one; the bound is of the fastest placement."""
     effort = limits.work(len(candidate.graph.operations))
     search = ResidentSearch(candidate, effort)
-    evaluation = search.evaluation() if search.begin() else None
+    evaluation = search.evaluation() if search.find_first_placement() else None
     if evaluation is None or not evaluation.feasible:
         return None
     search.relax()
@@ -351,36 +355,37 @@ def _certified(evaluation: Evaluation, bound: Bound, candidate: Problem, problem
 
 
 def _place_streamed(
-    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
+    candidate: Problem, problem: Problem, limits: Limits, warm_start: Assignment | None
 ) -> Solution | None:
-    """Place with streaming: accelerators in turn, segments, bounds, beam searches, local search."""
+    """Place with streaming: round robin, segments, bounds, beam searches, local search."""
     effort = limits.work(len(candidate.graph.operations), PARAMS.streaming_effort)
     search = StreamedSearch(candidate, effort)
-    turns = _in_turns(search)
-    begun = _begin(search, near) if turns is None else search.begin(near)
-    if turns is None and not begun:
+    round_robin = _place_round_robin(search)
+    if round_robin is not None:
+        search.find_first_placement(warm_start)
+    elif not _find_first_placement(search, warm_start):
         return None
     if limits.proves:
         unfolded = Arrays(candidate) if search.arrays.folded else search.arrays
-        known = min(search.seconds, np.inf if turns is None else turns.seconds)
-        search.bound = prove_streamed(unfolded, known, effort)
+        incumbent_seconds = min(search.seconds, np.inf if round_robin is None else round_robin.seconds)
+        search.bound = prove_streamed(unfolded, incumbent_seconds, effort)
     if not search.proven:
         search.improve()
-    if turns is not None:  # only now: beams are steered by the seconds of their own best placement
-        search.offer(turns)
+    if round_robin is not None:  # only now: beams are steered by the seconds of their own best placement
+        search.offer(round_robin)
     assert search.best is not None
     if not search.proven:
         search.best = climb_streamed(search.arrays, search.best, effort, search.bound.seconds)
     return _certified(search.best, search.bound, candidate, problem)
 
 
-def _in_turns(search: StreamedSearch) -> Evaluation | None:
-    """Return the best placement in which accelerators compute in turn; the search itself has none yet."""
+def _place_round_robin(search: StreamedSearch) -> Evaluation | None:
+    """Return the best round-robin placement of the accelerators; the search itself has none yet."""
     problem, effort = search.problem, search.effort
     if problem.fixed_weights.keys() >= set(problem.graph.streamable):
         return None  # an earlier plan has placed the weights, and operations follow them
-    with effort.share(PARAMS.turns_share) as part:
-        turns = copy(search)
-        turns.effort = part
-        turns.take_turns()
-    return turns.best
+    with effort.fraction(PARAMS.round_robin_share) as sub_effort:
+        trial = copy(search)
+        trial.effort = sub_effort
+        trial.try_round_robin()
+    return trial.best

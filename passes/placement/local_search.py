@@ -124,8 +124,8 @@ class LocalSearch:
         variables = len(arrays.units) + len(arrays.shared)
         patience = left = PARAMS.retries * variables * arrays.computing
         homes = np.flatnonzero(arrays.accelerates).tolist() or range(arrays.computing)
-        over, least = self.excess, seconds(self.devices, self.chosen)
-        while (over or least) and left and arrays.computing > 1 and not self.effort.over:
+        over, best = self.excess, seconds(self.devices, self.chosen)
+        while (over or best) and left and arrays.computing > 1 and not self.effort.over:
             left -= 1
             devices, chosen = self.devices, self.chosen.copy()
             if draw.randrange(variables) < len(arrays.shared):
@@ -133,16 +133,16 @@ class LocalSearch:
             else:
                 devices = self._shift_or_swap(draw)
             self.effort.charge(float(10 * arrays.count))
-            now = seconds(devices, chosen)
-            if now > least and not over:
+            trial = seconds(devices, chosen)
+            if trial > best and not over:
                 continue
             peaks = arrays.peaks(devices, chosen)
-            if (self._over(peaks), now) > (over, least):
+            if (self._over(peaks), trial) > (over, best):
                 continue
-            if (self._over(peaks), now) < (over, least * (1 - ROUNDING)):
+            if (self._over(peaks), trial) < (over, best * (1 - ROUNDING)):
                 left = patience
             self.devices, self.chosen, self.peaks = devices, chosen, peaks
-            over, least = self._over(peaks), now
+            over, best = self._over(peaks), trial
         self._reset()
 
     def _shift_or_swap(self, draw: random.Random) -> Ints:
@@ -160,15 +160,15 @@ class LocalSearch:
         return devices
 
     def _draw_run(self, draw: random.Random, among: Bools, lengths: int) -> Bools:
-        """(operations,) mask of a run of one of ``lengths`` (1, 2, 4, ...), some of it ``among``."""
+        """(operations,) mask of a run of one of ``lengths`` (1, 2, 4, ...), partly in ``among``."""
         unit, count = self.arrays.unit_of, len(self.arrays.units)
         heads = np.unique(unit[(unit >= 0) & among])
         length = 1 << draw.randrange(lengths)
         first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
 
-    def balance(self, most: float) -> None:
-        """Apply moves that free memory on the fullest accelerator, while seconds are at most ``most``.
+    def balance(self, max_seconds: float) -> None:
+        """Apply moves that free memory on the fullest accelerator, while seconds are at most ``max_seconds``.
 
         A gain of less than ``negligible`` of the budget is not worth separating operations.
         """
@@ -177,11 +177,11 @@ class LocalSearch:
             improved = False
             full = np.zeros(self.arrays.computing, dtype=bool)
             full[_used(self.arrays, self.peaks).argmax()] = True
-            moves = sorted(self._moves(off=full), key=lambda m: -m.length)
+            moves = sorted(self._moves(sources=full), key=lambda m: -m.length)
             for move in moves:
                 if full[move.device] or self.effort.over:
                     continue
-                if self._try(move, self._adds_head_room, most - self.seconds):
+                if self._try(move, self._adds_head_room, max_seconds - self.seconds):
                     improved = True
                     break
 
@@ -189,24 +189,27 @@ class LocalSearch:
         return bool((peaks <= self.arrays.room).all())
 
     def _adds_head_room(self, peaks: Floats) -> bool:
-        least = PARAMS.negligible
-        return self._fits(peaks) and float(_used(self.arrays, peaks).max()) <= self.fullness - least
+        limit = self.fullness - PARAMS.negligible
+        return self._fits(peaks) and float(_used(self.arrays, peaks).max()) <= limit
 
     # -- moves ---------------------------------------------------------------------------------------
 
-    def _moves(self, off: Bools | None = None) -> Iterator[_Move]:
-        """Yield moves of 1, 2, 4, ... operations, long ones to a neighbour's device, with compute seconds."""
+    def _moves(self, sources: Bools | None = None) -> Iterator[_Move]:
+        """Yield moves of 1, 2, 4, ... operations, long ones to a neighbour's device, with compute seconds.
+
+        ``sources`` is a (devices,) mask of the devices on which a move must start or end.
+        """
         arrays, count = self.arrays, self.arrays.count
-        own = arrays.compute[self.devices, np.arange(count)]
+        current = arrays.compute[self.devices, np.arange(count)]
         with np.errstate(invalid="ignore"):
-            change = np.where(np.isfinite(arrays.compute), arrays.compute - own, np.inf)
-        barred = _summed_before(np.isinf(change))
+            change = np.where(np.isfinite(arrays.compute), arrays.compute - current, np.inf)
+        forbidden = _summed_before(np.isinf(change))
         total = _summed_before(np.where(np.isinf(change), 0.0, change))
-        saved = _summed_before(self._copies_at())
+        saved = _summed_before(self._copy_seconds_by_operation())
         free_bytes = arrays.room - arrays.resident(np.array(self.home))
         elsewhere = self.devices != np.arange(arrays.computing)[:, None]
         added = _summed_before(np.where(elsewhere, self.own_bytes, 0.0))
-        around = np.concatenate([[-1], self.devices, [-1]])
+        padded = np.concatenate([[-1], self.devices, [-1]])
         length = 1
         while length <= count:
             starts = np.arange(count - length + 1)
@@ -216,20 +219,21 @@ class LocalSearch:
             first, last = self.devices[starts], self.devices[ends - 1]
             for device in range(arrays.computing):
                 seconds = total[device, ends] - total[device, starts]
-                fine = barred[device, ends] == barred[device, starts]
-                fine &= added[device, ends] - added[device, starts] <= free_bytes[device]
-                joins = (around[starts] == device) | (around[ends + 1] == device) | (length <= 2)
-                if off is None:  # a move saves at most the copies of what it touches
-                    fine &= (seconds < saved[ends] - saved[starts]) & ((first != device) | (last != device))
-                    fine &= joins
+                allowed = forbidden[device, ends] == forbidden[device, starts]
+                allowed &= added[device, ends] - added[device, starts] <= free_bytes[device]
+                joins = (padded[starts] == device) | (padded[ends + 1] == device) | (length <= 2)
+                if sources is None:  # a move saves at most the copies that its operations read and make
+                    allowed &= seconds < saved[ends] - saved[starts]
+                    allowed &= (first != device) | (last != device)
+                    allowed &= joins
                 else:
-                    fine &= (off[first] | off[last]) & (joins | (starts % length == 0))
-                for index in np.flatnonzero(fine).tolist():
+                    allowed &= (sources[first] | sources[last]) & (joins | (starts % length == 0))
+                for index in np.flatnonzero(allowed).tolist():
                     yield _Move(float(seconds[index]), int(starts[index]), length, device)
             length *= 2
 
-    def _copies_at(self) -> Floats:
-        """(operations,) seconds of the copies of what each reads and makes."""
+    def _copy_seconds_by_operation(self) -> Floats:
+        """(operations,) seconds of the copies of the tensors and weights that each reads and makes."""
         arrays = self.arrays
         where, home = np.append(self.devices, arrays.host), np.array(self.home)
         target, source = where[arrays.reader], home[arrays.item]
@@ -242,27 +246,27 @@ class LocalSearch:
         total += np.bincount(made[made >= 0], seconds[made >= 0], arrays.count)
         return np.asarray(total)
 
-    def _run(self, move: _Move) -> list[int]:
+    def _operations_to_move(self, move: _Move) -> list[int]:
         """Return the operations of a move's macro-operations that are not on its device yet."""
         units = dict.fromkeys(self.unit[move.start : move.start + move.length])
         return [
             i for unit in units if unit >= 0 for i in self.arrays.units[unit] if self.where[i] != move.device
         ]
 
-    def _delta(self, run: list[int], device: int) -> float:
+    def _added_seconds(self, operations: list[int], device: int) -> float:
         """Return the seconds that moving these operations adds."""
         compute, where = self.arrays.compute, self.where
         changed: dict[int, list[int]] = {}
         homes: dict[int, int] = {}
-        delta = 0.0
-        for i in run:
-            here = where[i]
-            delta += compute[device, i] - compute[here, i]
+        added = 0.0
+        for i in operations:
+            current = where[i]
+            added += compute[device, i] - compute[current, i]
             for item in self.reads[i]:
                 counts = changed.get(item)
                 if counts is None:
                     counts = changed[item] = self.readers[item].copy()
-                counts[here] -= 1
+                counts[current] -= 1
                 counts[device] += 1
             for item in self.makes[i]:
                 if self.chosen[item] < 0:
@@ -274,26 +278,26 @@ class LocalSearch:
                         counts[device] += 1
         for item, counts in changed.items():
             home = self.home[item]
-            delta += self._copies(item, homes.get(item, home), counts)
-            delta -= self._copies(item, home, self.readers[item])
+            added += self._copy_seconds(item, homes.get(item, home), counts)
+            added -= self._copy_seconds(item, home, self.readers[item])
         self.effort.charge(50.0 * len(changed))
-        return float(delta)
+        return float(added)
 
-    def _copies(self, item: int, home: int, counts: list[int]) -> float:
+    def _copy_seconds(self, item: int, home: int, counts: list[int]) -> float:
         latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
         return math.fsum(
             latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
         )
 
-    def _try(self, move: _Move, accepts: Callable[[Floats], bool], most: float) -> bool:
-        """Apply a move and return True if it adds less than ``most`` seconds and its peaks are accepted."""
-        run = self._run(move)
-        if not run or not np.isfinite(self.arrays.compute[move.device, run]).all():
+    def _try(self, move: _Move, accepts: Callable[[Floats], bool], max_added_seconds: float) -> bool:
+        """Apply a move if it adds fewer seconds and its peaks are accepted; return whether it is applied."""
+        operations = self._operations_to_move(move)
+        if not operations or not np.isfinite(self.arrays.compute[move.device, operations]).all():
             return False
-        if self._delta(run, move.device) >= most:
+        if self._added_seconds(operations, move.device) >= max_added_seconds:
             return False
         trial = self.devices.copy()
-        trial[run] = move.device
+        trial[operations] = move.device
         self.effort.charge(float(10 * self.arrays.count))
         if not accepts(self.arrays.peaks(trial, self.chosen)):
             return False

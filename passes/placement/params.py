@@ -30,7 +30,7 @@ class SearchParams:
         completions: completed labels of a search whose exact seconds and peaks are computed.
         retries: repetitions of a search with larger margins, where exact peaks exceed a budget.
         local_share: share of the remaining work for one run of the local search.
-        turns_share: share of all work for placements in which accelerators compute in turn.
+        round_robin_share: share of all work for placements in which accelerators compute in turn.
         exchange_effort: work of exchanges after the label searches, as a multiple of the whole search's.
         restarts: climbs in a row without a gain, after which the local search with streaming ends, at the
             default effort; in proportion to a larger effort.
@@ -72,7 +72,7 @@ class SearchParams:
     completions: int = 20
     retries: int = 3
     local_share: float = 0.5
-    turns_share: float = 0.25
+    round_robin_share: float = 0.25
     exchange_effort: float = 0.4
     restarts: int = 15
     sufficient_gap: float = 1e-3
@@ -145,17 +145,17 @@ class Effort:
         """Subtract visits that were made."""
         self.visits -= visits
 
-    def until(self, part: float) -> float | None:
+    def until(self, share: float) -> float | None:
         """Return the deadline of this share of the remaining time; None without a deadline."""
         left = self.seconds_left
-        return None if left is None else time.monotonic() + max(0.0, left) * part
+        return None if left is None else time.monotonic() + max(0.0, left) * share
 
     @contextmanager
-    def share(self, part: float) -> Iterator[Effort]:
-        """Context manager that yields a share of the remaining effort and charges what was used of it."""
-        shared = replace(self, visits=max(0.0, self.visits) * part, deadline=self.until(part))
-        yield shared
-        self.charge(shared.done)
+    def fraction(self, share: float) -> Iterator[Effort]:
+        """Context manager that yields a share of the remaining effort and charges what is used of it."""
+        sub_effort = replace(self, visits=max(0.0, self.visits) * share, deadline=self.until(share))
+        yield sub_effort
+        self.charge(sub_effort.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +206,5 @@ class Limits:
     def work(self, operations: int, times: float = 1.0) -> Effort:
         """Return ``times`` the work for this many operations, or what can be done in the remaining time."""
         left = self.seconds_left
-        most = math.inf if left is None else PARAMS.visits_per_second * left
-        return Effort(min(PARAMS.visits(operations) * self.effort * times, most), self.deadline)
+        limit = math.inf if left is None else PARAMS.visits_per_second * left
+        return Effort(min(PARAMS.visits(operations) * self.effort * times, limit), self.deadline)

@@ -29,7 +29,7 @@ class Problem:
             accelerators do not hold the model.
         balance: minimise the longest stage instead of the sum.
         prefetch_bytes: device -> bytes of the prefetch buffer that plans of other passes have allocated.
-        prefetch_limits: device -> most bytes of its prefetch buffer beside the plans of other passes.
+        prefetch_limits: device -> most bytes of its prefetch buffer, in view of the plans of other passes.
         further_calls: whether other forward passes use the same weights.
         streaming: False where autograd keeps weights after the pass: they are then copied one by one.
     """
@@ -72,10 +72,10 @@ class Problem:
         allowed = {name: self.allowed.get(name, keys) for name in self.graph.operations}
         return replace(self, allowed={name: (rule & keys) or rule for name, rule in allowed.items()})
 
-    def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-        """Return the devices, with each operation that may not run on its own on the first that it may."""
-        obeyed = dict(operations)
+    def on_allowed_devices(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+        """Return the devices, with operations that may not run on theirs moved to the first allowed one."""
+        moved = dict(operations)
         for name, allowed in self.allowed.items():
-            if name in obeyed and obeyed[name] not in allowed:
-                obeyed[name] = next(key for key in self.topology.keys if key in allowed)
-        return obeyed
+            if name in moved and moved[name] not in allowed:
+                moved[name] = next(key for key in self.topology.keys if key in allowed)
+        return moved

@@ -12,36 +12,36 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem
 
 
-def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-    """Return a device for every operation: one that makes only host scalars goes with what it reads."""
+def place_host_scalars(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+    """Return a device for every operation: one that makes only host scalars runs where its inputs are."""
     device_of = {value: key for name, key in placed.items() for value in graph.operations[name].outputs}
-    anywhere = next(iter(placed.values()))
+    default = next(iter(placed.values()))
     devices: dict[str, DeviceKey] = {}
     for name, operation in graph.operations.items():
         key = placed.get(name)
         if key is None:
-            key = next((device_of[value] for value in operation.inputs if value in device_of), anywhere)
+            key = next((device_of[value] for value in operation.inputs if value in device_of), default)
             device_of.update(dict.fromkeys(operation.outputs, key))
         devices[name] = key
     return devices
 
 
-def reside(
+def assign_weights(
     problem: Problem,
     operations: Mapping[str, DeviceKey],
     streamed: Collection[str] = (),
     homes: Mapping[str, DeviceKey] | None = None,
 ) -> Assignment:
-    """Give every weight a home.
+    """Assign every weight to a device, its home.
 
     A weight resides where ``homes`` says, in CPU memory if it is streamed, else where its first reader
     runs. An unread weight resides with its sibling, else on the CPU, else where most room is left.
 
     Args:
-        problem: its ``fixed_weights`` stay where they are.
+        problem: the problem, whose ``fixed_weights`` stay where they are.
         operations: operation -> device.
         streamed: weights to hold in CPU memory though an accelerator reads them.
-        homes: weight -> its device, where that is decided.
+        homes: weight -> its device, for weights whose home is decided.
     """
     graph, topology = problem.graph, problem.topology
     decided = {**(homes or {}), **problem.fixed_weights}
@@ -73,7 +73,7 @@ def reside(
 
 def on_one_device(problem: Problem, key: DeviceKey) -> Assignment:
     """Return the assignment of all operations that may run there to one device, with their weights."""
-    return reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
+    return assign_weights(problem, problem.on_allowed_devices(dict.fromkeys(problem.graph.operations, key)))
 
 
 def siblings(problem: Problem) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Ints
-from graphplan.passes.placement.bounds.label_dp import Completion, search_labels, widest
+from graphplan.passes.placement.bounds.label_dp import Completion, max_width, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation, least_seconds, relax
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -57,21 +57,21 @@ class ResidentSearch:
 
     # -- a first placement ---------------------------------------------------------------------------
 
-    def begin(self, near: Assignment | None = None) -> bool:
+    def find_first_placement(self, warm_start: Assignment | None = None) -> bool:
         """Find a placement within the budgets, by segments and repair; return whether there is one.
 
         A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
-        if not self._begin(near) and self.arrays.folded and not self.effort.over:
+        if not self._find_first_placement(warm_start) and self.arrays.folded and not self.effort.over:
             self.arrays = self.proving
-            self._begin(near)
+            self._find_first_placement(warm_start)
         return self.devices is not None
 
-    def _begin(self, near: Assignment | None) -> bool:
-        if near is not None and near.operations.keys() == self.arrays.graph.operations.keys():
-            devices = self.arrays.devices(near)
+    def _find_first_placement(self, warm_start: Assignment | None) -> bool:
+        if warm_start is not None and warm_start.operations.keys() == self.arrays.graph.operations.keys():
+            devices = self.arrays.devices(warm_start)
             if all((devices[unit] == devices[unit[0]]).all() for unit in self.arrays.units):
-                self._offer(devices, self._homes_of(near))
+                self._offer(devices, self._homes_of(warm_start))
         infeasible = list(self._segments())
         if self.devices is None:
             infeasible += self._segments(minimise_excess=True)
@@ -81,12 +81,12 @@ class ResidentSearch:
             self._repair(infeasible)
         return self.devices is not None
 
-    def _homes_of(self, near: Assignment) -> Ints:
+    def _homes_of(self, warm_start: Assignment) -> Ints:
         """(items,) homes of shared weights that reside with one of their readers, else -1."""
         arrays, chosen = self.arrays, np.full(len(self.arrays.names), -1)
         for item in arrays.shared:
-            home = near.weights.get(arrays.names[item])
-            readers = {near.operations[name] for name in arrays.graph.readers[arrays.names[item]]}
+            home = warm_start.weights.get(arrays.names[item])
+            readers = {warm_start.operations[name] for name in arrays.graph.readers[arrays.names[item]]}
             if home in readers and arrays.problem.topology[home].is_accelerator:
                 chosen[item] = arrays.number[home]
         return chosen
@@ -130,8 +130,8 @@ class ResidentSearch:
         untried = {key: devices for devices in starts if (key := devices.tobytes()) not in self._repaired}
         for key, devices in list(untried.items())[: PARAMS.retries]:
             self._repaired.add(key)
-            with self.effort.share(0.25) as part:
-                search = LocalSearch(self.arrays, devices, part)
+            with self.effort.fraction(0.25) as sub_effort:
+                search = LocalSearch(self.arrays, devices, sub_effort)
                 fits = search.repair()
             if fits and self._offer(search.devices, search.chosen):
                 return
@@ -144,10 +144,10 @@ class ResidentSearch:
         seconds = arrays.seconds(devices, chosen)
         if not np.isfinite(seconds):
             return False
-        key, near = devices.tobytes(), self.seconds * (1 + PARAMS.negligible)
-        if climb and seconds < near and key not in self._climbed:
-            with self.effort.share(PARAMS.local_share) as part:
-                search = LocalSearch(arrays, devices, part, chosen)
+        key, limit = devices.tobytes(), self.seconds * (1 + PARAMS.negligible)
+        if climb and seconds < limit and key not in self._climbed:
+            with self.effort.fraction(PARAMS.local_share) as sub_effort:
+                search = LocalSearch(arrays, devices, sub_effort, chosen)
                 search.climb()
             self._climbed |= {key, search.devices.tobytes()}
             devices, chosen, seconds = search.devices, search.chosen, search.seconds
@@ -168,13 +168,13 @@ class ResidentSearch:
             least = least_seconds(self.arrays)
             self.bound = self.bound.raised(least.seconds, least.proof)
             return []
-        enough = self.seconds * (1 - PARAMS.sufficient_gap / 2)
-        with self.effort.share(0.5) as part:
-            relaxations = relax(self.arrays, enough, part)
+        target_bound = self.seconds * (1 - PARAMS.sufficient_gap / 2)
+        with self.effort.fraction(0.5) as sub_effort:
+            relaxations = relax(self.arrays, target_bound, sub_effort)
         self._proofs = relaxations
         if self.arrays.folded:
-            with self.effort.share(0.3) as part:
-                self._proofs = relax(self.proving, enough, part)
+            with self.effort.fraction(0.3) as sub_effort:
+                self._proofs = relax(self.proving, target_bound, sub_effort)
         self._raise_bound()
         return relaxations
 
@@ -185,8 +185,8 @@ class ResidentSearch:
         relaxations, width = self.relax(), 0
         still_open = relaxations
         while not self.proven and not self.effort.over:
-            enough = self.seconds * (1 - PARAMS.sufficient_gap)
-            still_open = sorted((r for r in still_open if r.bound < enough), key=lambda r: r.bound)
+            target_bound = self.seconds * (1 - PARAMS.sufficient_gap)
+            still_open = sorted((r for r in still_open if r.bound < target_bound), key=lambda r: r.bound)
             width = self._next_width(width, still_open)
             if not width:
                 break
@@ -213,7 +213,7 @@ class ResidentSearch:
                 continue
             if 4.0 * most * frontier.devices * len(frontier.steps) > self.effort.total:
                 break
-            result = search_labels(relaxation, most, self.seconds, self.effort, every=True)
+            result = search_labels(relaxation, most, self.seconds, self.effort, keep_all=True)
             exact = result.exact
             for completion in result.completions:
                 if completion.seconds >= self.seconds:
@@ -233,7 +233,7 @@ class ResidentSearch:
         """Return the width of the next search, within half of the effort; 0 if that gains too little."""
         if not relaxations:
             return 0
-        most = min(widest(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
+        most = min(max_width(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
         least = int(width + 1 if width else PARAMS.first_width / PARAMS.width_growth)
         if most < least:
             return 0 if self.devices is not None else least
@@ -284,8 +284,8 @@ class ResidentSearch:
         """Find more head-room among placements that are slower by at most ``sufficient_gap``."""
         assert self.devices is not None
         most = self.seconds * (1 + PARAMS.sufficient_gap)
-        with self.effort.share(PARAMS.local_share) as part:
-            search = LocalSearch(self.arrays, self.devices, part, self.chosen)
+        with self.effort.fraction(PARAMS.local_share) as sub_effort:
+            search = LocalSearch(self.arrays, self.devices, sub_effort, self.chosen)
             search.balance(most)
         self.devices, self.chosen, self.seconds = search.devices, search.chosen, search.seconds
 

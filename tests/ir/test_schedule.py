@@ -16,7 +16,7 @@ from graphplan.ir.schedule import Assignment, Move, Run, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 from graphplan.passes.schedule.transfers import build_schedule
 
 
@@ -29,7 +29,7 @@ BIG = topology(d0=1 << 20, d1=1 << 20, cpu=1 << 20)
 
 def scheduled(graph: Graph, **devices: object) -> Schedule:
     problem = Problem(graph, BIG, "cpu")
-    assignment = reside(problem, {name: devices[name] for name in graph.operations})  # type: ignore[misc]  # keys
+    assignment = assign_weights(problem, {name: devices[name] for name in graph.operations})  # type: ignore[misc]  # keys
     return build_schedule(graph, BIG, assignment, "cpu")
 
 
@@ -127,15 +127,15 @@ def test_profile_has_one_figure_per_step() -> None:
 
 def test_evaluation_adds_compute_and_moves() -> None:
     problem = Problem(chain(2), BIG, "cpu")
-    one = evaluate(problem, reside(problem, {"v0": 0, "v1": 0}))
-    two = evaluate(problem, reside(problem, {"v0": 0, "v1": 1}))
+    one = evaluate(problem, assign_weights(problem, {"v0": 0, "v1": 0}))
+    two = evaluate(problem, assign_weights(problem, {"v0": 0, "v1": 1}))
     assert two.seconds - one.seconds == pytest.approx(BIG.link(0, 1).seconds(1024))
     assert one.feasible
 
 
 def test_evaluation_tells_the_excess() -> None:
     problem = Problem(chain(2), topology(d0=9 * KIB, cpu=1 << 20), "cpu")
-    found = evaluate(problem, reside(problem, {"v0": 0, "v1": 0}))
+    found = evaluate(problem, assign_weights(problem, {"v0": 0, "v1": 0}))
     assert found.excess == {0: KIB}
 
 

@@ -30,7 +30,7 @@ from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 from graphplan.warnings import silenced, unwarned
 
 DeviceMap = Mapping[str, DeviceKey]
@@ -241,7 +241,7 @@ def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
             makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
             key = operations[makers[0]] if makers else main
         operations[operation.name] = main if key in _AWAY else key
-    homes = dict(reside(problem, operations).weights)
+    homes = dict(assign_weights(problem, operations).weights)
     for weight in graph.weights.values():
         key = entry_of(device_map, weight.name)
         if key is not None and weight.kind != "constant":

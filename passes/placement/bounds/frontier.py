@@ -30,7 +30,7 @@ _WORD = 62  # bits of a state, without the sign
 
 
 @dataclass(slots=True)
-class _Value:
+class CopiedValue:
     """Tensors or weights with one maker and the same readers, which are copied together.
 
     Attributes:
@@ -48,14 +48,15 @@ class _Value:
     last: int = 0
 
     @property
-    def highest(self) -> float:
+    def max_seconds(self) -> float:
+        """The seconds of the slowest copy that is possible."""
         finite = self.seconds[np.isfinite(self.seconds)]
         return float(finite.max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
-    """A value that the variable of a step makes or reads.
+class Access:
+    """A step's access to a value, which its variable makes or reads.
 
     Attributes:
         slot: position of its bits in the state.
@@ -75,12 +76,12 @@ class Step:
 
     Attributes:
         variable: number of the macro-operation; numbers beyond these are shared weights.
-        seconds: (devices,) seconds, infinite where it may not be.
+        seconds: (devices,) seconds, infinite where the variable may not be placed.
         nbytes: bytes of the weights that reside with it.
-        movable: bytes of those of them that may be streamed instead.
+        movable: those of these bytes that may be streamed instead.
         copied: bytes of a copy of the movable weights.
         needs: (devices,) bytes of activations and workspace while it runs.
-        touches: values that it makes or reads.
+        accesses: values that it makes or reads.
         closed: slots of values that no later step reads.
         open: slots of values that are live after it, the cheapest first.
     """
@@ -91,17 +92,17 @@ class Step:
     movable: float
     copied: float
     needs: Floats
-    touches: list[Touch] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
     closed: tuple[int, ...] = ()
     open: tuple[int, ...] = ()
 
     @property
     def signature(self) -> Hashable:
         """A key that is equal for steps with the same transitions from equal states."""
-        touches = tuple(
-            (t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches
+        accesses = tuple(
+            (a.slot, a.makes, None if a.seconds is None else a.seconds.tobytes()) for a in self.accesses
         )
-        return self.seconds.tobytes(), touches, self.closed, self.open
+        return self.seconds.tobytes(), accesses, self.closed, self.open
 
 
 class Frontier:
@@ -140,9 +141,9 @@ class Frontier:
         self.needs_home = any(self._depends_on_source(value) for value in self.values)
         self.width = self.devices * (2 if self.needs_home else 1)
         self.classes = device_classes(arrays)
-        self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
+        self.use_order = [(b, a) for members in self.classes for a, b in pairwise(members)]
         if self.devices > _WORD:  # no bits for the devices in use
-            self.before = []
+            self.use_order = []
 
     # -- reading the problem -------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class Frontier:
         readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
         return not np.isfinite(self.arrays.compute[self.accelerators][:, readers]).any(axis=0).all()
 
-    def _read_values(self) -> list[_Value]:
+    def _read_values(self) -> list[CopiedValue]:
         """Return the values between steps; copies that depend on one step alone are added to its clock."""
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
@@ -188,9 +189,8 @@ class Frontier:
                     self.clock[:, readers[0]] += seconds[0, :count]
                     continue
             key = maker, readers
-            before = summed.get(key)
-            summed[key] = seconds[:count, :count] + (0.0 if before is None else before)
-        return [_Value(*key, seconds) for key, seconds in summed.items() if seconds.any()]
+            summed[key] = seconds[:count, :count] + summed.get(key, 0.0)
+        return [CopiedValue(*key, seconds) for key, seconds in summed.items() if seconds.any()]
 
     def _maker(self, item: int) -> int | None:
         """Return the variable that makes an item; -1 for a fixed source, None for its reader's own weight."""
@@ -225,15 +225,15 @@ class Frontier:
                 seconds[self.cpu, self.accelerators] = np.inf
         return seconds
 
-    def _depends_on_source(self, value: _Value) -> bool:
+    def _depends_on_source(self, value: CopiedValue) -> bool:
         """Whether a copy to some device costs more from one device than from another."""
         if value.maker < 0:
             return False
         makers = np.array(self._makers(value))
-        seconds, own = value.seconds[makers, : self.devices], makers[:, None] == np.arange(self.devices)
-        least = np.where(own, np.inf, seconds).min(axis=0, initial=np.inf)
-        most = np.where(own, -np.inf, seconds).max(axis=0, initial=-np.inf)
-        return bool((least < most).any())
+        seconds, same = value.seconds[makers, : self.devices], makers[:, None] == np.arange(self.devices)
+        low = np.where(same, np.inf, seconds).min(axis=0, initial=np.inf)
+        high = np.where(same, -np.inf, seconds).max(axis=0, initial=-np.inf)
+        return bool((low < high).any())
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -247,15 +247,15 @@ class Frontier:
             if k != first:
                 earlier[min(self.readers[item])].append(self.units + k)
         order = front + [v for unit in range(self.units) for v in (*earlier[unit], unit)]
-        place = {variable: i for i, variable in enumerate(order)}
+        step_of = {variable: i for i, variable in enumerate(order)}
         steps = [self._step(variable) for variable in order]
-        touched: dict[int, list[_Value]] = defaultdict(list)
+        accessed: dict[int, list[CopiedValue]] = defaultdict(list)
         for value in self.values:
-            places = {place[v] for v in (value.maker, *value.readers) if v >= 0}
-            value.first, value.last = min(places), max(places)
-            for i in places:
-                touched[i].append(value)
-        self._give_slots(steps, touched, place)
+            indices = {step_of[v] for v in (value.maker, *value.readers) if v >= 0}
+            value.first, value.last = min(indices), max(indices)
+            for i in indices:
+                accessed[i].append(value)
+        self._assign_slots(steps, accessed, step_of)
         return steps
 
     def _step(self, variable: int) -> Step:
@@ -266,16 +266,16 @@ class Frontier:
             if not self.streaming and not self._is_read_on_cpu_only(item):
                 seconds[~arrays.accelerates] = np.inf
             nbytes = arrays.stored_bytes([item])
-            nothing = np.zeros(self.devices)
-            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing)
+            needs = np.zeros(self.devices)
+            return Step(variable, seconds, nbytes, movable=0.0, copied=0.0, needs=needs)
         movable = self.movable(variable)
         return Step(
-            variable,
-            self.clock[:, variable].copy(),
-            arrays.stored_bytes(self.unit_weights[variable]),
-            arrays.stored_bytes(movable),
-            float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
-            arrays.working_sets[:, variable],
+            variable=variable,
+            seconds=self.clock[:, variable].copy(),
+            nbytes=arrays.stored_bytes(self.unit_weights[variable]),
+            movable=arrays.stored_bytes(movable),
+            copied=float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
+            needs=arrays.working_sets[:, variable],
         )
 
     def movable(self, unit: int) -> list[int]:
@@ -286,11 +286,13 @@ class Frontier:
             return items
         by_size = sorted(items, key=lambda item: nbytes[item])
         total = np.cumsum(nbytes[by_size])
-        least = PARAMS.negligible * nbytes[items].sum()
-        small = set(by_size[: np.searchsorted(total, least, side="right")])
+        negligible = PARAMS.negligible * nbytes[items].sum()
+        small = set(by_size[: np.searchsorted(total, negligible, side="right")])
         return [item for item in items if item not in small]
 
-    def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
+    def _assign_slots(
+        self, steps: list[Step], accessed: dict[int, list[CopiedValue]], step_of: dict[int, int]
+    ) -> None:
         """Assign a slot to each value while it is live; slot 0 holds the devices in use."""
         # the lowest first, so that equal layers have equal slots
         free = list(range(1, _WORD // self.width))
@@ -298,13 +300,13 @@ class Frontier:
         cost: dict[int, float] = {}
         for i, step in enumerate(steps):
             closed = []
-            for value in sorted(touched[i], key=lambda v: -v.highest):
+            for value in sorted(accessed[i], key=lambda v: -v.max_seconds):
                 if value.first == i and free:
                     slot = slots[id(value)] = heapq.heappop(free)
-                    cost[slot] = value.highest
+                    cost[slot] = value.max_seconds
                 if id(value) not in slots:
                     continue
-                step.touches.append(self._touch(value, i, slots[id(value)], place))
+                step.accesses.append(self._access(value, i, slots[id(value)], step_of))
                 if value.last == i:
                     closed.append(slots[id(value)])
             for slot in closed:
@@ -313,16 +315,16 @@ class Frontier:
             step.closed = tuple(sorted(closed))
             step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
 
-    def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
-        maker = -1 if value.maker < 0 else place[value.maker]
+    def _access(self, value: CopiedValue, i: int, slot: int, step_of: dict[int, int]) -> Access:
+        maker = -1 if value.maker < 0 else step_of[value.maker]
         if maker == i:
-            return Touch(slot, makes=True, seconds=value.seconds if value.first < i else None)
+            return Access(slot, makes=True, seconds=value.seconds if value.first < i else None)
         if maker > i:
-            return Touch(slot, makes=False, seconds=None)
-        seconds = value.seconds if self.needs_home else self._same_from_all(value)
-        return Touch(slot, makes=False, seconds=seconds)
+            return Access(slot, makes=False, seconds=None)
+        seconds = value.seconds if self.needs_home else self._source_independent_seconds(value)
+        return Access(slot, makes=False, seconds=seconds)
 
-    def _same_from_all(self, value: _Value) -> Floats:
+    def _source_independent_seconds(self, value: CopiedValue) -> Floats:
         """(1, devices) seconds of a copy if they do not depend on its source."""
         if value.maker < 0:
             return value.seconds[:1]
@@ -331,12 +333,12 @@ class Frontier:
         seconds[np.arange(len(makers)), makers] = -np.inf
         return np.asarray(np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :])
 
-    def _makers(self, value: _Value) -> list[int]:
+    def _makers(self, value: CopiedValue) -> list[int]:
         if value.maker >= self.units:
             return list(range(self.devices))
         return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()
 
-    def with_first(self, device: int) -> Frontier:
+    def with_first_home(self, device: int) -> Frontier:
         """Return the frontier with the home of the first step, a shared weight, fixed to a device."""
         fixed = copy(self)
         seconds = np.full(self.devices, np.inf)
@@ -364,31 +366,31 @@ class Frontier:
         after = np.repeat(states[None], self.devices, axis=0)
         seconds = np.repeat(step.seconds[:, None], len(states), axis=1)
         bits = np.left_shift(np.int64(1), np.arange(self.devices) % _WORD)[:, None]
-        if self.before:
-            for device, other in self.before:
-                seconds[device, (states >> other & 1) == 0] = np.inf
+        if self.use_order:
+            for device, earlier in self.use_order:
+                seconds[device, (states >> earlier & 1) == 0] = np.inf
             after |= bits
-        for touch in step.touches:
-            if touch.slot in relaxed:
+        for access in step.accesses:
+            if access.slot in relaxed:
                 continue
-            shift = touch.slot * self.width
-            if touch.seconds is not None:
-                held = self._held(states, touch.slot)
-                if touch.makes:  # copies to devices that have read it before
-                    for reader, cost in enumerate(touch.seconds.T):
-                        seconds += np.where(held[reader], cost[:, None], 0.0)
+            shift = access.slot * self.width
+            if access.seconds is not None:
+                holders = self._holders(states, access.slot)
+                if access.makes:  # copies to devices that have read it before
+                    for reader, cost in enumerate(access.seconds.T):
+                        seconds += np.where(holders[reader], cost[:, None], 0.0)
                 else:
-                    seconds += np.where(held, 0.0, self._arrival(touch.seconds, states, shift))
+                    seconds += np.where(holders, 0.0, self._arrival(access.seconds, states, shift))
             after |= bits << shift
-            if touch.makes and self.needs_home:
+            if access.makes and self.needs_home:
                 after |= bits << (shift + self.devices)
         return self.without(after, frozenset(step.closed)), seconds
 
-    def _held(self, states: Ints, slot: int) -> Bools:
+    def _holders(self, states: Ints, slot: int) -> Bools:
         """(devices, states) whether a device holds the value of a slot."""
-        places = slot * self.width + np.arange(self.devices)[:, None]
-        held: Bools = (states >> places & 1).astype(bool)
-        return held
+        positions = slot * self.width + np.arange(self.devices)[:, None]
+        holders: Bools = (states >> positions & 1).astype(bool)
+        return holders
 
     def _arrival(self, seconds: Floats, states: Ints, shift: int) -> Floats:
         """(devices, states) seconds of a copy from the device that made the value."""
@@ -411,7 +413,7 @@ class DpStage:
     Attributes:
         states: (states,) in ascending order.
         next_state: (devices, states before) index of the state after.
-        seconds: (devices, states before) seconds, infinite where the variable may not be.
+        seconds: (devices, states before) seconds, infinite where the variable may not be placed.
         relaxed: slots of values that are relaxed after the step.
     """
 
@@ -440,7 +442,7 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
     return stages
 
 
-def settled_frontiers(
+def frontiers_by_home(
     arrays: Arrays, effort: Effort, *, streaming: bool = False, guide: bool = False
 ) -> Iterator[tuple[Frontier, list[DpStage]]]:
     """Yield a frontier with its stages; if a shared weight is large, one for each home of the largest.
@@ -456,8 +458,8 @@ def settled_frontiers(
         return
     for home, *_ in frontier.classes:
         if np.isfinite(frontier.steps[0].seconds[home]) and sizes[largest] <= arrays.room[home]:
-            settled = frontier.with_first(home)
-            yield settled, make_stages(settled, effort)
+            fixed = frontier.with_first_home(home)
+            yield fixed, make_stages(fixed, effort)
 
 
 def _make_stage(

@@ -26,7 +26,7 @@ from graphplan.passes.placement.arrays import Bools, Floats, Ints
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.params import PARAMS, Effort
 
-_NEVER = 1e9  # seconds of what is impossible: more than anything takes, with finite sums
+_IMPOSSIBLE_SECONDS = 1e9  # more than any placement takes, and finite, so that sums stay finite
 _MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
 
 
@@ -48,7 +48,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelSearch:
+class LabelSearchResult:
     """The result of a search: completions, the fastest first; a lower bound; whether no label was dropped."""
 
     completions: tuple[Completion, ...]
@@ -64,12 +64,12 @@ class _Labels:
         state: (labels,) states of the frontier.
         clock: (labels,) seconds.
         nbytes: (devices, labels) bytes of resident weights.
-        needs: (devices, labels) bytes of the neediest operation beside the weights.
+        needs: (devices, labels) bytes of the neediest operation, in addition to the weights.
         queue: (devices, labels) seconds at which the copies so far are done; no rows without streaming.
         free: (devices, slots, labels) seconds at which each prefetch slot is free, the latest first.
         parent: (labels,) index among the labels of the step before.
         option: (labels,) twice the device, plus one where weights are streamed.
-        value: (labels,) the f-value.
+        f_value: (labels,) lower bound on the seconds of the completions.
     """
 
     state: Ints
@@ -80,7 +80,7 @@ class _Labels:
     free: Floats
     parent: Ints
     option: Ints
-    value: Floats
+    f_value: Floats
 
     @property
     def count(self) -> int:
@@ -88,44 +88,44 @@ class _Labels:
 
     @property
     def arrays(self) -> list[npt.NDArray[Any]]:
-        return [getattr(self, each.name) for each in fields(self)]
+        return [getattr(self, column.name) for column in fields(self)]
 
-    def take(self, which: Ints) -> _Labels:
-        return _Labels(*(array.take(which, axis=-1) for array in self.arrays))
+    def take(self, indices: Ints) -> _Labels:
+        return _Labels(*(array.take(indices, axis=-1) for array in self.arrays))
 
     @classmethod
-    def joined(cls, parts: Sequence[_Labels]) -> _Labels:
+    def concatenate(cls, parts: Sequence[_Labels]) -> _Labels:
         columns = zip(*(part.arrays for part in parts), strict=True)
-        return cls(*(np.concatenate(each, axis=-1) for each in columns))
+        return cls(*(np.concatenate(column, axis=-1) for column in columns))
 
 
 def search_labels(
     relaxation: Relaxation,
     width: int,
-    below: float,
+    incumbent_seconds: float,
     effort: Effort,
     margin: Floats | float = 0.0,
     *,
-    every: bool = False,
-) -> LabelSearch:
+    keep_all: bool = False,
+) -> LabelSearchResult:
     """Search complete placements by label setting.
 
     Args:
         relaxation: the relaxation, with prices.
         width: most labels kept after a step.
-        below: seconds of a known placement; labels that cannot be faster are pruned.
+        incumbent_seconds: seconds of the best known placement; labels that cannot be faster are pruned.
         effort: the effort to charge.
         margin: (devices,) bytes to leave free, where exact peaks exceeded a budget; the bound is then void.
-        every: whether to keep dominated labels, and to return all completions: their exact peaks differ.
+        keep_all: whether to keep dominated labels and return all completions: their exact peaks differ.
     """
-    return _LabelSearch(relaxation, width, below, effort, margin, every).run()
+    return _LabelSearch(relaxation, width, incumbent_seconds, effort, margin, keep_all).run()
 
 
-def widest(relaxation: Relaxation, visits: float) -> int:
+def max_width(relaxation: Relaxation, visits: float) -> int:
     """Return the width of a search with this many visits; below 1 if they are too few."""
     fixed = _visits(relaxation, 0)
-    each = visits / max(1, len(relaxation.frontier.steps))
-    return int((each - fixed) / (_visits(relaxation, 1) - fixed))
+    per_step = visits / max(1, len(relaxation.frontier.steps))
+    return int((per_step - fixed) / (_visits(relaxation, 1) - fixed))
 
 
 def _visits(relaxation: Relaxation, labels: int) -> float:
@@ -138,59 +138,61 @@ def _visits(relaxation: Relaxation, labels: int) -> float:
 class _LabelSearch:
     relaxation: Relaxation
     width: int
-    below: float
+    incumbent_seconds: float
     effort: Effort
     margin: Floats | float
-    every: bool
+    keep_all: bool
 
     def __post_init__(self) -> None:
         relaxation = self.relaxation
         self.frontier = relaxation.frontier
         self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
         self.streams = relaxation.streams
-        self.room = relaxation.room + relaxation.least - self.margin
+        self.room = relaxation.room + relaxation.activation_reserve - self.margin
         self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
         self.dropped = np.inf
         self.trail: list[tuple[Ints, Ints]] = []
         self.constant = self.frontier.constant - float(self.per_byte @ relaxation.room)
-        self.detours = _Detours(relaxation) if self.streams else None
+        self.knapsack = _ResidentWeightKnapsack(relaxation) if self.streams else None
 
-    def run(self) -> LabelSearch:
+    def run(self) -> LabelSearchResult:
         count = self.frontier.devices
         rows, slots = (count, max(1, int(self.buffers.slots.max()))) if self.streams else (0, 0)
         labels = _Labels(
-            self.frontier.start(),
-            np.zeros(1),
-            np.zeros((count, 1)),
-            self.relaxation.least[:, None],
-            np.zeros((rows, 1)),
-            np.zeros((rows, slots, 1)),
-            np.zeros(1, dtype=np.int64),
-            np.zeros(1, dtype=np.int64),
-            np.zeros(1),
+            state=self.frontier.start(),
+            clock=np.zeros(1),
+            nbytes=np.zeros((count, 1)),
+            needs=self.relaxation.activation_reserve[:, None],
+            queue=np.zeros((rows, 1)),
+            free=np.zeros((rows, slots, 1)),
+            parent=np.zeros(1, dtype=np.int64),
+            option=np.zeros(1, dtype=np.int64),
+            f_value=np.zeros(1),
         )
         for i in range(len(self.frontier.steps)):
             labels = self._grow(i, labels)
             if not labels.count:
-                return LabelSearch((), min(self.below, self.dropped), not np.isfinite(self.dropped))
+                bound = min(self.incumbent_seconds, self.dropped)
+                return LabelSearchResult((), bound, not np.isfinite(self.dropped))
             self.trail.append((labels.parent.astype(np.int32), labels.option.astype(np.int16)))
             if self.effort.over:
-                return LabelSearch((), 0.0, exact=False)
+                return LabelSearchResult((), 0.0, exact=False)
         seconds = labels.clock + self.frontier.constant
         order = np.argsort(seconds, kind="stable")
-        order = order if self.every else order[: PARAMS.completions]
-        completions = tuple(self._trace(int(label), labels, seconds) for label in order)
-        bound = min(self.below, self.dropped, float(seconds.min()))
-        return LabelSearch(completions, bound, not np.isfinite(self.dropped))
+        if not self.keep_all:
+            order = order[: PARAMS.completions]
+        completions = tuple(self._completion(int(label), labels, seconds) for label in order)
+        bound = min(self.incumbent_seconds, self.dropped, float(seconds.min()))
+        return LabelSearchResult(completions, bound, not np.isfinite(self.dropped))
 
     def _grow(self, i: int, labels: _Labels) -> _Labels:
         relaxation, step = self.relaxation, self.frontier.steps[i]
-        stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
+        stage, cost_to_go = relaxation.stages[i], relaxation.cost_to_go[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
         self.effort.charge(_visits(relaxation, labels.count))
         grown = []
         for d, streamed in product(range(self.frontier.devices), (False, True)):
-            if not self._possible(i, d, streamed=streamed):
+            if not self._is_allowed(i, d, streamed=streamed):
                 continue
             fits = self._have_room(i, d, labels, streamed=streamed)
             able = np.flatnonzero(np.isfinite(seconds[d]) & fits)
@@ -202,23 +204,23 @@ class _LabelSearch:
                 grown.append(children)
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
-        children = _Labels.joined(grown)
-        children.value = self._values(children, rest[stage.find(self.frontier, children.state)])
-        rank = children.value
-        if self.detours is not None:
-            left = self.room[:, None] - children.needs - children.nbytes
-            rank = rank + self.detours.seconds(i + 1, left)
+        children = _Labels.concatenate(grown)
+        children.f_value = self._f_values(children, cost_to_go[stage.find(self.frontier, children.state)])
+        rank = children.f_value
+        if self.knapsack is not None:
+            free_bytes = self.room[:, None] - children.needs - children.nbytes
+            rank = rank + self.knapsack.seconds(i + 1, free_bytes)
         return self._best(children, rank)
 
-    def _possible(self, i: int, d: int, *, streamed: bool) -> bool:
+    def _is_allowed(self, i: int, d: int, *, streamed: bool) -> bool:
         """Whether a step may be placed on a device, with its movable weights streamed or not."""
         if streamed:
-            return bool(np.isfinite(self.relaxation.copy[d, i]))
+            return bool(np.isfinite(self.relaxation.stream_seconds[d, i]))
         through_slots = self.streams and self.relaxation.fixed_queue[d, i]  # weights fixed in CPU memory
         return not through_slots or bool(self.buffers.slots[d])
 
     def _have_room(self, i: int, d: int, labels: _Labels, *, streamed: bool) -> Bools:
-        """(labels,) whether a step's weights and needs fit beside those of the steps before."""
+        """(labels,) whether a step's weights and needs fit in addition to those of the earlier steps."""
         step, cpu = self.frontier.steps[i], self.relaxation.cpu
         nbytes = step.nbytes - (step.movable if streamed else 0.0)
         fits: Bools = labels.nbytes[d] + nbytes <= self.room[d] - np.maximum(labels.needs[d], step.needs[d])
@@ -245,34 +247,34 @@ class _LabelSearch:
             labels.free[d, 0] = labels.clock
 
     def _copy_seconds(self, i: int, d: int) -> float:
-        """Return the seconds of streaming a step's weights; unlike ``Relaxation.copy``, without waits."""
+        """Return the seconds of streaming a step's weights, without the waits of ``stream_seconds``."""
         arrays, cpu = self.frontier.arrays, self.relaxation.cpu
         assert cpu is not None
         return float(arrays.latency[cpu, d] + self.frontier.steps[i].copied * arrays.per_byte[cpu, d])
 
-    def _values(self, labels: _Labels, rest: Floats) -> Floats:
+    def _f_values(self, labels: _Labels, cost_to_go: Floats) -> Floats:
         """(labels,) f-values, given the cost-to-go of their states."""
-        priced = self.per_byte @ labels.nbytes + self.constant + rest
+        priced = self.per_byte @ labels.nbytes + self.constant + cost_to_go
         if not self.streams:
             return np.asarray(labels.clock + priced)
         # copies are ahead of the clock by what the buffers hold at most: longer idle time is lost
-        least = labels.clock[None, :] - self.relaxation.prefetch_slack[:, None]
+        earliest = labels.clock[None, :] - self.relaxation.prefetch_slack[:, None]
         last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
-        queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
+        queue = np.minimum(np.maximum(np.maximum(labels.queue, earliest), last), labels.clock[None, :])
         weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue
         return np.asarray(np.maximum(weighed + priced, labels.clock))
 
     def _best(self, labels: _Labels, rank: Floats) -> _Labels:
         """Return the labels of least ``rank``, at most ``width``, without pruned and dominated ones."""
         order = np.argsort(rank, kind="stable")
-        order = order[labels.value[order] < self.below]
-        if not self.every:
+        order = order[labels.f_value[order] < self.incumbent_seconds]
+        if not self.keep_all:
             order = _undominated(labels, order)
         if len(order) > self.width:
-            self.dropped = min(self.dropped, float(labels.value[order[self.width :]].min()))
+            self.dropped = min(self.dropped, float(labels.f_value[order[self.width :]].min()))
         return labels.take(order[: self.width])
 
-    def _trace(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
+    def _completion(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
         frontier = self.frontier
         count = frontier.units + len(frontier.shared)
         device, streamed = np.full(count, -1), np.zeros(count, dtype=np.int64)
@@ -283,7 +285,7 @@ class _LabelSearch:
         return Completion(total, device, streamed, spare)
 
 
-class _Detours:
+class _ResidentWeightKnapsack:
     """Estimates the seconds that labels lose later if they leave no room for weights that fit no slot.
 
     Prices are means over all bytes: a label may spend bytes that one large, last weight needs. The steps left
@@ -292,21 +294,22 @@ class _Detours:
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
-        self.on, seconds = relaxation.frontier.arrays.accelerates, relaxation.seconds
-        kept = relaxation.nbytes - np.where(np.isfinite(relaxation.copy), relaxation.movable, 0.0)
-        kept = np.where(np.isfinite(seconds), kept, np.inf)[self.on].min(axis=0, initial=np.inf)
-        elsewhere = seconds[~self.on].min(axis=0, initial=_NEVER)
-        steps = np.flatnonzero(np.isfinite(kept) & (kept > 0))
-        costs = elsewhere[steps] - seconds[self.on][:, steps].min(axis=0, initial=np.inf)
-        order = np.argsort(costs / kept[steps], kind="stable")
-        self.steps, self.kept, self.costs = steps[order], kept[steps][order], np.maximum(costs[order], 0.0)
+        self.accelerates, seconds = relaxation.frontier.arrays.accelerates, relaxation.seconds
+        nbytes = relaxation.nbytes - np.where(np.isfinite(relaxation.stream_seconds), relaxation.movable, 0.0)
+        nbytes = np.where(np.isfinite(seconds), nbytes, np.inf)[self.accelerates].min(axis=0, initial=np.inf)
+        on_cpu = seconds[~self.accelerates].min(axis=0, initial=_IMPOSSIBLE_SECONDS)
+        steps = np.flatnonzero(np.isfinite(nbytes) & (nbytes > 0))
+        costs = on_cpu[steps] - seconds[self.accelerates][:, steps].min(axis=0, initial=np.inf)
+        order = np.argsort(costs / nbytes[steps], kind="stable")
+        self.steps, self.nbytes = steps[order], nbytes[steps][order]
+        self.costs = np.maximum(costs[order], 0.0)
 
-    def seconds(self, i: int, left: Floats) -> Floats:
-        """(labels,) seconds lost by the steps from ``i`` on, with ``left`` (devices, labels) bytes."""
+    def seconds(self, i: int, free_bytes: Floats) -> Floats:
+        """(labels,) seconds lost by the steps from ``i`` on, with ``free_bytes`` (devices, labels)."""
         later = self.steps >= i
-        kept, costs = self.kept[later].cumsum(), self.costs[later].cumsum()
-        lacking = kept[-1:].sum() - left[self.on].sum(axis=0)
-        return np.asarray(np.interp(lacking, np.append(0.0, kept), np.append(0.0, costs)))
+        nbytes, costs = self.nbytes[later].cumsum(), self.costs[later].cumsum()
+        deficit = nbytes[-1:].sum() - free_bytes[self.accelerates].sum(axis=0)
+        return np.asarray(np.interp(deficit, np.append(0.0, nbytes), np.append(0.0, costs)))
 
 
 def _undominated(labels: _Labels, order: Ints) -> Ints:

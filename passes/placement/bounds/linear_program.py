@@ -25,8 +25,8 @@ from scipy.sparse import eye_array as identity
 from graphplan.passes.placement.arrays import Bools, Floats
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
-_WHOLE = 1e-6  # a value that differs less from an integer counts as integer
-_VIOLATED = 1e-6  # infeasible if the least violation, summed over rows, is proven to be above this
+_INTEGRALITY_TOL = 1e-6  # a value that differs less from an integer counts as integer
+_FEASIBILITY_TOL = 1e-6  # infeasible if the least violation, summed over rows, is proven to be above this
 
 Terms = list[tuple[int, float]]
 
@@ -71,10 +71,10 @@ class LinearProgram:
         self._rows[True].append((terms, value))
 
     def freeze(self) -> None:
-        """Build ``_less x <= _than`` and ``_same x = _as``; no row can be added afterwards."""
-        self._less, self._than = self._matrix(self._rows[False])
-        self._same, self._as = self._matrix(self._rows[True])
-        self.entries = self._less.nnz + self._same.nnz
+        """Build ``A_ub x <= b_ub`` and ``A_eq x == b_eq``; no row can be added afterwards."""
+        self._a_ub, self._b_ub = self._matrix(self._rows[False])
+        self._a_eq, self._b_eq = self._matrix(self._rows[True])
+        self.entries = self._a_ub.nnz + self._a_eq.nnz
 
     def _matrix(self, rows: list[tuple[Terms, float]]) -> tuple[csr_array, Floats]:
         data, columns, starts = list[float](), list[int](), [0]
@@ -91,8 +91,8 @@ class LinearProgram:
         If HiGHS gives up, or the effort is too small, the bound is minus infinity.
         """
         unknown = Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
-        each = 0.05 * self.entries  # visits of an iteration; most programs need about one for each row
-        if each * (len(self._than) + len(self._as)) > effort.visits:
+        iteration_visits = 0.05 * self.entries  # most programs need about one iteration for each row
+        if iteration_visits * (len(self._b_ub) + len(self._b_eq)) > effort.visits:
             return unknown
         cost = np.zeros(len(low))
         cost[objective] = 1.0
@@ -101,60 +101,68 @@ class LinearProgram:
             options["time_limit"] = max(0.01, effort.seconds_left)
         solution = linprog(
             cost,
-            A_ub=self._less,
-            b_ub=self._than,
-            A_eq=self._same,
-            b_eq=self._as,
+            A_ub=self._a_ub,
+            b_ub=self._b_ub,
+            A_eq=self._a_eq,
+            b_eq=self._b_eq,
             bounds=np.column_stack([low, high]),
             method="highs",
             options=options,
         )
-        effort.charge(20_000.0 + each * solution.nit)
+        effort.charge(20_000.0 + iteration_visits * solution.nit)
         if solution.status == 2 and self._is_infeasible(low, high, options):
             return None
         if solution.status != 0:
             return unknown
-        less = np.minimum(solution.ineqlin.marginals, 0.0)
-        same = solution.eqlin.marginals
-        bound = self._proven(cost, less, same, low, high)
-        weight = abs(self._less).T @ -less + abs(self._same).T @ np.abs(same)
+        y_ub = np.minimum(solution.ineqlin.marginals, 0.0)
+        y_eq = solution.eqlin.marginals
+        bound = self._proven(cost, y_ub, y_eq, low, high)
+        weight = abs(self._a_ub).T @ -y_ub + abs(self._a_eq).T @ np.abs(y_eq)
         return Node(bound, np.asarray(solution.x), np.asarray(weight), low, high)
 
     def _is_infeasible(self, low: Floats, high: Floats, options: dict[str, float | bool]) -> bool:
         """Whether the duals of the program of least violation prove that every point violates a row."""
-        rows, same, variables = len(self._than), len(self._as), len(low)
+        inequalities, equalities, variables = len(self._b_ub), len(self._b_eq), len(low)
+        slacks = inequalities + 2 * equalities
         solution = linprog(
-            np.concatenate([np.zeros(variables), np.ones(rows + 2 * same)]),
-            A_ub=hstack([self._less, -identity(rows), csr_array((rows, 2 * same))]),
-            b_ub=self._than,
-            A_eq=hstack([self._same, csr_array((same, rows)), identity(same), -identity(same)]),
-            b_eq=self._as,
-            bounds=[*zip(low, high, strict=True), *[(0.0, None)] * (rows + 2 * same)],
+            np.concatenate([np.zeros(variables), np.ones(slacks)]),
+            A_ub=hstack([self._a_ub, -identity(inequalities), csr_array((inequalities, 2 * equalities))]),
+            b_ub=self._b_ub,
+            A_eq=hstack(
+                [
+                    self._a_eq,
+                    csr_array((equalities, inequalities)),
+                    identity(equalities),
+                    -identity(equalities),
+                ]
+            ),
+            b_eq=self._b_eq,
+            bounds=[*zip(low, high, strict=True), *[(0.0, None)] * slacks],
             method="highs",
             options={**options, "presolve": True},
         )
         if solution.status != 0:
             return False
-        less = np.clip(solution.ineqlin.marginals, -1.0, 0.0)
-        equal = np.clip(solution.eqlin.marginals, -1.0, 1.0)
-        return self._proven(np.zeros(variables), less, equal, low, high) > _VIOLATED
+        y_ub = np.clip(solution.ineqlin.marginals, -1.0, 0.0)
+        y_eq = np.clip(solution.eqlin.marginals, -1.0, 1.0)
+        return self._proven(np.zeros(variables), y_ub, y_eq, low, high) > _FEASIBILITY_TOL
 
-    def _proven(self, cost: Floats, less: Floats, same: Floats, low: Floats, high: Floats) -> float:
+    def _proven(self, cost: Floats, y_ub: Floats, y_eq: Floats, low: Floats, high: Floats) -> float:
         """Return the bound of these duals by weak duality, less an allowance for rounding."""
-        reduced = cost - self._less.T @ less - self._same.T @ same
-        parts = np.concatenate(
-            [less * self._than, same * self._as, np.minimum(reduced * low, reduced * high)]
+        reduced = cost - self._a_ub.T @ y_ub - self._a_eq.T @ y_eq
+        terms = np.concatenate(
+            [y_ub * self._b_ub, y_eq * self._b_eq, np.minimum(reduced * low, reduced * high)]
         )
-        return float(parts.sum() - ROUNDING * np.abs(parts).sum())
+        return float(terms.sum() - ROUNDING * np.abs(terms).sum())
 
 
-def branch_and_bound(program: LinearProgram, objective: int, enough: float, effort: Effort) -> float:
+def branch_and_bound(program: LinearProgram, objective: int, target_bound: float, effort: Effort) -> float:
     """Return a lower bound of the objective variable.
 
     Args:
         program: the program, whose integer variables are branched on.
         objective: the objective variable.
-        enough: a bound that needs no improvement.
+        target_bound: a bound that needs no improvement.
         effort: the effort to charge; the search also ends after ``milp_nodes`` linear programs that raise the
             bound by less than the share ``negligible`` of what is missing.
     """
@@ -166,14 +174,14 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
         return np.inf
     order, solved, checkpoint = count(), 0, (0, root.bound)
     heap = [(root.bound, next(order), root)]
-    while heap and heap[0][0] < enough and not effort.over:
+    while heap and heap[0][0] < target_bound and not effort.over:
         bound, _, node = heap[0]
         if solved - checkpoint[0] >= PARAMS.milp_nodes:
-            if bound - checkpoint[1] < PARAMS.negligible * (enough - bound):
+            if bound - checkpoint[1] < PARAMS.negligible * (target_bound - bound):
                 break
             checkpoint = solved, bound
         fraction = np.abs(node.values - np.round(node.values))
-        score = np.where(integer & (fraction > _WHOLE), fraction * (node.weight + ROUNDING), 0.0)
+        score = np.where(integer & (fraction > _INTEGRALITY_TOL), fraction * (node.weight + ROUNDING), 0.0)
         if not score.any():  # all integer, or HiGHS gave up: the bound cannot be raised
             break
         heapq.heappop(heap)
@@ -186,7 +194,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
 
 
 def _split(node: Node, index: int) -> list[tuple[Floats, Floats]]:
-    below, above = node.high.copy(), node.low.copy()
-    below[index] = np.floor(node.values[index])
-    above[index] = below[index] + 1.0
-    return [(node.low, below), (above, node.high)]
+    new_high, new_low = node.high.copy(), node.low.copy()
+    new_high[index] = np.floor(node.values[index])
+    new_low[index] = new_high[index] + 1.0
+    return [(node.low, new_high), (new_low, node.high)]

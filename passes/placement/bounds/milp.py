@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from graphplan.passes.placement.arrays import Arrays, Floats, Ints
-from graphplan.passes.placement.bounds.frontier import Frontier
+from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.bounds.frontier import CopiedValue, Frontier
 from graphplan.passes.placement.bounds.linear_program import LinearProgram, Terms, branch_and_bound
 from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.schedule.prefetch_segments import SMALL
@@ -47,11 +47,11 @@ class _Class:
 
 
 @dataclass(slots=True)
-class _Place:
-    """A device, or several exchangeable ones: the variables of what happens there, and terms of its rows.
+class _DeviceGroup:
+    """A device, or several exchangeable ones, with its variables and the terms of its rows.
 
     Attributes:
-        devices: their indices.
+        devices: indices of the devices.
         runs: for each class, how many of its operations run there.
         slots: for each slot size, how many of the devices have one of at least this size; none on the CPU.
         homes: large shared weight -> whether it resides there.
@@ -72,24 +72,24 @@ class _Place:
         return self.devices[0]
 
 
-def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
-    """Return a lower bound in seconds for every placement; a known one takes ``enough``.
+def bound_by_classes(arrays: Arrays, incumbent_seconds: float, effort: Effort, *, streaming: bool) -> float:
+    """Return a lower bound in seconds for every placement; the best known one takes ``incumbent_seconds``.
 
     ``streaming``: whether weights may be streamed, and shared weights reside in CPU memory.
     """
-    return _Program(arrays, enough, streaming=streaming).solve(effort)
+    return _Program(arrays, incumbent_seconds, streaming=streaming).solve(effort)
 
 
 class _Program:
-    def __init__(self, arrays: Arrays, upper: float, *, streaming: bool) -> None:
+    def __init__(self, arrays: Arrays, incumbent_seconds: float, *, streaming: bool) -> None:
         self.arrays, self.frontier = arrays, Frontier(arrays, streaming=streaming)
-        self.scale = max(upper, 1e-12)
+        self.scale = max(incumbent_seconds, 1e-12)
         self.program = LinearProgram()
         self.cpu = self.frontier.cpu
         self.needs = arrays.working_sets
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
-        self.places = self._places()
+        self.groups = self._device_groups()
         prefetch_bytes = arrays.problem.prefetch_bytes
         # existing prefetch buffers are counted in rows of their own
         self.room = arrays.room - arrays.fixed_bytes
@@ -98,12 +98,12 @@ class _Program:
         self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * room)
         self._build()
 
-    # -- classes and places --------------------------------------------------------------------------
+    # -- classes and groups --------------------------------------------------------------------------
 
     def _classify(self) -> list[_Class]:
         classes = self._group(self._windows(1))
-        most_differ = 2 * len(classes) > self.frontier.units
-        if self.frontier.streaming and most_differ:
+        many_classes = 2 * len(classes) > self.frontier.units
+        if self.frontier.streaming and many_classes:
             classes = self._group(self._windows(PARAMS.milp_windows))
         return classes
 
@@ -122,14 +122,21 @@ class _Program:
             streamed = Counter(self._both_sizes(i) for i in own if frontier.is_streamable(i))
             sizes = tuple((*both, times) for both, times in sorted(streamed.items()))
             nbytes = arrays.stored_bytes(own)
-            each = _Class((), int(window[unit]), sizes, nbytes, float(read[unit]), tuple(shared[unit]))
+            empty_class = _Class(
+                units=(),
+                window=int(window[unit]),
+                sizes=sizes,
+                nbytes=nbytes,
+                read=float(read[unit]),
+                shared=tuple(shared[unit]),
+            )
             columns = (frontier.clock, frontier.fixed_queue, self.needs)
-            seen = tuple(column[:, unit].tobytes() for column in columns)
-            groups[each, seen, tuple(sorted(map(self._both_sizes, own)))].append(unit)
-        return [replace(each, units=tuple(units)) for (each, *_), units in groups.items()]
+            costs = tuple(column[:, unit].tobytes() for column in columns)
+            groups[empty_class, costs, tuple(sorted(map(self._both_sizes, own)))].append(unit)
+        return [replace(empty_class, units=tuple(units)) for (empty_class, *_), units in groups.items()]
 
     def _both_sizes(self, item: int) -> tuple[float, float]:
-        """Return the bytes of a weight's copy, and where it resides: training keeps more beside it."""
+        """Return the bytes of a weight's copy, and of the weight with what training keeps for it."""
         return self.arrays.slot_bytes(item), self.arrays.stored_bytes([item])
 
     def _windows(self, count: int) -> Ints:
@@ -139,17 +146,17 @@ class _Program:
         large = [unit for item in arrays.large_shared for unit in arrays.readers[item]]
         streamed = np.flatnonzero([bool(own) for own in self.frontier.unit_weights])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
-        parts = [part[0] for part in np.array_split(marks, count) if len(part)]
-        starts = np.unique(np.concatenate([parts, first[large], last[large] + 1]))
+        cuts = [window[0] for window in np.array_split(marks, count) if len(window)]
+        starts = np.unique(np.concatenate([cuts, first[large], last[large] + 1]))
         starts = starts[starts > first.min()]
-        begun = np.searchsorted(starts, first, side="right")
-        return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
+        windows = np.searchsorted(starts, first, side="right")
+        return np.where(windows == np.searchsorted(starts, last, side="right"), windows, -1)
 
-    def _places(self) -> list[_Place]:
-        """Return each device as a place; or each device class, if there are many variables."""
+    def _device_groups(self) -> list[_DeviceGroup]:
+        """Return a group for each device; or for each device class, if there are many variables."""
         if len(self.classes) * self.frontier.devices <= PARAMS.milp_variables:
-            return [_Place([d]) for d in range(self.frontier.devices)]
-        return list(map(_Place, self.frontier.classes))
+            return [_DeviceGroup([d]) for d in range(self.frontier.devices)]
+        return list(map(_DeviceGroup, self.frontier.classes))
 
     # -- rows ----------------------------------------------------------------------------------------
 
@@ -159,26 +166,26 @@ class _Program:
         self.elapsed = [program.variable(10.0) for _ in range(self.windows)]
         self.clock: dict[int, Terms] = defaultdict(list)
         self.on_cpu: Terms = []  # bytes in CPU memory, in scaled units
-        shared = sorted({item for each in self.classes for item in each.shared})
+        shared = sorted({item for members in self.classes for item in members.shared})
         # slot sizes that streamed weights may need
-        own = {size for each in self.classes for size, *_ in each.sizes}
-        self.sizes = sorted(own | set(map(self.arrays.slot_bytes, shared)))
+        own_sizes = {size for members in self.classes for size, *_ in members.sizes}
+        self.sizes = sorted(own_sizes | set(map(self.arrays.slot_bytes, shared)))
         for item in shared:
-            for place in self.places:
-                place.homes[item] = program.variable(1.0, integer=True)
-            program.equal([(place.homes[item], 1.0) for place in self.places], 1.0)
-        for place in self.places:
-            self._add_place(place)
-        for place in self.places:
-            room = self.room[place.first] * len(place.devices) / self.byte_scale
-            if self.cpu in place.devices:
-                place.memory += self.on_cpu
-            program.at_most(place.memory, room)
-            if len(place.devices) == 1:
-                self._working_sets(place, room)
-        for index, each in enumerate(self.classes):
-            program.equal([(place.runs[index], 1.0) for place in self.places], float(len(each.units)))
-        self._moves()
+            for group in self.groups:
+                group.homes[item] = program.variable(1.0, integer=True)
+            program.equal([(group.homes[item], 1.0) for group in self.groups], 1.0)
+        for group in self.groups:
+            self._add_group(group)
+        for group in self.groups:
+            room = self.room[group.first] * len(group.devices) / self.byte_scale
+            if self.cpu in group.devices:
+                group.memory += self.on_cpu
+            program.at_most(group.memory, room)
+            if len(group.devices) == 1:
+                self._add_working_set_rows(group, room)
+        for index, members in enumerate(self.classes):
+            program.equal([(group.runs[index], 1.0) for group in self.groups], float(len(members.units)))
+        self._add_transfer_rows()
         for window, elapsed in enumerate(self.elapsed):
             program.at_most([*self.clock[window], (elapsed, -1.0)], 0.0)
         everything = [term for terms in self.clock.values() for term in terms]
@@ -186,38 +193,47 @@ class _Program:
         program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -constant)
         program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
 
-    def _add_place(self, place: _Place) -> None:
-        """Add the variables of what runs on a place and is streamed to it, with their rows."""
-        program, frontier, d = self.program, self.frontier, place.first
+    def _add_group(self, group: _DeviceGroup) -> None:
+        """Add the variables of a group: the operations that run there, the weights streamed to it."""
+        program, frontier, d = self.program, self.frontier, group.first
         accelerates = self.arrays.accelerates[d]
         if accelerates:
-            count = float(len(place.devices))
-            place.slots = [program.variable(count, integer=True) for _ in self.sizes]
-        for narrower, wider in pairwise(place.slots):
+            count = float(len(group.devices))
+            group.slots = [program.variable(count, integer=True) for _ in self.sizes]
+        for narrower, wider in pairwise(group.slots):
             program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)
-        for each in self.classes:
-            units, unit = len(each.units), each.units[0]
+        for members in self.classes:
+            units, unit = len(members.units), members.units[0]
             able = bool(np.isfinite(frontier.clock[d, unit]))
             running = program.variable(float(units) if able else 0.0, integer=True)
-            place.runs.append(running)
+            group.runs.append(running)
             if able and frontier.clock[d, unit]:
-                self.clock[each.window].append((running, frontier.clock[d, unit] / self.scale))
+                self.clock[members.window].append((running, frontier.clock[d, unit] / self.scale))
             if frontier.fixed_queue[d, unit]:
-                place.queue[each.window].append((running, frontier.fixed_queue[d, unit] / self.scale))
-            place.memory.append((running, each.nbytes / self.byte_scale))
-            for size, held, times in each.sizes if accelerates and able and self.cpu is not None else ():
+                group.queue[members.window].append((running, frontier.fixed_queue[d, unit] / self.scale))
+            group.memory.append((running, members.nbytes / self.byte_scale))
+            if not (accelerates and able and self.cpu is not None):
+                continue
+            for size, held, times in members.sizes:
                 streamed = program.variable(float(units * times), integer=True)
                 program.at_most([(streamed, 1.0), (running, -float(times))], 0.0)
-                place.memory.append((streamed, -held / self.byte_scale))
+                group.memory.append((streamed, -held / self.byte_scale))
                 self.on_cpu.append((streamed, held / self.byte_scale))
-                seconds = self._copy_seconds(d, size, each.read)
-                self._stream(place, each.window, streamed, float(units * times), size, seconds)
-        self._shared(place)
+                seconds = self._copy_seconds(d, size, members.read)
+                self._charge_streaming(
+                    group,
+                    members.window,
+                    streamed,
+                    max_streamed=float(units * times),
+                    size=size,
+                    seconds=seconds,
+                )
+        self._add_shared_weight_rows(group)
         if accelerates:
-            buffers = self._buffers(place)
-            place.memory.append((buffers, 1.0))
-            if place.queue:
-                self._in_time(place, buffers)
+            buffers = self._add_buffer_variable(group)
+            group.memory.append((buffers, 1.0))
+            if group.queue:
+                self._add_window_rows(group, buffers)
 
     def _copy_seconds(self, d: int, nbytes: float, read: float) -> float:
         """Return the queue seconds of a weight: small weights of a segment share one latency."""
@@ -229,37 +245,44 @@ class _Program:
         exact = max(0.0, nbytes - 511.0)
         return exact * per_byte + latency * exact / max(joined, 1.0)
 
-    def _stream(
-        self, place: _Place, window: int, streamed: int, most: float, size: float, seconds: float
+    def _charge_streaming(
+        self,
+        group: _DeviceGroup,
+        window: int,
+        streamed: int,
+        max_streamed: float,
+        size: float,
+        seconds: float,
     ) -> None:
         """Charge each of ``streamed`` weights to the copy queue, with a slot of its size, or to the clock."""
         term = streamed, seconds / self.scale
         if self.arrays.problem.streaming:
-            place.queue[window].append(term)
-            slot = place.slots[self.sizes.index(size)]
-            self.program.at_most([(streamed, 1.0), (slot, -most)], 0.0)
+            group.queue[window].append(term)
+            slot = group.slots[self.sizes.index(size)]
+            self.program.at_most([(streamed, 1.0), (slot, -max_streamed)], 0.0)
         else:  # copied one by one, without overlap, into memory that is free again after
             self.clock[window].append(term)
 
-    def _buffers(self, place: _Place) -> int:
+    def _add_buffer_variable(self, group: _DeviceGroup) -> int:
         """Return the variable of prefetch buffer bytes, with the row of at least the largest slot."""
-        problem, keys = self.arrays.problem, [self.arrays.keys[d] for d in place.devices]
-        there = sum(problem.prefetch_bytes.get(key, 0) for key in keys)
-        room = float(max(self.room[place.first], 0.0))
-        most = len(keys) * min(room, max(problem.prefetch_limits.get(key, room) for key in keys))
-        variable = self.program.variable(max(most, there) / self.byte_scale, low=there / self.byte_scale)
+        problem, keys = self.arrays.problem, [self.arrays.keys[d] for d in group.devices]
+        existing = sum(problem.prefetch_bytes.get(key, 0) for key in keys)
+        room = float(max(self.room[group.first], 0.0))
+        limit = len(keys) * min(room, max(problem.prefetch_limits.get(key, room) for key in keys))
+        high, low = max(limit, existing) / self.byte_scale, existing / self.byte_scale
+        variable = self.program.variable(high, low=low)
         steps = np.diff([0.0, *self.sizes]) / self.byte_scale
-        terms = [(slot, -float(step)) for slot, step in zip(place.slots, steps, strict=True)]
+        terms = [(slot, -float(step)) for slot, step in zip(group.slots, steps, strict=True)]
         self.program.at_least([(variable, 1.0), *terms], 0.0)
         return variable
 
-    def _in_time(self, place: _Place, buffers: int) -> None:
-        """Add the rows that what windows read is loaded while they last, or is in the buffers before."""
-        program, count, queue = self.program, float(len(place.devices)), place.queue
+    def _add_window_rows(self, group: _DeviceGroup, buffers: int) -> None:
+        """Add the rows that the weights of a window are loaded during it, or are in the buffers before."""
+        program, count, queue = self.program, float(len(group.devices)), group.queue
         everything = [term for terms in queue.values() for term in terms]
         program.at_most([*everything, (self.makespan, -count)], 0.0)
         assert self.cpu is not None
-        per_byte = float(self.arrays.per_byte[self.cpu, place.first])
+        per_byte = float(self.arrays.per_byte[self.cpu, group.first])
         credit = buffers, -self.byte_scale * per_byte * (1 + 1 / SMALL) / self.scale
         for start in range(self.windows):
             terms: Terms = [] if start == 0 else [credit]
@@ -268,66 +291,68 @@ class _Program:
                 if queue.get(window):
                     program.at_most(list(terms), 0.0)
 
-    def _shared(self, place: _Place) -> None:
+    def _add_shared_weight_rows(self, group: _DeviceGroup) -> None:
         """Add the rows of large shared weights, copied to where they are read."""
-        program, arrays, d = self.program, self.arrays, place.first
-        for item, home in place.homes.items():
+        program, arrays, d = self.program, self.arrays, group.first
+        for item, home in group.homes.items():
             size, held = self._both_sizes(item)
-            place.memory.append((home, held / self.byte_scale))
-            taken = program.variable(1.0)
-            for each, running in zip(self.classes, place.runs, strict=True):
-                if item in each.shared:  # a device of the place reads it if a member of the class runs there
-                    program.at_least([(taken, float(len(each.units))), (running, -1.0)], 0.0)
-            moved = program.variable(1.0)
-            terms = [(taken, 1.0), (home, -1.0), (moved, -1.0)]
+            group.memory.append((home, held / self.byte_scale))
+            reading = program.variable(1.0)
+            for members, running in zip(self.classes, group.runs, strict=True):
+                if item in members.shared:  # where a member of the class runs, the item is read
+                    program.at_least([(reading, float(len(members.units))), (running, -1.0)], 0.0)
+            copied = program.variable(1.0)
+            terms = [(reading, 1.0), (home, -1.0), (copied, -1.0)]
             copies = arrays.copy_seconds(item)[: self.frontier.devices, d]
-            alone = len(place.devices) == 1
-            seconds = min((s for h, s in enumerate(copies) if h != d or not alone), default=0.0)
-            self.clock[-1].append((moved, float(seconds) / self.scale))
-            if place.slots and self.frontier.is_streamable(item) and self.cpu is not None:
+            single = len(group.devices) == 1
+            seconds = min((s for h, s in enumerate(copies) if h != d or not single), default=0.0)
+            self.clock[-1].append((copied, float(seconds) / self.scale))
+            if group.slots and self.frontier.is_streamable(item) and self.cpu is not None:
                 streamed = program.variable(1.0)
                 terms.append((streamed, -1.0))
-                at_cpu = next(other for other in self.places if self.cpu in other.devices)
-                program.at_most([(streamed, 1.0), (at_cpu.homes[item], -1.0)], 0.0)
+                cpu_group = next(other for other in self.groups if self.cpu in other.devices)
+                program.at_most([(streamed, 1.0), (cpu_group.homes[item], -1.0)], 0.0)
                 copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
-                self._stream(place, -1, streamed, 1.0, size, copying)
+                self._charge_streaming(group, -1, streamed, max_streamed=1.0, size=size, seconds=copying)
             program.at_most(terms, 0.0)
 
-    def _working_sets(self, place: _Place, room: float) -> None:
+    def _add_working_set_rows(self, group: _DeviceGroup, room: float) -> None:
         """Add the rows that weights leave room for the needs of each class while it runs."""
-        for each, running in zip(self.classes, place.runs, strict=True):
-            needs = float(self.needs[place.first, each.units[0]] / self.byte_scale)
+        for members, running in zip(self.classes, group.runs, strict=True):
+            needs = float(self.needs[group.first, members.units[0]] / self.byte_scale)
             if needs > PARAMS.negligible * room:
-                there = self.program.variable(1.0, integer=True)
-                self.program.at_least([(there, float(len(each.units))), (running, -1.0)], 0.0)
-                self.program.at_most([*place.memory, (there, needs)], room)
+                runs_any = self.program.variable(1.0, integer=True)
+                self.program.at_least([(runs_any, float(len(members.units))), (running, -1.0)], 0.0)
+                self.program.at_most([*group.memory, (runs_any, needs)], room)
 
-    def _moves(self) -> None:
+    def _add_transfer_rows(self) -> None:
         """Add the rows of copies: values read on a device and not made there must arrive."""
         class_of = {unit: index for index, c in enumerate(self.classes) for unit in c.units}
-        values: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Floats]]] = defaultdict(list)
+        values: dict[tuple[int, ...], list[CopiedValue]] = defaultdict(list)
         for value in self.frontier.values:
             if 0 <= value.maker < self.frontier.units:
                 key = class_of[value.maker], *sorted(class_of[unit] for unit in value.readers)
-                values[key].append((value.maker, value.readers, value.seconds))
-        for (maker, *others), equal in values.items():
-            makers, readers = [each[0] for each in equal], [unit for each in equal for unit in each[1]]
+                values[key].append(value)
+        for (maker, *reader_classes), equal in values.items():
+            makers = [value.maker for value in equal]
+            readers = [unit for value in equal for unit in value.readers]
             if len(set(makers)) < len(makers) or len(set(readers)) < len(readers):
                 continue  # an operation reads or makes two of these: counts prove nothing
-            for place in self.places:
-                d, runs = place.first, place.runs
-                costs = [each[2][h, d] for each in equal for h in range(self.frontier.devices) if h != d]
-                seconds = min(costs, default=0.0)
+            for group in self.groups:
+                d, runs = group.first, group.runs
+                others = [h for h in range(self.frontier.devices) if h != d]
+                seconds = min((value.seconds[h, d] for value in equal for h in others), default=0.0)
                 if not np.isfinite(seconds) or seconds <= 0:
                     continue
                 arrived = self.program.variable(float(len(equal)))
                 self.clock[-1].append((arrived, float(seconds) / self.scale))
-                for reader, each in Counter(others).items():
-                    beside = len(self.classes[reader].units) - each * len(equal)  # readers of none of these
-                    terms = [(arrived, float(each)), (runs[reader], -1.0), (runs[maker], float(each))]
-                    self.program.at_least(terms, -float(beside))
+                for reader, copies_per_value in Counter(reader_classes).items():
+                    copies = float(copies_per_value)
+                    non_readers = len(self.classes[reader].units) - copies_per_value * len(equal)
+                    terms = [(arrived, copies), (runs[reader], -1.0), (runs[maker], copies)]
+                    self.program.at_least(terms, -float(non_readers))
 
     def solve(self, effort: Effort) -> float:
-        enough = 1.0 - PARAMS.sufficient_gap / 2
-        bound = branch_and_bound(self.program, self.makespan, enough, effort)
+        target_bound = 1.0 - PARAMS.sufficient_gap / 2
+        bound = branch_and_bound(self.program, self.makespan, target_bound, effort)
         return bound * self.scale

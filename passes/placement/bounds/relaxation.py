@@ -22,7 +22,7 @@ import scipy.sparse as sparse
 from scipy.optimize import linprog
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
-from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
+from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, frontiers_by_home
 from graphplan.passes.placement.certificate import Bound, Scope
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
@@ -74,15 +74,15 @@ class Relaxation:
         buffers: reserved prefetch buffers; None for a bound that holds for buffers of any size.
 
     Attributes:
-        least: (devices,) bytes that are reserved for activations.
+        activation_reserve: (devices,) bytes that are reserved for activations.
         room: (devices,) most bytes of weights.
         prefetch_slack: (devices,) the seconds to fill all slots; infinite if their sizes are open.
         on_clock: whether copies overlap with nothing.
-        copy: (devices, steps) seconds of streaming the movable weights; infinite where this is not possible.
+        stream_seconds: (devices, steps) seconds of streaming the movable weights; infinite where impossible.
         bound: the highest lower bound so far, seconds.
         proof: the method that found it.
         prices: the prices of that bound.
-        rest: for each step, and after the last: (states,) cost-to-go of each state at these prices.
+        cost_to_go: for each step, and after the last: (states,) seconds to the end at these prices.
         possible: whether a placement may exist.
     """
 
@@ -102,7 +102,8 @@ class Relaxation:
         self.buffers = buffers
         has_room = self._set_room()
         self._set_copies()
-        self.bound, self.proof, self.rest = 0.0, "Lagrangian relaxation", list[Floats]()
+        self.bound, self.proof = 0.0, "Lagrangian relaxation"
+        self.cost_to_go: list[Floats] = []
         self.prices = Prices(np.zeros(count), np.zeros(count))
         self.possible = has_room and all(len(stage.states) for stage in stages)
 
@@ -118,21 +119,21 @@ class Relaxation:
         # a device with resident weights runs something: at least its least needy operation
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
-        least = needs.min(axis=1, initial=np.inf)
-        least = np.where(np.isfinite(least), least, 0.0)
+        reserve = needs.min(axis=1, initial=np.inf)
+        reserve = np.where(np.isfinite(reserve), reserve, 0.0)
         if self.cpu is not None:  # the CPU may hold streamed weights and run nothing
-            least[self.cpu] = 0.0
+            reserve[self.cpu] = 0.0
         if self.buffers is not None:
-            least = np.maximum(least, self.buffers.activation_bytes)
-        room = arrays.room - arrays.fixed_bytes - least
+            reserve = np.maximum(reserve, self.buffers.activation_bytes)
+        room = arrays.room - arrays.fixed_bytes - reserve
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
         # a device without room is not used, and then holds no bytes
-        self.least, self.room = least, np.maximum(room - reserved, 0.0)
+        self.activation_reserve, self.room = reserve, np.maximum(room - reserved, 0.0)
         return bool((room >= reserved)[reserved > 0].all())
 
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays
-        self.copy = np.full(self.seconds.shape, np.inf)
+        self.stream_seconds = np.full(self.seconds.shape, np.inf)
         self.prefetch_slack = np.full(self.frontier.devices, np.inf)
         self.on_clock = not arrays.problem.streaming  # weights are copied one by one
         if self.cpu is None:
@@ -150,36 +151,36 @@ class Relaxation:
                 if self.buffers.slots[d] == 1:  # the next copy waits for the reader of this one
                     seconds = seconds + np.where(np.isfinite(self.seconds[d]), self.seconds[d], 0.0)
                 self.prefetch_slack[d] = self.buffers.total[d] * per_byte[d]
-            self.copy[d] = np.where(able, seconds, np.inf)
+            self.stream_seconds[d] = np.where(able, seconds, np.inf)
 
     @cached_property
     def streams(self) -> bool:
         """Whether anything may be streamed through the reserved buffers."""
-        streamed = np.isfinite(self.copy).any() or self.fixed_queue.any()
+        streamed = np.isfinite(self.stream_seconds).any() or self.fixed_queue.any()
         return bool(self.buffers is not None and streamed and not self.on_clock)
 
     # -- prices --------------------------------------------------------------------------------------
 
-    def improve(self, enough: float, effort: Effort, rounds: int | None = None) -> None:
-        """Raise the bound, up to ``enough`` seconds, by better prices from ``rounds`` cutting planes."""
+    def improve(self, target_bound: float, effort: Effort, rounds: int | None = None) -> None:
+        """Raise the bound up to ``target_bound`` seconds, by prices from ``rounds`` cutting planes."""
         if not self.possible:
             self.bound = np.inf
             return
-        point = self._as_point(self.prices) if self.rest else self._first_prices()
+        point = self._as_point(self.prices) if self.cost_to_go else self._first_prices()
         cuts: list[tuple[float, Floats]] = []
         for _ in range(PARAMS.price_rounds if rounds is None else rounds):
             prices = self._as_prices(point)
             point = self._as_point(prices)
-            bound, rest, slope = self._dual(prices)
+            bound, cost_to_go, slope = self._dual(prices)
             slope = self._class_means(slope)
             effort.charge(sum(100.0 + 0.2 * stage.seconds.size for stage in self.stages))
             if not np.isfinite(bound):
                 self.possible, self.bound = False, np.inf
                 return
             cuts.append((float(bound - slope @ point), slope))
-            if not self.rest or bound > self.bound:
-                self.bound, self.prices, self.rest = max(bound, 0.0), prices, rest
-            if self.bound >= enough or effort.over:
+            if not self.cost_to_go or bound > self.bound:
+                self.bound, self.prices, self.cost_to_go = max(bound, 0.0), prices, cost_to_go
+            if self.bound >= target_bound or effort.over:
                 return
             highest, proposed = self._highest(cuts)
             if highest - self.bound < PARAMS.sufficient_gap / 2 * abs(self.bound):
@@ -210,7 +211,7 @@ class Relaxation:
     @property
     def _has_queue(self) -> Bools:
         """(devices,) whether its copy queue may be used."""
-        able = np.isfinite(self.copy) & (not self.on_clock)
+        able = np.isfinite(self.stream_seconds) & (not self.on_clock)
         return np.asarray((able | (self.fixed_queue > 0)).any(axis=1))
 
     def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
@@ -243,30 +244,31 @@ class Relaxation:
     def _options(self, prices: Prices) -> tuple[Floats, Floats]:
         """(devices, steps) priced bytes and copying of weights: all resident; the movable ones streamed."""
         per_byte, queue = prices.per_byte[:, None], prices.queue[:, None]
-        stay = per_byte * self.nbytes + queue * self.fixed_queue
+        resident = per_byte * self.nbytes + queue * self.fixed_queue
         weight = np.ones_like(queue) if self.on_clock else queue
-        away = stay - per_byte * self.movable + weight * np.where(np.isfinite(self.copy), self.copy, 0.0)
+        possible = np.isfinite(self.stream_seconds)
+        streamed = resident - per_byte * self.movable + weight * np.where(possible, self.stream_seconds, 0.0)
         if self.cpu is not None:
-            away = away + prices.per_byte[self.cpu] * self.movable
-        return stay, np.where(np.isfinite(self.copy), away, np.inf)
+            streamed = streamed + prices.per_byte[self.cpu] * self.movable
+        return resident, np.where(possible, streamed, np.inf)
 
     def _clock(self, stage: DpStage, prices: Prices) -> Floats:
         """(devices, states) seconds of a step, less the weighed copying that they hide."""
         possible = np.isfinite(stage.seconds)
         seconds = np.where(possible, stage.seconds, 0.0)
         hidden = sum(
-            w * np.minimum(seconds, most)
-            for w, most in zip(prices.queue, self.prefetch_slack, strict=True)
+            w * np.minimum(seconds, slack)
+            for w, slack in zip(prices.queue, self.prefetch_slack, strict=True)
             if w
         )
         return np.where(possible, seconds - hidden, np.inf)
 
     def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
         """Return the bound at these prices, the cost-to-go of all states, and the slope of the bound."""
-        stay, away = self._options(prices)
-        extra = np.minimum(stay, away)
+        resident, streamed = self._options(prices)
+        extra = np.minimum(resident, streamed)
         clocks: dict[int, Floats] = {}
-        rest = [np.zeros(len(self.stages[-1].states))]
+        cost_to_go = [np.zeros(len(self.stages[-1].states))]
         weighed = bool(prices.queue.any())
         for i in range(len(self.stages) - 1, -1, -1):
             stage = self.stages[i]
@@ -275,61 +277,67 @@ class Relaxation:
                 if id(stage) not in clocks:
                     clocks[id(stage)] = self._clock(stage, prices)
                 clock = clocks[id(stage)]
-            each = rest[-1][stage.next_state]
-            each += clock
-            each += extra[:, i : i + 1]
-            rest.append(each.min(axis=0))
-        rest.reverse()
+            by_device = cost_to_go[-1][stage.next_state]
+            by_device += clock
+            by_device += extra[:, i : i + 1]
+            cost_to_go.append(by_device.min(axis=0))
+        cost_to_go.reverse()
         nbytes, queue, clock_sum = np.zeros((3, len(self.room)))
         state = 0
         for i, stage in enumerate(self.stages):
             next_state = stage.next_state[:, state]
             clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
-            d = int((clock + extra[:, i] + rest[i + 1][next_state]).argmin())
+            d = int((clock + extra[:, i] + cost_to_go[i + 1][next_state]).argmin())
             seconds = stage.seconds[d, state]
             if not np.isfinite(seconds):
                 break
-            streamed = away[d, i] < stay[d, i]
-            nbytes[d] += self.nbytes[i] - (self.movable[i] if streamed else 0.0)
-            if streamed and self.cpu is not None:
-                nbytes[self.cpu] += self.movable[i]
-            queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed and not self.on_clock else 0.0)
+            copying = self.fixed_queue[d, i]
+            nbytes[d] += self.nbytes[i]
+            if streamed[d, i] < resident[d, i]:
+                nbytes[d] -= self.movable[i]
+                if self.cpu is not None:
+                    nbytes[self.cpu] += self.movable[i]
+                if not self.on_clock:
+                    copying = copying + self.stream_seconds[d, i]
+            queue[d] += copying
             clock_sum += np.minimum(seconds, self.prefetch_slack)
             state = int(next_state[d])
         slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
         constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant
-        return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope
+        return float(cost_to_go[0][0] - prices.per_byte @ self.room) + constant, cost_to_go, slope
 
     def _first_prices(self) -> Floats:
         """Return the duals of the linear program over operation classes; zeros if it is not solved."""
         count = self.frontier.devices
-        columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.copy])
-        _, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
-        seconds = self.seconds[:, first].T
-        copy, queue = self.copy[:, first].T, self.fixed_queue[:, first].T
+        columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.stream_seconds])
+        _, first, members = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
+        classes = len(first)
         nbytes, movable = self.nbytes[first][:, None], self.movable[first][:, None]
-        able, may_copy = np.isfinite(seconds), np.isfinite(copy)
-        seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(first)
-        on_clock, on_queue = (copy, 0.0) if self.on_clock else (0.0, copy)
+        queue = self.fixed_queue[:, first].T
+        can_run = np.isfinite(self.seconds[:, first].T)
+        seconds = np.where(can_run, self.seconds[:, first].T, 0.0)
+        can_stream = np.isfinite(self.stream_seconds[:, first].T)
+        copying = np.where(can_stream, self.stream_seconds[:, first].T, 0.0)
+        on_clock, on_queue = (copying, 0.0) if self.on_clock else (0.0, copying)
 
-        def row(stay: Floats, away: Floats, makespan: float) -> Floats:
-            return np.concatenate([stay.ravel(), away.ravel(), [makespan]])
+        def row(resident: Floats, streamed: Floats, makespan: float) -> Floats:
+            return np.concatenate([resident.ravel(), streamed.ravel(), [makespan]])
 
         clock = row(seconds, seconds + on_clock, -1.0)
-        queues = [row(queue * one, (queue + on_queue) * one, -1.0) for one in np.eye(count)]
+        queues = [row(queue * unit, (queue + on_queue) * unit, -1.0) for unit in np.eye(count)]
         memory = []
-        for d, one in enumerate(np.eye(count)):
-            away = (nbytes - movable) * one + (movable if d == self.cpu else 0.0)
-            memory.append(row(nbytes * one, away, 0.0) / self._scale[d])
-        each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
-        variables = row(np.where(able, np.inf, 0.0), np.where(may_copy, np.inf, 0.0), np.inf)
+        for d, unit in enumerate(np.eye(count)):
+            streamed = (nbytes - movable) * unit + (movable if d == self.cpu else 0.0)
+            memory.append(row(nbytes * unit, streamed, 0.0) / self._scale[d])
+        class_sums = sparse.kron(sparse.identity(classes), np.ones((1, count)))
+        upper_limits = row(np.where(can_run, np.inf, 0.0), np.where(can_stream, np.inf, 0.0), np.inf)
         solution = linprog(
-            np.arange(len(variables)) == len(variables) - 1,
+            np.arange(len(upper_limits)) == len(upper_limits) - 1,
             A_ub=sparse.csr_matrix(np.array([clock, *queues, *memory])),
             b_ub=np.concatenate([np.zeros(1 + count), self.room / self._scale]),
-            A_eq=sparse.hstack([each, each, sparse.csr_matrix((classes, 1))]),
-            b_eq=number,
-            bounds=np.column_stack([np.zeros(len(variables)), variables]),
+            A_eq=sparse.hstack([class_sums, class_sums, sparse.csr_matrix((classes, 1))]),
+            b_eq=members,
+            bounds=np.column_stack([np.zeros(len(upper_limits)), upper_limits]),
             method="highs",
         )
         if solution.x is None:  # start without prices
@@ -344,14 +352,16 @@ def least_seconds(arrays: Arrays) -> Bound:
     return Bound(seconds * (1 - ROUNDING), "least seconds of each operation", Scope.ANY)
 
 
-def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:
-    """Return a relaxation for each home of the largest shared weight; the least bound is the problem's.
+def relax(
+    arrays: Arrays, target_bound: float, effort: Effort, *, streaming: bool = False
+) -> list[Relaxation]:
+    """Return a relaxation for each home of the largest shared weight; the least bound is that of the problem.
 
-    A bound of ``enough`` seconds is not raised further.
+    A bound of ``target_bound`` seconds is not raised further.
     """
-    frontiers = settled_frontiers(arrays, effort, streaming=streaming)
+    frontiers = frontiers_by_home(arrays, effort, streaming=streaming)
     relaxations = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]
     for done, relaxation in enumerate(relaxations):
-        with effort.share(1 / (len(relaxations) - done)) as part:
-            relaxation.improve(enough, part)
+        with effort.fraction(1 / (len(relaxations) - done)) as sub_effort:
+            relaxation.improve(target_bound, sub_effort)
     return relaxations

@@ -6,7 +6,7 @@ decides the homes of the weights that it reads; the others follow. This is done 
 once within budgets that leave room for the others' activations, since a prefill has more of these. The result
 is improved by exchanging weights between devices; in the best, each pass is placed once more over the weights
 as they are. The evaluator judges every pass with all weights and with the prefetch buffers that all passes
-share. The bound of each pass is its bound alone: no placement beside others is faster.
+share. The bound of each pass is its bound alone: no joint placement is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.calls.exchange import exchange, weighted_seconds
-from graphplan.passes.placement.calls.shared_buffers import beside, evaluate_together, fit_together, within
+from graphplan.passes.placement.calls.shared_buffers import (
+    evaluate_together,
+    fit_together,
+    with_allocated_buffers,
+    with_limited_buffers,
+)
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import (
@@ -78,7 +83,7 @@ def place_jointly(
     calls: Sequence[Call],
     limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
-    near: Sequence[Assignment] | None = None,
+    warm_starts: Sequence[Assignment] | None = None,
 ) -> tuple[Solution, ...]:
     """Place all passes over the same homes of weights; return the solutions in order.
 
@@ -87,7 +92,7 @@ def place_jointly(
     Args:
         calls: the passes to place.
         limits: as in :func:`graphplan.passes.placement.driver.place`.
-        near: another assignment of each pass to start from, all over the same homes of weights.
+        warm_starts: another assignment of each pass to start from, all over the same homes of weights.
 
     Raises:
         InfeasibleError: no placement of one pass alone, or of all of them together, was found.
@@ -95,22 +100,23 @@ def place_jointly(
     calls = [replace(call, problem=replace(call.problem, further_calls=len(calls) > 1)) for call in calls]
     pinned, weights = _pinned(calls), [call.weight for call in calls]
     problems = [call.with_homes(pinned) for call in calls]
-    nears: Sequence[Assignment | None] = near or [None] * len(calls)
+    starts_alone: Sequence[Assignment | None] = warm_starts or [None] * len(calls)
     searches = 4 * len(calls)
     alone = [
-        place(problem, _one_of(limits, searches - done), near=one)
-        for done, (problem, one) in enumerate(zip(problems, nears, strict=True))
+        place(problem, _one_of(limits, searches - done), warm_start=warm_start)
+        for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
     ]
 
     def find(problem: Problem) -> Evaluation | None:
         solution = attempt(problem, replace(_one_of(limits, searches), proves=False), None)
         return probe(problem, deadline=limits.deadline) if solution is None else solution.evaluation
 
-    given = None if near is None else fit_together(problems, near)
-    starts = [given] if given is not None and _feasible(given) else []
+    adopted = None if warm_starts is None else fit_together(problems, warm_starts)
+    starts = [adopted] if adopted is not None and _feasible(adopted) else []
     evaluations = [solution.evaluation for solution in alone]
     for number, start in enumerate(_Starts(calls, pinned, find).each(evaluations)):
-        starts += [] if start is None else [start]
+        if start is not None:
+            starts.append(start)
         if starts and (number or limits.over):
             break  # further starts are for budgets that are hard to keep
     if not starts:
@@ -118,7 +124,7 @@ def place_jointly(
     exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
-        best = _place_again(calls, best, limits)
+        best = _search_again(calls, best, limits)
     return tuple(
         certify(evaluation, _bound(problem, evaluation, solo, limits))
         for problem, evaluation, solo in zip(problems, best, alone, strict=True)
@@ -131,7 +137,7 @@ def _one_of(limits: Limits, searches: int) -> Limits:
 
 
 def _bound(problem: Problem, evaluation: Evaluation, solo: Solution, limits: Limits) -> Bound:
-    """Return the bound of the pass alone if its scope holds beside others; else one with a wider scope."""
+    """Return the bound of the pass alone if its scope holds here; else a bound with a wider scope."""
     if holds_for(solo.bound.scope, problem, evaluation):
         bound = solo.bound
     elif is_searched(problem, evaluation):
@@ -167,7 +173,7 @@ class _Starts:
     def each(self, alone: Sequence[Evaluation]) -> Iterator[list[Evaluation] | None]:
         """Yield starts: each pass first, without and with room for the others; at last, all weights streamed.
 
-        None stands for one that was not found, or exceeds a budget.
+        None stands for a start that was not found, or exceeds a budget.
         """
         calls, pinned = self.calls, self.pinned
         heaviest = sorted(range(len(calls)), key=lambda index: -calls[index].weight * alone[index].seconds)
@@ -195,7 +201,7 @@ class _Starts:
             evaluation = None if placed else first
             if evaluation is None:
                 problem = self.calls[index].with_homes(decided)
-                evaluation = self.find(beside(problem, list(placed.values())))
+                evaluation = self.find(with_allocated_buffers(problem, list(placed.values())))
             if evaluation is None:
                 return None
             placed[index] = evaluation
@@ -206,41 +212,42 @@ class _Starts:
         assignments = [placed[index].assignment for index in range(len(self.calls))]
         together = fit_together(
             [call.with_homes(decided) for call in self.calls],
-            [replace(one, weights={name: decided[name] for name in one.weights}) for one in assignments],
+            [replace(old, weights={name: decided[name] for name in old.weights}) for old in assignments],
         )
         return together if _feasible(together) else None
 
 
-def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) -> Problem:
-    """Return the problem with budgets that leave room for what other passes need more for activations."""
+def _with_room(problem: Problem, alone: Evaluation, others: Sequence[Evaluation]) -> Problem:
+    """Return the problem with budgets that leave room for the larger activations of other passes."""
     memory = {}
     for spec in problem.topology.devices:
-        needs = [one.peak(spec.key).nbytes - one.peak(spec.key).weights for one in (own, *others)]
+        needs = [one.peak(spec.key).nbytes - one.peak(spec.key).weights for one in (alone, *others)]
         more = max(needs) - needs[0] if spec.is_accelerator else 0
         memory[spec.key] = max(0, spec.memory - more)
     return replace(problem, topology=problem.topology.with_memory(memory))
 
 
-def _place_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
+def _search_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
     """Search each pass once more, over all weights where they reside; return the better evaluations."""
     best = list(start)
     problems = [call.with_homes(start[0].assignment.weights) for call in calls]
     for index, problem in enumerate(problems):
-        others = [one for one in best if one is not best[index]]
-        near = best[index].assignment  # feasible, so `place` finds something
-        part = replace(_one_of(limits, len(problems) - index), proves=False)
-        again = place(within(problem, others), part, near=near).evaluation
-        trial = [one.assignment for one in best]
-        trial[index] = again.assignment
+        others = [evaluation for evaluation in best if evaluation is not best[index]]
+        warm_start = best[index].assignment  # feasible, so `place` finds something
+        pass_limits = replace(_one_of(limits, len(problems) - index), proves=False)
+        limited = with_limited_buffers(problem, others)
+        replaced = place(limited, pass_limits, warm_start=warm_start).evaluation
+        trial = [evaluation.assignment for evaluation in best]
+        trial[index] = replaced.assignment
         together = evaluate_together(problems, trial)
-        if again.seconds < best[index].seconds and _feasible(together):
+        if replaced.seconds < best[index].seconds and _feasible(together):
             best = together
     return best
 
 
 def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     """Return the error for passes that fit alone but not together, with budgets that suffice for all."""
-    said = (
+    message = (
         f"no placement of the weights was found that keeps the budgets for all {len(calls)} of calls=, "
         "though each fits alone"
     )
@@ -250,10 +257,11 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
         effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
         nearest = smallest_budgets(problem, effort, partial(_probe_jointly, calls))
     if nearest is None:
-        return InfeasibleError(said)
+        return InfeasibleError(message)
     available = problem.topology.budgets
     return InfeasibleError(
-        f"{said}. These budgets suffice: max_memory={dict(nearest.budgets)}; the given ones are {available}",
+        f"{message}. These budgets suffice: max_memory={dict(nearest.budgets)}; "
+        f"the given ones are {available}",
         needed=nearest.budgets,
         available=available,
     )

@@ -41,20 +41,20 @@ def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment])
     return evaluations
 
 
-def beside(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """Return the problem of one pass, beside prefetch buffers that the others have allocated."""
+def with_allocated_buffers(problem: Problem, others: Sequence[Evaluation]) -> Problem:
+    """Return the problem of one pass, with the prefetch buffers that the others have allocated."""
     return _with_prefetch_buffers(problem, _largest_buffers(others))
 
 
-def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """Return the problem as :func:`beside`, with buffers limited to what the others' budgets allow."""
+def with_limited_buffers(problem: Problem, others: Sequence[Evaluation]) -> Problem:
+    """Return that problem with buffers limited to the bytes that the other passes leave free."""
     limits = dict(problem.prefetch_limits)
     for other in others:
         sizes = {buffer.device: buffer.nbytes for buffer in other.schedule.prefetch_buffers}
         for spec in problem.topology.devices:
             limit = sizes.get(spec.key, 0) + spec.room - other.peak(spec.key).nbytes
             limits[spec.key] = min(limit, limits.get(spec.key, limit))
-    return where_buffers_suffice(replace(beside(problem, others), prefetch_limits=limits))
+    return where_buffers_suffice(replace(with_allocated_buffers(problem, others), prefetch_limits=limits))
 
 
 def _largest_slots(evaluations: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:
@@ -85,8 +85,8 @@ def _largest_buffers(evaluations: Sequence[Evaluation]) -> dict[DeviceKey, int]:
 
 def _has_buffers(evaluation: Evaluation, sizes: Mapping[DeviceKey, int]) -> bool:
     """Whether an evaluation counts prefetch buffers of at least these sizes."""
-    here = {buffer.device: buffer.nbytes for buffer in evaluation.schedule.prefetch_buffers}
-    return all(here.get(key, 0) >= nbytes for key, nbytes in sizes.items())
+    counted = {buffer.device: buffer.nbytes for buffer in evaluation.schedule.prefetch_buffers}
+    return all(counted.get(key, 0) >= nbytes for key, nbytes in sizes.items())
 
 
 def _with_prefetch_buffers(problem: Problem, sizes: Mapping[DeviceKey, int]) -> Problem:

@@ -13,7 +13,7 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.streaming.coarsen import bytes_read
 
 
-def in_turns(arrays: Arrays, rounds: int) -> Ints:
+def round_robin(arrays: Arrays, rounds: int) -> Ints:
     """(macro-operations,) devices; each accelerator has ``rounds`` turns."""
     assert arrays.cpu is not None
     accelerators, read = np.flatnonzero(arrays.accelerates), bytes_read(arrays)

@@ -16,8 +16,8 @@ import numpy as np
 
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
-from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
-from graphplan.passes.placement.bounds.label_dp import Completion, search_labels, widest
+from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, frontiers_by_home
+from graphplan.passes.placement.bounds.label_dp import Completion, max_width, search_labels
 from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation, least_seconds, relax
 from graphplan.passes.placement.bounds.symmetry import device_classes
@@ -25,14 +25,14 @@ from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.streaming.coarsen import coarsen
-from graphplan.passes.placement.streaming.round_robin import in_turns
+from graphplan.passes.placement.streaming.round_robin import round_robin
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
 _ROUNDS = (16, 32, 8, 64, 4)
-"""Numbers of turns of each accelerator to try: which is best for a model only a trial shows."""
+"""Numbers of rounds to try: only a trial shows which is best for a model."""
 
 
 @dataclass
@@ -105,41 +105,41 @@ class StreamedSearch:
 
     # -- a first placement ---------------------------------------------------------------------------
 
-    def take_turns(self) -> None:
-        """Try accelerators in turn, with smaller and smaller slots, until these do not pay.
+    def try_round_robin(self) -> None:
+        """Try accelerators in round robin, with smaller and smaller slots, until these do not pay.
 
         Slot sizes that too few weights fill come last, such as that of a head larger than all other weights.
         """
         arrays, ratio = self.arrays, PARAMS.slot_ratio
         accelerators = np.flatnonzero(arrays.accelerates).tolist()
-        lacking = arrays.weight_bytes.sum() - arrays.room[accelerators].sum()
+        deficit = arrays.weight_bytes.sum() - arrays.room[accelerators].sum()
 
         def is_filled_by_few(size: float) -> bool:
             fill = (arrays.weight_bytes <= size) & (arrays.weight_bytes * ratio > size)
-            return bool(arrays.weight_bytes[fill].sum() < lacking)
+            return bool(arrays.weight_bytes[fill].sum() < deficit)
 
         for size in sorted(self.slot_sizes, key=is_filled_by_few):
             before = self.seconds
             for rounds in _ROUNDS if len(accelerators) > 1 else (1,):
                 if self.effort.over:
                     return
-                devices = self.coarse.expand(in_turns(self.coarse, rounds))
+                devices = self.coarse.expand(round_robin(self.coarse, rounds))
                 self._stream_excess(dict.fromkeys(accelerators, 0.0), devices, size)
             if self.best is not None and self.seconds == before:
                 return
 
-    def begin(self, near: Assignment | None = None) -> bool:
+    def find_first_placement(self, warm_start: Assignment | None = None) -> bool:
         """Find a first placement: segments, single devices, even spreads, repair; return whether one fits.
 
         A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
-        if not self._begin(near) and self.arrays.folded and not self.effort.over:
+        if not self._find_first_placement(warm_start) and self.arrays.folded and not self.effort.over:
             self._search_on(Arrays(self.problem))
-            self._begin(near)
+            self._find_first_placement(warm_start)
         return self.best is not None
 
-    def _begin(self, near: Assignment | None) -> bool:
-        if near is not None and (adopted := self._adopt(near)) is not None:
+    def _find_first_placement(self, warm_start: Assignment | None) -> bool:
+        if warm_start is not None and (adopted := self._adopt(warm_start)) is not None:
             self.offer(self._evaluate(adopted))
         complete = False
         for options in (
@@ -149,9 +149,9 @@ class StreamedSearch:
             {"streaming": True},
             {"streaming": True, "use_cpu": True, "minimise_excess": True},
         ):
-            if self.effort.over or (
-                self.best is not None and ("minimise_excess" in options or self._spent_much)
-            ):
+            if self.effort.over:
+                break
+            if self.best is not None and ("minimise_excess" in options or self._fifth_of_effort_spent):
                 break
             if "in_order" in options and complete:
                 continue
@@ -163,41 +163,44 @@ class StreamedSearch:
                 self._try_device(device)
         self._spread_evenly()
         if self.best is None and self.nearest is not None:
-            with self.effort.share(PARAMS.local_share) as part:
-                self.offer(climb_streamed(self.arrays, self.nearest, part))
+            with self.effort.fraction(PARAMS.local_share) as sub_effort:
+                self.offer(climb_streamed(self.arrays, self.nearest, sub_effort))
         return self.best is not None
 
     def _offer_segments(self, search: SegmentDP) -> None:
         for homes in search.homes():
-            if self.effort.over or (self.best is not None and self._spent_much):
+            if self.effort.over or (self.best is not None and self._fifth_of_effort_spent):
                 return
             for segments, devices in search.placements(homes):
-                lacking = dict.fromkeys((segment.device for segment in segments), 0.0)
+                deficit = dict.fromkeys((segment.device for segment in segments), 0.0)
                 for segment in segments:
-                    lacking[segment.device] = max(lacking[segment.device], segment.excess)
-                self._stream_excess(lacking, devices)
+                    deficit[segment.device] = max(deficit[segment.device], segment.excess)
+                self._stream_excess(deficit, devices)
 
     @property
-    def _spent_much(self) -> bool:
+    def _fifth_of_effort_spent(self) -> bool:
         return self.effort.visits < 0.8 * self.effort.total
 
-    def _adopt(self, near: Assignment) -> Assignment | None:
+    def _adopt(self, warm_start: Assignment) -> Assignment | None:
         """Return a given placement under this problem's rules; None if it separates tied operations."""
         arrays, problem, cpu = self.arrays, self.problem, self.problem.topology.cpu
-        if near.operations.keys() != problem.graph.operations.keys():
+        if warm_start.operations.keys() != problem.graph.operations.keys():
             return None
-        operations = problem.obey(near.operations)
+        operations = problem.on_allowed_devices(warm_start.operations)
         if any(len({operations[name] for name in group}) > 1 for group in problem.graph.together):
             return None
         streamed = [
             name
             for item, name in enumerate(arrays.names)
-            if item >= arrays.values and near.weights.get(name) == cpu and self.guide.is_streamable(item)
+            if item >= arrays.values
+            and warm_start.weights.get(name) == cpu
+            and self.guide.is_streamable(item)
         ]
-        shared = [arrays.names[item] for item in arrays.shared if arrays.names[item] in near.weights]
+        shared = [arrays.names[item] for item in arrays.shared if arrays.names[item] in warm_start.weights]
         readers = problem.graph.readers
-        homes = {n: near.weights[n] for n in shared if near.weights[n] in map(operations.get, readers[n])}
-        return replace(reside(problem, operations, streamed, homes), slots=near.slots)
+        homes = {name: warm_start.weights[name] for name in shared}
+        homes = {name: key for name, key in homes.items() if key in map(operations.get, readers[name])}
+        return replace(assign_weights(problem, operations, streamed, homes), slots=warm_start.slots)
 
     def _try_device(self, device: int) -> None:
         arrays = self.arrays
@@ -218,41 +221,48 @@ class StreamedSearch:
                 return
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
 
-    def _stream_excess(self, lacking: dict[int, float], devices: Ints, slot: float = np.inf) -> None:
-        """Offer placements with as many weights streamed as devices lack bytes for, spread evenly.
+    def _stream_excess(
+        self, deficit: dict[int, float], devices: Ints, max_weight_bytes: float = np.inf
+    ) -> None:
+        """Offer placements with as many weights streamed, spread evenly, as devices lack bytes for.
 
         Args:
-            lacking: device -> bytes that it lacks, to begin with; raised by what is found to exceed a budget.
+            deficit: device -> bytes that it lacks at first; raised by the bytes found to exceed a budget.
             devices: (operations,) devices.
-            slot: most bytes of a weight that is streamed.
+            max_weight_bytes: size of the largest weight that may be streamed.
         """
         operations, tried = self.arrays.named(devices), None
         for _ in range(2 * PARAMS.retries):
-            spread = {d: self._spread(devices, d, nbytes, slot) for d, nbytes in lacking.items() if nbytes}
+            spread = {
+                d: self._spread(devices, d, nbytes, max_weight_bytes)
+                for d, nbytes in deficit.items()
+                if nbytes
+            }
             if spread == tried:
                 return  # all weights that can be streamed are
             tried = spread
             streamed = [self.arrays.names[item] for items in spread.values() for item in items]
-            evaluation = self._evaluate(reside(self.problem, operations, streamed))
+            evaluation = self._evaluate(assign_weights(self.problem, operations, streamed))
             if self.offer(evaluation) or not evaluation.excess or evaluation.seconds >= self.seconds:
                 return  # streaming more does not make it faster
             for key, over in evaluation.excess.items():
                 d = self.arrays.number[key]
                 if self.arrays.accelerates[d]:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
-                    lacking[d] = max(lacking.get(d, 0.0), freed) + over
+                    deficit[d] = max(deficit.get(d, 0.0), freed) + over
 
-    def _spread(self, devices: Ints, device: int, nbytes: float, slot: float) -> list[int]:
+    def _spread(self, devices: Ints, device: int, nbytes: float, slot_bytes: float) -> list[int]:
         """Return weights to stream to a device, at equal distances in its order.
 
-        Their bytes are ``nbytes`` and two slots. They fill a slot, or just fit into one if those are too few.
+        Their bytes are ``nbytes`` and two slots. They nearly fill a slot; if those weights are too few, all
+        that fit into one are taken.
         """
         arrays, frontier = self.arrays, self.guide
         units = np.unique(arrays.unit_of[devices == device])
         own = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
-        own = [i for i in own if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot]
-        filling = [i for i in own if arrays.nbytes[i] * PARAMS.slot_ratio > slot]
-        if np.isfinite(slot) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot:
+        own = [i for i in own if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot_bytes]
+        filling = [i for i in own if arrays.nbytes[i] * PARAMS.slot_ratio > slot_bytes]
+        if np.isfinite(slot_bytes) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot_bytes:
             own = filling
         total, chosen = arrays.stored_bytes(own), list[int]()
         if nbytes > total:  # own weights are not enough: stream shared ones too
@@ -263,17 +273,18 @@ class StreamedSearch:
         if not total:
             return chosen
         wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[own].max()))
-        due = 0.0
+        quota = 0.0
         for item in own:
             size = arrays.stored_bytes([item])
-            due += wanted / total * size
-            if due >= size * (1 - ROUNDING):
-                due -= size
+            quota += wanted / total * size
+            if quota >= size * (1 - ROUNDING):
+                quota -= size
                 chosen.append(item)
         # whole weights fall short of the wanted bytes: stream one more
-        rest = sorted(set(own) - set(chosen), key=arrays.nbytes.__getitem__)
-        enough = [item for item in rest if arrays.stored_bytes([item]) >= due] or rest[-1:]
-        return chosen + (enough[:1] if due > ROUNDING * wanted else [])
+        if quota > ROUNDING * wanted:
+            others = sorted(set(own) - set(chosen), key=arrays.nbytes.__getitem__)
+            chosen += ([item for item in others if arrays.stored_bytes([item]) >= quota] or others[-1:])[:1]
+        return chosen
 
     # -- beams ---------------------------------------------------------------------------------------
 
@@ -281,23 +292,24 @@ class StreamedSearch:
         """Search configurations in the order of their bounds, then neighbours of the best, then wider."""
         if self.best is None and self.effort.over:
             return  # a bound without a placement is of no use
-        with self.effort.share(0.25) as part:
-            configurations = sorted(self._configurations(part), key=lambda one: one.bound)
+        with self.effort.fraction(0.25) as sub_effort:
+            configurations = sorted(self._configurations(sub_effort), key=lambda relaxation: relaxation.bound)
         best = configurations[0] if configurations else None
-        with self.effort.share(0.35) as part:
-            for one in configurations:
-                if part.over or one.bound >= self.seconds * (1 - PARAMS.sufficient_gap):
+        with self.effort.fraction(0.35) as sub_effort:
+            for configuration in configurations:
+                gap_closed = configuration.bound >= self.seconds * (1 - PARAMS.sufficient_gap)
+                if sub_effort.over or gap_closed:
                     break
-                best = self._search(one, PARAMS.first_width, part) or best
+                best = self._search(configuration, PARAMS.first_width, sub_effort) or best
         if best is not None:
-            with self.effort.share(0.3) as part:
-                best = self._search_neighbours(best, part)
-            with self.effort.share(0.8) as part:
-                self._widen(best, part)
+            with self.effort.fraction(0.3) as sub_effort:
+                best = self._search_neighbours(best, sub_effort)
+            with self.effort.fraction(0.8) as sub_effort:
+                self._widen(best, sub_effort)
 
     def _configurations(self, effort: Effort) -> Iterator[Relaxation]:
         """Yield a relaxation for each home of the largest shared weight and each number and size of slots."""
-        frontiers = list(settled_frontiers(self.coarse, effort, streaming=True, guide=True))
+        frontiers = list(frontiers_by_home(self.coarse, effort, streaming=True, guide=True))
         trials = [
             (stages, frontier, buffers)
             for slots in (2, 1)
@@ -308,8 +320,8 @@ class StreamedSearch:
         for done, (stages, frontier, buffers) in enumerate(trials):
             if effort.over and done:
                 return
-            with effort.share(1 / (len(trials) - done)) as part:
-                relaxation = _relaxed(frontier, stages, buffers, part)
+            with effort.fraction(1 / (len(trials) - done)) as sub_effort:
+                relaxation = _relaxed(frontier, stages, buffers, sub_effort)
             if relaxation.possible:
                 yield relaxation
 
@@ -331,7 +343,7 @@ class StreamedSearch:
     def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
         """Search a configuration; return its last relaxation if the best placement improved, else None.
 
-        Where exact peaks exceed a budget, more is reserved for activations, and prices are computed anew.
+        Where exact peaks exceed a budget, more is reserved for activations, and prices are recomputed.
         """
         before, requested = self.seconds, relaxation.reserved.activation_bytes
         configuration = relaxation.frontier, relaxation.reserved.key
@@ -339,7 +351,7 @@ class StreamedSearch:
         if (needed > requested).any():
             relaxation = _reserving(relaxation, needed, effort)
         for _ in range(1 + PARAMS.retries):
-            width = min(width, widest(relaxation, effort.visits))
+            width = min(width, max_width(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
                 break
             result = search_labels(relaxation, width, 1.5 * self.seconds, effort)
@@ -350,7 +362,7 @@ class StreamedSearch:
                 break
             if min(first.seconds, result.completions[0].seconds) > self.seconds:
                 break
-            needed = np.maximum(relaxation.reserved.activation_bytes, relaxation.least)
+            needed = np.maximum(relaxation.reserved.activation_bytes, relaxation.activation_reserve)
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
                 needed[d] += over + max(0.0, float(result.completions[0].spare[d]))
@@ -373,7 +385,7 @@ class StreamedSearch:
             for item, d in zip(frontier.shared, completion.device[frontier.units :].tolist(), strict=True)
         }
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.reserved.slots) if n}
-        return self._evaluate(replace(reside(self.problem, operations, streamed, homes), slots=slots))
+        return self._evaluate(replace(assign_weights(self.problem, operations, streamed, homes), slots=slots))
 
     def _search_neighbours(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Search neighbours: change the buffers of one accelerator at a time, while that helps."""
@@ -416,7 +428,7 @@ class StreamedSearch:
         width = PARAMS.first_width
         while not effort.over:
             width = int(width * PARAMS.width_growth)
-            if width > widest(best, effort.visits):
+            if width > max_width(best, effort.visits):
                 return
             best = self._search(best, width, effort) or best
 
@@ -432,19 +444,20 @@ def _slot_sizes(arrays: Arrays) -> list[float]:
     return sizes
 
 
-def prove_streamed(arrays: Arrays, enough: float, effort: Effort) -> Bound:
+def prove_streamed(arrays: Arrays, incumbent_seconds: float, effort: Effort) -> Bound:
     """Return a lower bound for every placement, with prefetch buffers of any size.
 
-    ``arrays`` are those of the problem itself, unfolded. A bound of ``enough`` seconds is not raised further.
+    ``arrays`` are those of the problem itself, unfolded. A bound of ``incumbent_seconds`` is not raised
+    further.
     """
     if effort.late:
         least = least_seconds(arrays)
         return Bound().raised(least.seconds, least.proof)
-    with effort.share(0.1) as part:
-        proven = bound_by_classes(arrays, enough, part, streaming=True)
+    with effort.fraction(0.1) as sub_effort:
+        proven = bound_by_classes(arrays, incumbent_seconds, sub_effort, streaming=True)
     bound = Bound().raised(proven, BY_CLASSES)
-    with effort.share(0.15) as part:
-        relaxations = relax(arrays, enough, part, streaming=True)
+    with effort.fraction(0.15) as sub_effort:
+        relaxations = relax(arrays, incumbent_seconds, sub_effort, streaming=True)
     lowest = min(relaxations, key=lambda relaxation: relaxation.bound, default=None)
     if lowest is None or not np.isfinite(lowest.bound):
         return bound

@@ -230,8 +230,8 @@ def test_local_search_prices_gradients() -> None:
         devices = arrays.expand(random_units(arrays, draw))
         search = LocalSearch(arrays, devices, ample())
         first = draw.randrange(arrays.count)
-        run, device = search._run(_Move(0.0, first, draw.randrange(1, 6), 1)), 1
+        operations, device = search._operations_to_move(_Move(0.0, first, draw.randrange(1, 6), 1)), 1
         trial = devices.copy()
-        trial[run] = device
+        trial[operations] = device
         expected = arrays.seconds(trial) - arrays.seconds(devices)
-        assert search._delta(run, device) == pytest.approx(expected, abs=1e-15)
+        assert search._added_seconds(operations, device) == pytest.approx(expected, abs=1e-15)

@@ -66,4 +66,4 @@ def test_a_known_placement_that_parts_a_pass_from_its_backward_is_not_lost() -> 
     known = place(problem).evaluation
     devices = known.assignment.operations
     assert any(devices[f"a{i}"] != devices[f"b{i}"] for i in range(5))
-    assert place(problem, near=known.assignment).evaluation.seconds <= known.seconds
+    assert place(problem, warm_start=known.assignment).evaluation.seconds <= known.seconds

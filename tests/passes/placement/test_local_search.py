@@ -60,15 +60,17 @@ def test_a_move_costs_what_it_is_said_to(problems: int, least: int) -> None:
     compared = 0
     for arrays, devices, chosen in starts(problems):
         search, draw = LocalSearch(arrays, devices, ample(), chosen), random.Random(compared)
-        moves = list(search._moves(off=np.ones(arrays.computing, dtype=bool)))
+        moves = list(search._moves(sources=np.ones(arrays.computing, dtype=bool)))
         for move in draw.sample(moves, min(6, len(moves))):
-            run = search._run(move)
-            if not run or not np.isfinite(arrays.compute[move.device, run]).all():
+            operations = search._operations_to_move(move)
+            if not operations or not np.isfinite(arrays.compute[move.device, operations]).all():
                 continue
             trial = devices.copy()
-            trial[run] = move.device
+            trial[operations] = move.device
             change = arrays.seconds(trial, chosen) - arrays.seconds(devices, chosen)
-            assert search._delta(run, move.device) == pytest.approx(change, abs=1e-9 * search.seconds)
+            assert search._added_seconds(operations, move.device) == pytest.approx(
+                change, abs=1e-9 * search.seconds
+            )
             compared += 1
     assert compared >= least
 
@@ -83,7 +85,7 @@ def test_moves_without_room_for_their_weights_are_not_priced(problems: int, leas
         search.own_bytes = np.zeros(arrays.count)
         for move in set(search._moves()) - priced:
             trial = devices.copy()
-            trial[search._run(move)] = move.device
+            trial[search._operations_to_move(move)] = move.device
             assert not arrays.fits(trial, chosen)
             unplaced += 1
     assert unplaced >= least

@@ -17,7 +17,7 @@ from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.passes.placement import driver, resident
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.bounds import symmetry
-from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
+from graphplan.passes.placement.bounds.label_dp import LabelSearchResult, search_labels
 from graphplan.passes.placement.bounds.milp import _Class, _Program, bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.certificate import Bound, Solution, certify
@@ -50,7 +50,7 @@ def scale_the_relaxation(patch: Patch) -> None:
 
 
 def scale_the_labels(patch: Patch) -> None:
-    def scaled(*args: Any, **kwargs: Any) -> LabelSearch:
+    def scaled(*args: Any, **kwargs: Any) -> LabelSearchResult:
         found = search_labels(*args, **kwargs)
         return replace(found, bound=found.bound * SCALE)
 

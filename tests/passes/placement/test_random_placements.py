@@ -34,7 +34,7 @@ from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement import resident
 from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
-from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
+from graphplan.passes.placement.bounds.label_dp import LabelSearchResult, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
 from graphplan.passes.placement.params import PARAMS, Limits
@@ -95,7 +95,7 @@ def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> N
     """Two operations that fit nowhere: a wider search would keep the same labels."""
     calls = Counter[int]()
 
-    def counted(relaxation: Relaxation, width: int, *arguments: Any, **options: Any) -> LabelSearch:
+    def counted(relaxation: Relaxation, width: int, *arguments: Any, **options: Any) -> LabelSearchResult:
         calls[width] += 1
         return search_labels(relaxation, width, *arguments, **options)
 

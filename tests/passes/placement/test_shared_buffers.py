@@ -9,7 +9,11 @@ from builders import KIB, chain
 from graphplan import Graph
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement.calls.shared_buffers import evaluate_together, fit_together, within
+from graphplan.passes.placement.calls.shared_buffers import (
+    evaluate_together,
+    fit_together,
+    with_limited_buffers,
+)
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 
@@ -65,7 +69,7 @@ def test_what_fits_in_no_way_says_by_how_much() -> None:
 def test_a_prefetch_buffer_may_grow_into_what_the_others_leave() -> None:
     budget = 2 * 40 * KIB + 3 * SLOT
     other = evaluate(problem(LARGE, budget), streaming(LARGE, 1))
-    limited = within(problem(SMALL, budget), [other])
+    limited = with_limited_buffers(problem(SMALL, budget), [other])
     assert (limited.prefetch_bytes, limited.prefetch_limits[0]) == ({0: SLOT}, 3 * SLOT)
     assert evaluate(limited, streaming(SMALL, 3)).feasible
     assert evaluate(limited, streaming(SMALL, 4)).excess == {0: SLOT}

@@ -17,7 +17,7 @@ from graphplan.ir.timeline import call_seconds, make_timeline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 from graphplan.passes.schedule.transfers import build_schedule
 
 LATENCY = 1e-6
@@ -221,7 +221,7 @@ def test_more_slots_never_cost_time() -> None:
 def test_one_slot_is_taken_where_two_do_not_fit() -> None:
     graph = chain(4)
     problem = Problem(graph, topology(d0=4096 + 2 * KIB, cpu=1 << 30), "cpu")
-    found = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0), graph.weights))
+    found = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 0), graph.weights))
     assert found.feasible
     assert len(found.schedule.prefetch_buffers[0].slots) == 1
 
@@ -232,7 +232,7 @@ def test_streaming_every_second_weight_is_not_faster_than_the_plan() -> None:
     room = 30 * weight + 3 * weight + 4 * KIB  # thirty stay, two slots, and what the allocator may add
     problem = Problem(graph, topology(d0=room, cpu=1 << 30), "cpu")
     away = [f"w{i}" for i in range(1, 60, 2)]
-    even = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0), away))
+    even = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 0), away))
     assert even.feasible
     found = place(problem)
     assert found.bound.seconds <= found.evaluation.seconds <= even.seconds * (1 + 1e-9)
@@ -261,7 +261,7 @@ def test_a_table_of_which_few_rows_are_read_is_not_streamed() -> None:
 def test_a_plan_with_streams_is_read_back() -> None:
     graph = chain(5)
     problem = Problem(graph, topology(d0=20 * KIB, cpu=1 << 30), "cpu")
-    found = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0), graph.weights))
+    found = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 0), graph.weights))
     assert found.feasible
     plan = Plan(graph, problem.topology, found.schedule, found.seconds, 0.0, "none")
     plan.verify()
@@ -280,7 +280,7 @@ def test_prefetch_buffers_keep_their_numbers() -> None:
     """The code that was made for a plan has them, whatever other calls take later on devices before."""
     graph = chain(5)
     problem = Problem(graph, topology(d0=20 * KIB, d1=20 * KIB, cpu=1 << 30), "cpu")
-    found = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 1), graph.weights))
+    found = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 1), graph.weights))
     plan = Plan(graph, problem.topology, found.schedule, found.seconds, 0.0, "none")
     for one in (plan, plan.with_prefetch_buffers({0: 512})):
         assert one.schedule.prefetch_buffers[0].device == 1
@@ -293,14 +293,14 @@ def prefetch_bytes(schedule: Schedule) -> list[int]:
 def test_the_prefetch_buffer_of_other_calls_is_counted_and_not_outgrown() -> None:
     graph = chain(3)
     here = Problem(graph, BIG, "cpu", prefetch_bytes={0: 64 * KIB})
-    found = evaluate(here, reside(here, dict.fromkeys(graph.operations, 0)))
+    found = evaluate(here, assign_weights(here, dict.fromkeys(graph.operations, 0)))
     assert found.schedule.prefetch_buffers[0].segments == ()
     assert found.peak(0).weights == 3 * 4096 + 64 * KIB
     limited = Problem(graph, BIG, "cpu", prefetch_limits={0: 6 * KIB})
-    narrow = evaluate(limited, reside(limited, dict.fromkeys(graph.operations, 0), graph.weights))
+    narrow = evaluate(limited, assign_weights(limited, dict.fromkeys(graph.operations, 0), graph.weights))
     assert narrow.feasible
     assert narrow.schedule.prefetch_buffers[0].nbytes == 4 * KIB
     none = Problem(graph, BIG, "cpu", prefetch_limits={0: 0})
-    assert evaluate(none, reside(none, dict.fromkeys(graph.operations, 0), graph.weights)).excess == {
+    assert evaluate(none, assign_weights(none, dict.fromkeys(graph.operations, 0), graph.weights)).excess == {
         0: 4 * KIB
     }

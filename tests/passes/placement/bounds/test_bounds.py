@@ -30,7 +30,7 @@ from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 
 MIB = 1 << 20
 TIGHT = 1 + 1e-9
@@ -229,10 +229,10 @@ def test_a_time_limit_begins_with_the_default_search(monkeypatch: pytest.MonkeyP
     default, attempt = place(problem), driver.attempt
     higher = replace(default.bound, seconds=(default.bound.seconds + default.evaluation.seconds) / 2)
 
-    def once(problem: Problem, limits: Limits, near: Any) -> Any:
+    def once(problem: Problem, limits: Limits, warm_start: Any) -> Any:
         efforts.append(limits.effort)
-        assert (near is None) == (len(efforts) == 1)
-        return attempt(problem, limits, near) if near is None else replace(default, bound=higher)
+        assert (warm_start is None) == (len(efforts) == 1)
+        return attempt(problem, limits, warm_start) if warm_start is None else replace(default, bound=higher)
 
     monkeypatch.setattr(driver, "attempt", once)
     found = place(problem, Limits.within(600))
@@ -268,7 +268,7 @@ def test_devices_take_turns_where_streams_are_what_takes_time() -> None:
     problem = Problem(graph, with_speeds(topology, {"cpu": Speed(1e9, 1e9)}), "cpu")
     found = place(problem).evaluation
     half = {name: int(i >= 12) for i, name in enumerate(graph.operations)}
-    contiguous = evaluate(problem, reside(problem, half, frozenset(graph.weights)))
+    contiguous = evaluate(problem, assign_weights(problem, half, frozenset(graph.weights)))
     streamed = {s.device for s in found.schedule.prefetch_buffers}
     assert streamed == {0, 1}
     assert found.seconds < contiguous.seconds

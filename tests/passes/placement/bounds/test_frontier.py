@@ -73,7 +73,7 @@ def able(frontier: Frontier, states: np.ndarray, step: int) -> list[int]:
 
 def test_exchangeable_devices_come_into_use_in_order() -> None:
     frontier = Frontier(Arrays(Problem(stack([MIB] * 4), equal_cards(3), CPU)))
-    assert frontier.before == [(1, 0), (2, 1)]
+    assert frontier.use_order == [(1, 0), (2, 1)]
     states = frontier.start()
     assert able(frontier, states, 0) == [0]
     states, _ = frontier.extend(frontier.steps[0], states)
@@ -87,7 +87,7 @@ def test_devices_that_differ_come_in_any_order() -> None:
     topology = equal_cards(2, HOST)
     topology = replace(topology, links={(0, CPU): Link(1e9, 0.0)})
     frontier = Frontier(Arrays(Problem(stack([MIB] * 4), topology, CPU)))
-    assert not frontier.before
+    assert not frontier.use_order
     assert able(frontier, frontier.start(), 0) == [0, 1, 2]
 
 

@@ -15,7 +15,7 @@ from graphplan.ir.graph import Graph
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds import frontier as frontiers
 from graphplan.passes.placement.bounds.frontier import Frontier, make_stages
-from graphplan.passes.placement.bounds.label_dp import Completion, LabelSearch, search_labels, widest
+from graphplan.passes.placement.bounds.label_dp import Completion, LabelSearchResult, max_width, search_labels
 from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.problem import Problem
 
@@ -35,8 +35,8 @@ def relax(arrays: Arrays, states: int = 10**6) -> Relaxation:
     return found
 
 
-def search(relaxation: Relaxation, width: int, below: float = 1e3) -> LabelSearch:
-    return search_labels(relaxation, width, below, ample())
+def search(relaxation: Relaxation, width: int, incumbent_seconds: float = 1e3) -> LabelSearchResult:
+    return search_labels(relaxation, width, incumbent_seconds, ample())
 
 
 def expanded(arrays: Arrays, completion: Completion) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +158,7 @@ def test_a_search_as_wide_as_its_effort_allows_is_finished(visits: float) -> Non
     tried = 0
     for arrays in resident_problems(TINY, 40):
         relaxation = relax(arrays)
-        if relaxation.possible and (width := widest(relaxation, visits)) > 0:
+        if relaxation.possible and (width := max_width(relaxation, visits)) > 0:
             tried += 1
             effort = ample(visits)
             found = search_labels(relaxation, width, 1e3, effort)

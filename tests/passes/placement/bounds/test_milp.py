@@ -30,14 +30,14 @@ from graphplan.passes.placement.bounds import linear_program, milp
 from graphplan.passes.placement.bounds.milp import _Program, bound_by_classes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import assign_weights
 
 KIB, MIB = 1 << 10, 1 << 20
 TIGHT = 1 + 1e-9
 
 
-def bound_of(arrays: Arrays, enough: float, *, streaming: bool) -> float:
-    return bound_by_classes(arrays, enough, ample(3e7), streaming=streaming)
+def bound_of(arrays: Arrays, known: float, *, streaming: bool) -> float:
+    return bound_by_classes(arrays, known, ample(3e7), streaming=streaming)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(120, marks=pytest.mark.slow)])
@@ -47,8 +47,8 @@ def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
         best = best_of_all(arrays)
         if best == math.inf:
             continue
-        for enough in (best, 3 * best):
-            found = bound_of(arrays, enough, streaming=False)
+        for known in (best, 3 * best):
+            found = bound_of(arrays, known, streaming=False)
             assert found <= best * TIGHT
         compared += 1
         tight += found >= 0.8 * best
@@ -77,7 +77,7 @@ def streamed_placements(arrays: Arrays, draw: random.Random, tries: int) -> Iter
         share = draw.random()
         away = [name for name in streamable if draw.random() < share]
         slots = dict.fromkeys(arrays.keys, draw.randint(1, 3))
-        found = evaluate(problem, replace(reside(problem, operations, away), slots=slots))
+        found = evaluate(problem, replace(assign_weights(problem, operations, away), slots=slots))
         if found.feasible:
             yield found
 
@@ -101,8 +101,8 @@ def test_no_random_placement_with_streaming_is_below(size: str) -> None:
         if not placements:
             continue
         best = min(found.seconds for found in placements)
-        for enough in (best, 0.3 * best):
-            assert bound_of(arrays, enough, streaming=True) <= best * TIGHT
+        for known in (best, 0.3 * best):
+            assert bound_of(arrays, known, streaming=True) <= best * TIGHT
         compared += 1
     assert compared >= seeds / 3
 
@@ -213,15 +213,15 @@ def test_equal_cards_are_counted_together_and_unequal_links_are_not() -> None:
     """Where the program would be large otherwise."""
     graph = stack([MIB] * 30, 10**8)
 
-    def places(topology: Topology) -> list[list[int]]:
+    def groups(topology: Topology) -> list[list[int]]:
         with steered(milp, milp_variables=1):
             program = _Program(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False)
-            return [place.devices for place in program.places]
+            return [group.devices for group in program.groups]
 
-    assert places(equal_cards(8)) == [list(range(8))]
-    assert places(cards(8)) == [[d] for d in range(8)]
+    assert groups(equal_cards(8)) == [list(range(8))]
+    assert groups(cards(8)) == [[d] for d in range(8)]
     near: dict[tuple[DeviceKey, DeviceKey], Link] = {(0, 1): Link(1e12, 0.0)}
-    assert places(replace(equal_cards(8), links=near)) == [[0, 1], list(range(2, 8))]
+    assert groups(replace(equal_cards(8), links=near)) == [[0, 1], list(range(2, 8))]
 
 
 def test_places_of_several_devices_prove_nothing_false() -> None:
@@ -243,7 +243,7 @@ def test_what_training_keeps_beside_a_weight_is_not_streamed_with_it(readers: in
     ]
     graph = Graph(operations, [Value(name, 512, 512) for name in names], [weight], ["x"], names[-1:])
     problem = Problem(graph, equal_cards(1, HOST, memory=2 * MIB, kind="sim"), CPU)
-    on_card = reside(problem, dict.fromkeys(graph.operations, 0), ["w"])
+    on_card = assign_weights(problem, dict.fromkeys(graph.operations, 0), ["w"])
     known = evaluate(problem, on_card)
     assert known.feasible
     assert bound_of(Arrays(problem), known.seconds, streaming=True) <= known.seconds * TIGHT

@@ -27,9 +27,9 @@ def relax(arrays: Arrays, buffers: Buffers | None = None, *, streaming: bool = F
     return Relaxation(frontier, make_stages(frontier, ample()), buffers)
 
 
-def improved(arrays: Arrays, enough: float = math.inf) -> Relaxation:
+def improved(arrays: Arrays, target_bound: float = math.inf) -> Relaxation:
     found = relax(arrays)
-    found.improve(enough, ample())
+    found.improve(target_bound, ample())
     return found
 
 
@@ -104,8 +104,12 @@ def test_the_cost_to_the_end_is_that_of_the_bound() -> None:
         if not found.possible or not found.bound:
             continue
         priced = found.prices.per_byte @ found.room
-        assert found.bound == pytest.approx(found.rest[0][0] - priced + found.frontier.constant, rel=1e-12)
-        assert [len(rest) for rest in found.rest[1:]] == [len(stage.states) for stage in found.stages]
+        assert found.bound == pytest.approx(
+            found.cost_to_go[0][0] - priced + found.frontier.constant, rel=1e-12
+        )
+        assert [len(seconds) for seconds in found.cost_to_go[1:]] == [
+            len(stage.states) for stage in found.stages
+        ]
 
 
 def test_devices_of_a_class_have_equal_prices() -> None:
@@ -136,7 +140,7 @@ def test_streaming_costs_what_is_copied_at_least() -> None:
     topology = replace(topology, devices=(topology.devices[0], replace(HOST, flops=1e6)))
     arrays = Arrays(Problem(graph, topology, CPU))
     found = relax(arrays, streaming=True)
-    assert np.isfinite(found.copy).any()
+    assert np.isfinite(found.stream_seconds).any()
     found.improve(math.inf, ample())
     least = (48 - 20) * MIB / 5e9  # what the card does not hold
     assert found.bound >= 0.9 * least

@@ -14,7 +14,7 @@ from graphplan.ir.graph import Graph
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.streaming.round_robin import _deficit_round_robin, in_turns
+from graphplan.passes.placement.streaming.round_robin import _deficit_round_robin, round_robin
 
 MIB = 1 << 20
 
@@ -48,14 +48,14 @@ def test_an_operation_that_is_pinned_runs_where_it_may() -> None:
     pins = {"v3": frozenset({1}), "v4": frozenset({CPU}), "v5": frozenset({0})}
     problem = on_cards(stack([MIB] * 8), 2, 2, allowed=pins)
     arrays = Arrays(problem)
-    devices = arrays.named(arrays.expand(in_turns(arrays, 2)))
+    devices = arrays.named(arrays.expand(round_robin(arrays, 2)))
     assert {name: devices[name] for name in pins} == {"v3": 1, "v4": CPU, "v5": 0}
 
 
 def test_the_cpu_looks_up_in_a_large_table_and_the_cards_compute() -> None:
     graph = stack([16 * MIB, *[MIB] * 12], [1, *[10**9] * 12])
     arrays = Arrays(on_cards(graph, 6, 6))
-    devices = list(arrays.named(arrays.expand(in_turns(arrays, 2))).values())
+    devices = list(arrays.named(arrays.expand(round_robin(arrays, 2))).values())
     assert devices[0] == CPU
     assert set(devices[1:]) == {0, 1}
 

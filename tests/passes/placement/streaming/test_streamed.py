@@ -24,7 +24,7 @@ from graphplan.passes.placement.driver import attempt, holds_for, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.params import Effort, Limits
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.residence import reside, unread_weights
+from graphplan.passes.placement.residence import assign_weights, unread_weights
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
@@ -34,7 +34,7 @@ TIGHT = 1 + 1e-9
 
 def on_card(problem: Problem, *streamed: str) -> Evaluation:
     """All operations on the card, some weights on the CPU."""
-    return evaluate(problem, reside(problem, dict.fromkeys(problem.graph.operations, 0), streamed))
+    return evaluate(problem, assign_weights(problem, dict.fromkeys(problem.graph.operations, 0), streamed))
 
 
 def one_card(graph: Graph, mib: float, *, cpu_computes: bool = True) -> Problem:
@@ -101,7 +101,7 @@ def test_labels_keep_room_for_what_no_slot_takes(aware: bool, monkeypatch: pytes
     allowed = {name: frozenset[DeviceKey]({0}) for name in problem.graph.operations}
     search = StreamedSearch(replace(problem, allowed=allowed), Limits().work(1000))
     if not aware:
-        monkeypatch.setattr(label_dp._Detours, "seconds", lambda *_: 0.0)
+        monkeypatch.setattr(label_dp._ResidentWeightKnapsack, "seconds", lambda *_: 0.0)
     small = next(one for one in search._configurations(search.effort) if 0 < one.buffers.nbytes[0] <= MIB)
     completions = search_labels(small, 30, float("inf"), search.effort).completions
     assert bool(completions) == aware
@@ -135,7 +135,7 @@ def test_where_nothing_is_streamed_the_cpu_computes() -> None:
 
 
 def everything_on(problem: Problem, key: DeviceKey) -> Assignment:
-    return reside(problem, dict.fromkeys(problem.graph.operations, key))
+    return assign_weights(problem, dict.fromkeys(problem.graph.operations, key))
 
 
 def test_copies_of_a_weight_that_two_cards_read_take_room_there() -> None:
@@ -147,7 +147,7 @@ def test_copies_of_a_weight_that_two_cards_read_take_room_there() -> None:
     graph = Graph(operations, values, weights, ["x"], ["v5"])
     fast, slow = equal_cards(2, memory=60 << 10, kind="sim").devices
     problem = Problem(graph, Topology((fast, replace(slow, flops=2e11))), CPU)
-    assert evaluate(problem, reside(problem, {f"v{i}": int(i >= 3) for i in range(6)})).feasible
+    assert evaluate(problem, assign_weights(problem, {f"v{i}": int(i >= 3) for i in range(6)})).feasible
     found = place(problem)
     assert found.evaluation.feasible
     assert found.bound.seconds <= found.evaluation.seconds
@@ -183,7 +183,7 @@ def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> 
     """A U-Net over eight cards and the CPU: accelerate's map takes 20.4 ms, segments in any order 21.8."""
     problem = second_set(331)["331.08-unet-8-cpu"]().problem
     search = StreamedSearch(problem, Limits().work(len(problem.graph.operations)))
-    assert search.begin()
+    assert search.find_first_placement()
     assert search.seconds < 0.0203
 
 
@@ -220,7 +220,7 @@ def test_no_bound_but_the_least_is_of_weights_that_another_accelerator_keeps() -
     """Other calls over the same weights may leave them there: no search streams them from it."""
     graph = stack([MIB] * 4, 10**8)
     problem = Problem(graph, equal_cards(2, HOST, kind="sim"), CPU)
-    on_one = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0)))
+    on_one = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 0)))
     away = replace(on_one.assignment, weights={**on_one.assignment.weights, "w2": 1})
     kept = evaluate(problem, away)
     assert kept.feasible
@@ -260,9 +260,11 @@ def test_what_takes_too_many_seconds_is_refused_without_its_bytes() -> None:
     for seed in range(300):
         draw, problem = random.Random(seed), random_instance(seed, MEDIUM).problem
         able = [spec.key for spec in problem.topology.computing]
-        operations = problem.obey({name: draw.choice(able) for name in problem.graph.operations})
+        operations = problem.on_allowed_devices(
+            {name: draw.choice(able) for name in problem.graph.operations}
+        )
         streamed = [name for name in problem.graph.weights if draw.random() < 0.5]
-        asked, unread = reside(problem, operations, streamed), unread_weights(problem)
+        asked, unread = assign_weights(problem, operations, streamed), unread_weights(problem)
         found = evaluate_filled(problem, asked, unread)
         most = 0.99 * found.seconds
         at_once = evaluate_filled(problem, asked, unread, most)
