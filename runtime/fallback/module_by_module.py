@@ -161,11 +161,10 @@ class ModularCalls:
     def find(self, call: BoundCall, modes: Modes) -> ModularCall | None:
         """Return the structure that a call matches; None if it matches none."""
         for known in self.structures:
-            if (known.entry, known.modes) != (call.entry, modes) or known.signature.mismatch(
-                call
-            ) is not None:
+            if (known.entry, known.modes) != (call.entry, modes):
                 continue
-            if all(_requires_grad(call.leaves[i]) for i in known.differentiated):
+            matches = known.signature.mismatch(call) is None
+            if matches and all(_requires_grad(call.leaves[i]) for i in known.differentiated):
                 return known
         return None
 
