@@ -25,7 +25,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.compiler.training import Training, trainable
-from graphplan.devices.device_keys import own_key
+from graphplan.devices.device_keys import caller_key
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.topology import SIMULATED, Topology, is_figure
 from graphplan.errors import DeviceError, InputError, PlanError
@@ -133,7 +133,7 @@ def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Co
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
     devices = topology.devices if topology is not None else ()
-    pins = {name: own_key(devices, device, "pin") for name, device in (pin or {}).items()}
+    pins = {name: caller_key(devices, device, "pin") for name, device in (pin or {}).items()}
     return Constraints(pins, groups, plan_options.offload, plan_options.cpu_compute, plan_options.balance)
 
 

@@ -8,15 +8,13 @@ from typing import Annotated
 import typer
 
 import graphplan
-from graphplan.devices.datasheets import card_names
+from graphplan.devices.datasheets import gpu_names
 from graphplan.errors import GraphplanError
 
 
-def _complete_card(incomplete: str) -> list[str]:
+def _complete_gpu(incomplete: str) -> list[str]:
     key, equals, name = incomplete.partition("=")
-    return (
-        [f"{key}={card}" for card in card_names() if card.lower().startswith(name.lower())] if equals else []
-    )
+    return [f"{key}={gpu}" for gpu in gpu_names() if gpu.lower().startswith(name.lower())] if equals else []
 
 
 def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -58,10 +56,10 @@ BudgetsHere = Annotated[
         help="Devices of this machine: 0=24GiB,cpu=64GiB. Default: all, with their free memory.",
     ),
 ]
-Cards = Annotated[
+Gpus = Annotated[
     list[str] | None,
     typer.Option(
-        "--device", metavar="KEY=CARD", help="Its speed, by name: 0=H100.", autocompletion=_complete_card
+        "--device", metavar="KEY=GPU", help="Its speed, by name: 0=H100.", autocompletion=_complete_gpu
     ),
 ]
 Links = Annotated[
@@ -69,7 +67,7 @@ Links = Annotated[
     typer.Option(
         "--link",
         metavar="KEY-KEY=BYTES",
-        help="Bandwidth in bytes/s: 0-1=450GB. Default: of a known card to the CPU by its datasheet, "
+        help="Bandwidth in bytes/s: 0-1=450GB. Default: of a known GPU to the CPU by its datasheet, "
         "else 25GB.",
     ),
 ]

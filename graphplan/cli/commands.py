@@ -112,7 +112,7 @@ def demo(
 def plan(
     model: options.Model,
     max_memory: options.Budgets = None,
-    device: options.Cards = None,
+    device: options.Gpus = None,
     link: options.Links = None,
     measured: options.Measured = None,
     pin: options.Pins = None,
@@ -242,7 +242,7 @@ def show(
 def compare(
     model: options.Model,
     max_memory: options.Budgets = None,
-    device: options.Cards = None,
+    device: options.Gpus = None,
     link: options.Links = None,
     measured: options.Measured = None,
     reserve: options.Reserve = "0",

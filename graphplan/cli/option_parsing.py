@@ -96,8 +96,8 @@ def read_topology(
     budgets, links = read_budgets(max_memory or ()), read_links(link or ())
     if measured is not None and device:
         raise DeviceError("give --measured or --device, not both")
-    cards = _split_pairs(device or (), "--device", "KEY=CARD, as 0=H100", DeviceError)
-    speeds: Any = {read_key(key): name for key, name in cards} or None
+    gpus = _split_pairs(device or (), "--device", "KEY=GPU, as 0=H100", DeviceError)
+    speeds: Any = {read_key(key): name for key, name in gpus} or None
     if measured is not None:
         speeds = Measurements.load_json(measured)
     return with_speeds(read_max_memory(budgets, links, reserve), speeds)

@@ -1,4 +1,4 @@
-"""GPU memory that CUDA and PyTorch take beside the tensors of a plan.
+"""GPU memory that CUDA and PyTorch take in addition to the tensors of a plan.
 
 The CUDA context exists before anything is placed, so the driver's free bytes exclude it. They include what
 is taken later: streams, the code of kernels, which the driver loads when they first run, and the workspaces
@@ -20,7 +20,7 @@ three dtypes, convolutions, attention, an LSTM, a decomposition, and steps of BE
 _HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's default workspace
 
 
-def taken_beside(index: int, memory: int, threads: int = 1) -> int:
+def unavailable_bytes(index: int, memory: int, threads: int = 1) -> int:
     """Return the bytes of a budget that a plan cannot use on GPU ``index`` of this machine.
 
     They are the bytes beyond what is free (the context, other processes), what the driver will still take,

@@ -16,23 +16,23 @@ from graphplan.errors import DeviceError
 _Value = TypeVar("_Value")
 
 
-def device_named(written: object) -> str:
+def device_name_of(key: object) -> str:
     """Return torch's name of a device, with the index if it is an accelerator: ``0 -> "cuda:0"``.
 
     ``"disk"`` stays as it is.
 
     Raises:
-        DeviceError: ``written`` is no device, or one that no plan can use.
+        DeviceError: ``key`` is not a device, or is one that no plan can use.
     """
-    if isinstance(written, numbers.Integral) and not isinstance(written, bool):
-        if written < 0:
-            raise DeviceError(f"device key {written} is negative: accelerators count from 0")
-        return f"{accelerator_type() or 'cuda'}:{written}"
-    if not isinstance(written, str | torch.device):
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        if key < 0:
+            raise DeviceError(f"device key {key} is negative: accelerators count from 0")
+        return f"{accelerator_type() or 'cuda'}:{key}"
+    if not isinstance(key, str | torch.device):
         raise DeviceError(
-            f"{written!r} is no device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'"
+            f"{key!r} is not a device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'"
         )
-    name = str(written)
+    name = str(key)
     if name == DISK:
         return DISK
     if name.isdecimal():
@@ -46,41 +46,41 @@ def device_named(written: object) -> str:
             if close
             else "write an index (0, 1, ...), 'cpu', 'disk' or 'cuda:0'"
         )
-        raise DeviceError(f"{name!r} is no device: {hint}") from error
+        raise DeviceError(f"{name!r} is not a device: {hint}") from error
     if device.type == "meta":
-        raise DeviceError("'meta' is no device that computes: name one that does")
+        raise DeviceError("'meta' is not a device that computes: name one that does")
     return CPU if device.type == CPU else f"{device.type}:{device.index or 0}"
 
 
-def own_key(devices: Iterable[DeviceSpec], written: object, argument: str) -> DeviceKey:
+def caller_key(devices: Iterable[DeviceSpec], key: object, argument: str) -> DeviceKey:
     """Return the key of a device in ``max_memory``, which may spell it otherwise (``0``, ``"cuda:0"``).
 
     If ``max_memory`` lacks the device, return torch's name of it.
 
     Raises:
-        DeviceError: ``written`` is no device; the message begins with ``argument``.
+        DeviceError: ``key`` is not a device; the message begins with ``argument``.
     """
     try:
-        name = device_named(written)
+        name = device_name_of(key)
     except DeviceError as error:
         raise DeviceError(f"{argument}: {error}") from error
     return next((spec.key for spec in devices if spec.device == name), name)
 
 
-def by_own_keys(
-    devices: Sequence[DeviceSpec], given: Mapping[Any, _Value], argument: str
+def by_caller_keys(
+    devices: Sequence[DeviceSpec], mapping: Mapping[Any, _Value], argument: str
 ) -> dict[DeviceKey, _Value]:
-    """Return a mapping of devices with the keys of ``max_memory`` in place of the caller's.
+    """Return a mapping of devices with the keys of ``max_memory`` in place of its own.
 
     Raises:
-        DeviceError: a key is no device, or not in ``max_memory``, or two keys are one device; the message
+        DeviceError: a key is not a device, or not in ``max_memory``, or two keys are one device; the message
             names ``argument``.
     """
-    own_keys = {written: own_key(devices, written, argument) for written in given}
-    keys = [spec.key for spec in devices]
-    if unknown := [written for written, key in own_keys.items() if key not in keys]:
-        known = ", ".join(map(repr, keys))
-        raise DeviceError(f"{argument} names {unknown[0]!r}, which is not in max_memory: it has {known}")
-    if len(set(own_keys.values())) < len(own_keys):
-        raise DeviceError(f"{argument} names a device twice, in {list(given)}: keep one of these")
-    return {own_keys[written]: value for written, value in given.items()}
+    caller_keys = {key: caller_key(devices, key, argument) for key in mapping}
+    known_keys = [spec.key for spec in devices]
+    if unknown := [key for key, known in caller_keys.items() if known not in known_keys]:
+        names = ", ".join(map(repr, known_keys))
+        raise DeviceError(f"{argument} names {unknown[0]!r}, which is not in max_memory: it has {names}")
+    if len(set(caller_keys.values())) < len(caller_keys):
+        raise DeviceError(f"{argument} names a device twice, in {list(mapping)}: keep one of these")
+    return {caller_keys[key]: value for key, value in mapping.items()}

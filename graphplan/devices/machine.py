@@ -18,24 +18,24 @@ class _Current:
     """The simulated machine of the surrounding block, which threads started in the block share."""
 
     def __init__(self) -> None:
-        self._here: ContextVar[SimulatedMachine | None] = ContextVar("graphplan_machine", default=None)
-        self._open: list[SimulatedMachine] = []
+        self._machine: ContextVar[SimulatedMachine | None] = ContextVar("graphplan_machine", default=None)
+        self._machines: list[SimulatedMachine] = []
 
     def get(self) -> SimulatedMachine | None:
         """Return the machine, or None outside of all blocks."""
-        machine = self._here.get()
-        return self._open[-1] if machine is None and self._open else machine
+        machine = self._machine.get()
+        return self._machines[-1] if machine is None and self._machines else machine
 
     @contextmanager
-    def being(self, machine: SimulatedMachine) -> Iterator[None]:
+    def use(self, machine: SimulatedMachine) -> Iterator[None]:
         """Context manager in which ``machine`` is the current one."""
-        token = self._here.set(machine)
-        self._open.append(machine)
+        token = self._machine.set(machine)
+        self._machines.append(machine)
         try:
             yield
         finally:
-            self._open.remove(machine)
-            self._here.reset(token)
+            self._machines.remove(machine)
+            self._machine.reset(token)
 
 
 current_machine = _Current()

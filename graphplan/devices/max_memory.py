@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from accelerate.utils import convert_file_size_to_int
 
-from graphplan.devices.cuda_memory import taken_beside
-from graphplan.devices.datasheets import Card, find_card
-from graphplan.devices.device_keys import by_own_keys, device_named, own_key
+from graphplan.devices.cuda_memory import unavailable_bytes
+from graphplan.devices.datasheets import Gpu, find_gpu
+from graphplan.devices.device_keys import by_caller_keys, caller_key, device_name_of
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, SIMULATED, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import BudgetError, DeviceError
@@ -56,8 +56,8 @@ def read_max_memory(
         grad: whether there is a backward pass, which runs in autograd's thread.
 
     Raises:
-        BudgetError: an empty mapping, or a value that is no non-negative number of bytes.
-        DeviceError: a key that is no device, two keys of one device, or invalid links.
+        BudgetError: an empty mapping, or a value that is not a number of bytes.
+        DeviceError: a key that is not a device, two keys of one device, or invalid links.
     """
     if max_memory is None:
         max_memory = dict(detect_max_memory())
@@ -68,45 +68,45 @@ def read_max_memory(
         raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
     sizes = {key: read_size(value, f"max_memory[{key!r}]") for key, value in max_memory.items()}
     specs = tuple(_spec(key, memory, 1 + grad) for key, memory in sizes.items())
-    _reject_twins(specs)
+    _reject_duplicates(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError(
             "max_memory names only 'disk', which cannot run operations: add an accelerator or 'cpu'"
         )
     _check_links(links, specs)
-    machine, caller_links = current_machine.get(), own_links(specs, links or {})
-    default_links = links_to_host(specs) if machine is None else own_links(specs, machine.links)
+    machine, caller_links = current_machine.get(), links_by_caller_key(specs, links or {})
+    default_links = links_to_host(specs) if machine is None else links_by_caller_key(specs, machine.links)
     links_here = {**links_besides(caller_links, default_links), **caller_links}
     return Topology(_with_reserve(specs, reserve), links_here)
 
 
 def links_besides(
-    known: Container[tuple[DeviceKey, DeviceKey]], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
+    excluded: Container[tuple[DeviceKey, DeviceKey]], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """Return the links of pairs that are ``known`` in neither direction."""
-    return {(a, b): link for (a, b), link in links.items() if not ((a, b) in known or (b, a) in known)}
+    """Return the links of pairs that ``excluded`` has in neither direction."""
+    return {(a, b): link for (a, b), link in links.items() if not ((a, b) in excluded or (b, a) in excluded)}
 
 
 def links_to_host(
     specs: Sequence[DeviceSpec], named: Mapping[DeviceKey, object] | None = None
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """Return datasheet links to the CPU of the cards ``named`` (key -> card), or by default of those here."""
+    """Return datasheet links to the CPU of the GPUs ``named`` (key -> name), or by default of those here."""
     host: DeviceKey = next((spec.key for spec in specs if spec.device == CPU), CPU)
     if named is None:
-        cards = {spec.key: _card(spec.device) for spec in specs}
+        gpus = {spec.key: _datasheet(spec.device) for spec in specs}
     else:
-        cards = {key: find_card(name) for key, name in named.items() if isinstance(name, str) and key != host}
+        gpus = {key: find_gpu(name) for key, name in named.items() if isinstance(name, str) and key != host}
     latency = Link().latency
-    return {(key, host): Link(c.host, latency, "datasheet") for key, c in cards.items() if c is not None}
+    return {(key, host): Link(gpu.host, latency, "datasheet") for key, gpu in gpus.items() if gpu is not None}
 
 
-def _card(device: str) -> Card | None:
+def _datasheet(device: str) -> Gpu | None:
     """Return the datasheet of a GPU of this machine; None for other devices and unknown GPUs."""
-    index = _index_here(device)
-    return None if index is None else find_card(torch.cuda.get_device_name(index))
+    index = _cuda_index(device)
+    return None if index is None else find_gpu(torch.cuda.get_device_name(index))
 
 
-def _index_here(device: str) -> int | None:
+def _cuda_index(device: str) -> int | None:
     """Return the index of a CUDA device of this machine; None for other devices."""
     kind, _, index = device.partition(":")
     is_here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
@@ -124,16 +124,16 @@ def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise DeviceError(f"links has the key {pair!r}: write (source, destination), as (0, 'cpu')")
         for end in pair:
-            if own_key(specs, end, "links") not in keys and isinstance(end, numbers.Integral):
+            if caller_key(specs, end, "links") not in keys and isinstance(end, numbers.Integral):
                 raise DeviceError(f"links names {end!r}, which is not in max_memory")
 
 
-def own_links(
+def links_by_caller_key(
     specs: Sequence[DeviceSpec], links: Mapping[tuple[DeviceKey, DeviceKey], Link]
 ) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """Return links with the keys of ``max_memory``; raise DeviceError for repeated pairs and self-links."""
     by_key = {
-        (own_key(specs, source, "links"), own_key(specs, destination, "links")): link
+        (caller_key(specs, source, "links"), caller_key(specs, destination, "links")): link
         for (source, destination), link in links.items()
     }
     if len(by_key) < len(links) or any(source == destination for source, destination in by_key):
@@ -150,7 +150,7 @@ def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[Devi
             _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
             for spec in specs
         )
-    by_key = by_own_keys(specs, reserve, "reserve")
+    by_key = by_caller_keys(specs, reserve, "reserve")
     sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in by_key.items()}
     return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
 
@@ -200,7 +200,7 @@ def read_size(value: object, name: str) -> int:
     """Return bytes that are given as a number or as text such as ``"10GiB"``.
 
     Raises:
-        BudgetError: ``value`` is no such size; the message begins with ``name``.
+        BudgetError: ``value`` is not such a size; the message begins with ``name``.
     """
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -210,7 +210,7 @@ def read_size(value: object, name: str) -> int:
         nbytes = text_bytes(value) if isinstance(value, str) else math.floor(float(value))
     except (ValueError, OverflowError) as error:
         negative = str(value).lstrip().startswith("-")
-        what = "is negative" if negative else "is no size: write bytes, '10GiB' or '10GB'"
+        what = "is negative" if negative else "is not a size: write bytes, '10GiB' or '10GB'"
         raise BudgetError(f"{name} = {value!r} {what}") from error
     if nbytes < 0:
         raise BudgetError(f"{name} = {value!r} is negative")
@@ -220,22 +220,23 @@ def read_size(value: object, name: str) -> int:
 
 
 def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
-    device = device_named(key)
+    device = device_name_of(key)
     spec_key = int(key) if isinstance(key, numbers.Integral) else str(key)
     if device == DISK:
-        return DeviceSpec(spec_key, DISK, memory, 0.0, 0.0, 0.0)
+        return DeviceSpec(spec_key, DISK, memory, flops=0.0, bandwidth=0.0, overhead=0.0)
     if device == CPU:
-        return DeviceSpec(spec_key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
-    machine, card, index = current_machine.get(), _card(device), _index_here(device)
-    spec = DeviceSpec(spec_key, device, memory, *_ACCELERATOR, _ACCELERATOR_OVERHEAD)
+        return DeviceSpec(spec_key, CPU, memory, *_CPU_SPEED, overhead=_CPU_OVERHEAD)
+    machine = current_machine.get()
+    gpu, index = _datasheet(device), _cuda_index(device)
+    spec = DeviceSpec(spec_key, device, memory, *_ACCELERATOR, overhead=_ACCELERATOR_OVERHEAD)
     if machine is not None and spec.type == SIMULATED:
         spec = replace(spec, taken=machine.workspace)
-    if card is not None:
-        spec = replace(spec, flops=card.flops, bandwidth=card.bandwidth, origin="datasheet")
-    return spec if index is None else replace(spec, taken=taken_beside(index, memory, threads))
+    if gpu is not None:
+        spec = replace(spec, flops=gpu.flops, bandwidth=gpu.bandwidth, origin="datasheet")
+    return spec if index is None else replace(spec, taken=unavailable_bytes(index, memory, threads))
 
 
-def _reject_twins(specs: Sequence[DeviceSpec]) -> None:
+def _reject_duplicates(specs: Sequence[DeviceSpec]) -> None:
     key_of: dict[str, DeviceKey] = {}
     for spec in specs:
         if spec.device in key_of:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.device_keys import by_own_keys, own_key
-from graphplan.devices.max_memory import links_besides, links_to_host, own_links
+from graphplan.devices.datasheets import find_gpu, gpu_names
+from graphplan.devices.device_keys import by_caller_keys, caller_key
+from graphplan.devices.max_memory import links_besides, links_by_caller_key, links_to_host
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, JsonFile, decode_fields, encode, fields_but
@@ -34,7 +34,7 @@ class Speed:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory, reads and writes together.
         overhead: seconds that the smallest operation takes.
-        efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, the shares of ``flops`` and
+        efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, the fractions of ``flops`` and
             ``bandwidth`` that it reaches.
         origin: where the figures come from, for readers of a plan.
 
@@ -52,8 +52,8 @@ class Speed:
         for name in (item.name for item in fields(self) if item.default is None):
             value, may_be_zero = getattr(self, name), name in _MAY_BE_ZERO
             if value is not None and not is_figure(value, may_be_zero=may_be_zero):
-                least = "a number of at least 0" if may_be_zero else "a positive number"
-                raise DeviceError(f"Speed({name}={value!r}): write {least}, or None")
+                expected = "a number of at least 0" if may_be_zero else "a positive number"
+                raise DeviceError(f"Speed({name}={value!r}): write {expected}, or None")
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Speed:
@@ -61,16 +61,16 @@ class Speed:
         return cls(**{item.name: getattr(spec, item.name) for item in fields(cls)})
 
     @classmethod
-    def of_card(cls, name: str) -> Speed:
-        """Return the datasheet speed of a card (``"H100"``, ``"NVIDIA GeForce RTX 4090"``).
+    def of_gpu(cls, name: str) -> Speed:
+        """Return the datasheet speed of a GPU (``"H100"``, ``"NVIDIA GeForce RTX 4090"``).
 
         Raises:
-            DeviceError: the card is unknown.
+            DeviceError: the GPU is unknown.
         """
-        card = find_card(name)
-        if card is None:
-            raise DeviceError(f"no card {name!r} is known; known are {', '.join(card_names())}")
-        return cls(card.flops, card.bandwidth, origin="datasheet")
+        gpu = find_gpu(name)
+        if gpu is None:
+            raise DeviceError(f"unknown GPU {name!r}; known GPUs: {', '.join(gpu_names())}")
+        return cls(gpu.flops, gpu.bandwidth, origin="datasheet")
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
         """Return the device with these figures, where they are given, in place of its own."""
@@ -130,24 +130,26 @@ class Measurements(JsonFile):
 
 
 GivenSpeeds = Mapping[DeviceKey, Speed | str] | Measurements
-"""Type of ``devices=`` of :func:`graphplan.plan`: device key -> speed or card name; or measurements."""
+"""Type of ``devices=`` of :func:`graphplan.plan`: device key -> speed or GPU name; or measurements."""
 
 
 def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
-    """Return the topology with the caller's speeds, datasheet speeds of named cards, or measured speeds.
+    """Return the topology with the caller's speeds, datasheet speeds of named GPUs, or measured speeds.
 
-    Links of the topology are kept, except for those of datasheets. Measurements may cover more devices than
+    Links of the topology remain, except for those of datasheets. Measurements may cover more devices than
     the topology, or fewer: what they lack keeps its defaults.
 
     Raises:
         DeviceError: ``devices`` is of another type, or names a device that the topology lacks, one that runs
-            no operations, or an unknown card.
+            no operations, or an unknown GPU.
     """
     if devices is None:
         return topology
     if isinstance(devices, Measurements):
-        speeds = {own_key(topology.devices, key, "devices"): speed for key, speed in devices.speeds.items()}
-        links = own_links(topology.devices, devices.links)
+        speeds = {
+            caller_key(topology.devices, key, "devices"): speed for key, speed in devices.speeds.items()
+        }
+        links = links_by_caller_key(topology.devices, devices.links)
     else:
         named = _read_named(topology, devices)
         speeds = {key: _read_speed(key, speed) for key, speed in named.items()}
@@ -158,8 +160,8 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
                 f"devices[{spec.key!r}]: no operation runs there. For the speed of its copies give "
                 f"links={{({spec.key!r}, {topology.computing[0].key!r}): graphplan.Link(6e9)}}"
             )
-    kept = [pair for pair, link in topology.links.items() if link.origin != "datasheet"]
-    added = links_besides(kept, links)
+    explicit = [pair for pair, link in topology.links.items() if link.origin != "datasheet"]
+    added = links_besides(explicit, links)
     specs = (speeds[s.key].applied(s) if s.key in speeds else s for s in topology.devices)
     return replace(topology, devices=tuple(specs), links={**topology.links, **added})
 
@@ -167,14 +169,14 @@ def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
 def _read_named(topology: Topology, devices: Any) -> dict[DeviceKey, Speed | str]:
     if not isinstance(devices, Mapping) or not all(isinstance(s, Speed | str) for s in devices.values()):
         raise DeviceError(
-            "devices must map device keys to graphplan.Speed or to names of cards, as {0: 'H100'}, or be "
+            "devices must map device keys to graphplan.Speed or to names of GPUs, as {0: 'H100'}, or be "
             f"graphplan.Measurements, not {devices!r}"
         )
-    return by_own_keys(topology.devices, devices, "devices")
+    return by_caller_keys(topology.devices, devices, "devices")
 
 
 def _read_speed(key: DeviceKey, speed: Speed | str) -> Speed:
     try:
-        return Speed.of_card(speed) if isinstance(speed, str) else speed
+        return Speed.of_gpu(speed) if isinstance(speed, str) else speed
     except DeviceError as error:
         raise DeviceError(f"devices[{key!r}]: {error}") from error

@@ -44,17 +44,17 @@ def _type_of(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's speed that one type of operation reaches.
+    """Fractions of a device's speed that one type of operation reaches.
 
-    A share is above 1 if the device's figure is not the limit, as for data that stays in caches.
+    A fraction is above 1 if the device's figure is not the limit, as for data that stays in caches.
 
     Attributes:
-        flops: share of the device's FLOP/s, which counts if the operation is bound by arithmetic.
-        bandwidth: share of its bytes/s, which counts if the operation is bound by memory.
+        flops: fraction of the device's FLOP/s, which counts if the operation is bound by arithmetic.
+        bandwidth: fraction of its bytes/s, which counts if the operation is bound by memory.
         overhead: seconds that the smallest operation of the type takes; None for the device's own.
 
     Raises:
-        DeviceError: a share is not positive and finite, or ``overhead`` is negative.
+        DeviceError: a fraction is not positive and finite, or ``overhead`` is negative.
     """
 
     flops: float = 1.0
@@ -80,7 +80,7 @@ class DeviceSpec:
         overhead: seconds that the smallest operation takes.
         reserve: bytes of ``memory`` that the plan leaves free.
         taken: bytes of ``memory`` that no plan can use: workspaces of cuBLAS, and what is not free.
-        efficiency: type of operation (``"conv2d"``) -> the shares of the speeds that it reaches, if known.
+        efficiency: type of operation (``"conv2d"``) -> the fractions of the speeds that it reaches, if known.
         origin: where the speeds come from.
 
     Raises:
@@ -169,8 +169,8 @@ class DeviceSpec:
         if self.type != "cuda":
             return nbytes
         remainder = -nbytes % (2 * _MIB)
-        kept = np.where(remainder <= _MIB, remainder, 0.0)
-        return nbytes + np.where(nbytes >= 10 * _MIB, kept, np.where(nbytes > _MIB, _MIB, 0.0))
+        unusable = np.where(remainder <= _MIB, remainder, 0.0)
+        return nbytes + np.where(nbytes >= 10 * _MIB, unusable, np.where(nbytes > _MIB, _MIB, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Link:
 
     Attributes:
         bandwidth: bytes/s.
-        latency: seconds of a transfer beside ``nbytes / bandwidth``.
+        latency: seconds of a transfer in addition to ``nbytes / bandwidth``.
         origin: where the figures come from.
 
     Raises:
@@ -228,8 +228,8 @@ class Topology:
         for spec in self.devices:
             if spec.key == key:
                 return spec
-        known = ", ".join(repr(spec.key) for spec in self.devices)
-        raise DeviceError(f"no device {key!r} in this plan: it has {known}")
+        keys = ", ".join(map(repr, self.keys))
+        raise DeviceError(f"no device {key!r} in this plan: it has {keys}")
 
     def __contains__(self, key: object) -> bool:
         return any(spec.key == key for spec in self.devices)
@@ -268,10 +268,10 @@ class Topology:
         """Return the topology with every budget multiplied by ``factor``."""
         return self.with_memory({spec.key: int(spec.memory * factor) for spec in self.devices})
 
-    def with_faster_link(self, one: DeviceKey, other: DeviceKey, factor: float) -> Topology:
+    def with_faster_link(self, source: DeviceKey, destination: DeviceKey, factor: float) -> Topology:
         """Return the topology with both directions of a link ``factor`` times as fast."""
         faster = {}
-        for ends in ((one, other), (other, one)):
+        for ends in ((source, destination), (destination, source)):
             link = self.link(*ends)
             faster[ends] = replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor)
         return replace(self, links={**self.links, **faster})

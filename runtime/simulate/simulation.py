@@ -30,7 +30,7 @@ from graphplan._compat.torch import (
     without_current_mode,
 )
 from graphplan.devices.machine import current_machine
-from graphplan.devices.max_memory import MaxMemory, Size, own_links, read_max_memory, read_size
+from graphplan.devices.max_memory import MaxMemory, Size, links_by_caller_key, read_max_memory, read_size
 from graphplan.devices.simulated_machine import SimulatedMachine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError
@@ -80,13 +80,14 @@ def simulate(
         elif spec.device != CPU:
             raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
     cpu = None if topology.cpu is None else topology[topology.cpu].memory
-    link_map, workspace_bytes = own_links(topology.devices, links or {}), read_size(workspace, "workspace")
+    link_map = links_by_caller_key(topology.devices, links or {})
+    workspace_bytes = read_size(workspace, "workspace")
     machine = SimulatedMachine(sizes, cpu, link_map, workspace=workspace_bytes)
     _register_backend()
     # the multithreaded autograd engine would require a queue for each device from C++
     single_thread = torch.autograd.set_multithreading_enabled(False)
     mode = SimulationMode()  # type: ignore[no-untyped-call]  # torch's
-    with current_machine.being(machine), single_thread, compiling("force_eager"), mode:
+    with current_machine.use(machine), single_thread, compiling("force_eager"), mode:
         yield machine
 
 

@@ -20,7 +20,7 @@ from plans import hostile_plan
 import graphplan
 from graphplan.cli.console import complain
 from graphplan.cli.model_argument import example_inputs
-from graphplan.devices.datasheets import find_card
+from graphplan.devices.datasheets import find_gpu
 from graphplan.errors import PlanError
 from graphplan.report.html_page import to_html
 
@@ -197,9 +197,9 @@ def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> 
 
 def test_devices_that_are_not_here_have_the_speed_of_their_card_and_link(made: Made) -> None:
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
-    card = find_card("H100")
-    assert card is not None
-    assert plan.topology[0].flops == card.flops != plan.topology[1].flops
+    gpu = find_gpu("H100")
+    assert gpu is not None
+    assert plan.topology[0].flops == gpu.flops != plan.topology[1].flops
     assert plan.topology.link(1, 0).bandwidth == 450e9
 
 
@@ -374,10 +374,10 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "."], 2, "no config.json"),
     (["plan", "broken.json"], 2, "no model can be built from 'broken.json'"),
     (["plan", "MODEL", "--max-memory", "24GiB"], 2, "write KEY=BYTES"),
-    (["plan", "MODEL", "--max-memory", "0=lots"], 2, "'lots' is no size"),
+    (["plan", "MODEL", "--max-memory", "0=lots"], 2, "'lots' is not a size"),
     (["plan", "MODEL", "--max-memory", "0=1GiB,0=2GiB"], 2, "names '0' twice"),
-    (["plan", "MODEL", "--max-memory", "gpu9=1GiB"], 2, "'gpu9' is no device"),
-    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "0=Abacus"], 2, "--device 0: no card"),
+    (["plan", "MODEL", "--max-memory", "gpu9=1GiB"], 2, "'gpu9' is not a device"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "0=Abacus"], 2, "--device 0: unknown GPU"),
     (
         ["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "1=H100"],
         2,
@@ -415,7 +415,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:alone", "--max-memory", "cpu=1MiB"], 2, "returns the model and its inputs"),
     (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not accept its example inputs"),
     (["plan", "factories:pair", "--max-memory", "0=24"], 2, "--max-memory 0=24 is 24 bytes"),
-    (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is no size"),
+    (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is not a size"),
     (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "--max-memory allows 1.0 KiB"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "suffice: --max-memory 0="),

@@ -171,7 +171,7 @@ def test_links_are_known_by_every_name_of_their_devices(accelerator: Any, host: 
 
 
 @pytest.mark.parametrize(
-    ("key", "message"), [("CPU", "links: 'CPU' is no device: did you mean 'cpu'"), ("0", "links: '0' is")]
+    ("key", "message"), [("CPU", "links: 'CPU' is not a device: did you mean 'cpu'"), ("0", "links: '0' is")]
 )
 def test_links_of_what_is_no_device_are_refused(key: str, message: str) -> None:
     with pytest.raises(graphplan.DeviceError, match=message):

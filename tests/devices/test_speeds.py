@@ -15,7 +15,7 @@ from test_partition import IDS, Tied
 import graphplan
 from graphplan import Link, Measurements, Speed
 from graphplan.devices import max_memory
-from graphplan.devices.datasheets import find_card
+from graphplan.devices.datasheets import find_gpu
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.passes.placement.driver import place
@@ -50,14 +50,14 @@ MIB = 1 << 20
     ],
 )
 def test_cards_are_known_by_their_drivers_names(name: str, card: str) -> None:
-    found = find_card(name)
+    found = find_gpu(name)
     assert found is not None
     assert found.name == card
 
 
 @pytest.mark.parametrize("name", ["Quadro RTX 6000", "NVIDIA T400 4GB", "NVIDIA A4", ""])
 def test_other_cards_are_not_mistaken_for_known_ones(name: str) -> None:
-    assert find_card(name) is None
+    assert find_gpu(name) is None
 
 
 def test_the_callers_figures_are_the_plans() -> None:
@@ -75,7 +75,7 @@ def test_a_card_may_stand_for_its_figures() -> None:
     budgets = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
     plan = graphplan.plan(Tied().eval(), budgets, (IDS,), devices={0: "NVIDIA H100 80GB HBM3", 1: "rtx4090"})
     for key, card in ((0, "H100"), (1, "RTX 4090")):
-        known = find_card(card)
+        known = find_gpu(card)
         assert known is not None
         assert (plan.topology[key].flops, plan.topology[key].bandwidth) == (known.flops, known.bandwidth)
         assert plan.topology[key].origin == "datasheet"
@@ -134,7 +134,9 @@ def test_the_link_to_the_host_is_that_of_the_named_card() -> None:
 
 
 def test_the_link_of_a_card_that_is_here_gives_way_to_measured_and_given_ones(monkeypatch: Any) -> None:
-    monkeypatch.setattr(max_memory, "_card", lambda device: find_card("T4") if device == "cuda:0" else None)
+    monkeypatch.setattr(
+        max_memory, "_datasheet", lambda device: find_gpu("T4") if device == "cuda:0" else None
+    )
     budgets = {"cuda:0": "1GiB", "cpu": "1GiB"}
     assert read_max_memory(budgets).link("cpu", "cuda:0").bandwidth == 12e9
     measured = Measurements(links={("cuda:0", "cpu"): Link(1e9, 1.0), ("cpu", "cuda:0"): Link(2e9, 1.0)})
@@ -156,7 +158,7 @@ def test_speeds_are_positive_numbers(figure: Any) -> None:
     [
         ({5: Speed()}, "devices names 5"),
         ({0: 1e12}, "graphplan.Speed"),
-        ({0: "Abacus"}, r"devices\[0\]: no card 'Abacus' is known; known are .*H100"),
+        ({0: "Abacus"}, r"devices\[0\]: unknown GPU 'Abacus'; known GPUs: .*H100"),
         (3, "graphplan.Measurements"),
     ],
 )

@@ -110,7 +110,7 @@ def test_links_and_workspace_are_read_as_elsewhere() -> None:
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (graphplan.DeviceError, "links must map .* graphplan.Link", {"links": {(0, "cpu"): 5}}),
         (graphplan.DeviceError, "links names 7, which is not in capacities", {"links": {(0, 7): Link()}}),
-        (graphplan.BudgetError, "workspace = 'much' is no size", {"workspace": "much"}),
+        (graphplan.BudgetError, "workspace = 'much' is not a size", {"workspace": "much"}),
     ]
     for kind, message, options in bad:
         with pytest.raises(kind, match=message), simulate({0: "1MiB"}, **options):

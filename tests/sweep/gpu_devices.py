@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sweep_one import Devices
 
-from graphplan.devices.cuda_memory import taken_beside
+from graphplan.devices.cuda_memory import unavailable_bytes
 
 __all__ = ["gpu"]
 
@@ -48,4 +48,4 @@ def _measured(budgets: dict[Any, int]) -> Iterator[_Measured]:
 
 def gpu() -> Devices:
     """The first GPU."""
-    return Devices(_measured, close=1e-3, beside=taken_beside(0, 0))
+    return Devices(_measured, close=1e-3, beside=unavailable_bytes(0, 0))

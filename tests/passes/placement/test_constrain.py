@@ -221,7 +221,7 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
         ({"pin": {"nonsense": 0}}, "no module, operation or weight of that name"),
         ({"pin": {"blocks.9": 0}}, "did you mean 'blocks"),
         ({"pin": {"head": 7}}, "no such device, max_memory has 0, 'cpu'"),
-        ({"pin": {"head": "CPU"}}, "pin: 'CPU' is no device: did you mean 'cpu'"),
+        ({"pin": {"head": "CPU"}}, "pin: 'CPU' is not a device: did you mean 'cpu'"),
         ({"pin": {"embed": 0, "head": "cpu"}}, "pin puts 'embed.weight' on 0"),
         ({"together": ["nonsense"]}, "together="),
         ({"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": [["blocks.0", "blocks.1"]]}, "must share"),
