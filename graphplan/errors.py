@@ -62,7 +62,7 @@ class NoGraphError(CaptureError):
 
 
 class PlanError(GraphplanError, ValueError):
-    """A plan or placed model cannot do what was asked.
+    """A plan or placed model does not support the request.
 
     Examples: a name that is not in the graph, a plan of another model, moving or converting a placed model,
     JSON text that holds no plan.

@@ -31,7 +31,7 @@ class Format:
     Attributes:
         name: value of the item ``"format"`` in the text.
         version: the only version that is read.
-        noun: what the text holds, for error messages.
+        noun: noun for the text's content, for error messages.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Format:
         """Return the data of a text.
 
         Raises:
-            PlanError: the text is no JSON, or has another format or version.
+            PlanError: the text is not JSON, or has another format or version.
         """
         try:
             data = json.loads(text)
@@ -55,7 +55,7 @@ class Format:
                 raise PlanError(
                     f"{text!r} is the name of a file: read it with load_json, or pass its text"
                 ) from error
-            raise PlanError(f"this is no JSON: {error}") from error
+            raise PlanError(f"this is not JSON: {error}") from error
         return self.checked(data)
 
     def checked(self, data: Any) -> Mapping[str, Any]:
@@ -72,7 +72,7 @@ class Format:
 
 
 def encode(value: Any) -> Any:
-    """Return what ``json.dumps`` takes; mappings become lists of pairs, since their keys may be numbers."""
+    """Return data for ``json.dumps``; mappings become lists of pairs, since their keys may be numbers."""
     if isinstance(value, Mapping):
         return [[encode(key), encode(item)] for key, item in value.items()]
     if isinstance(value, tuple):
@@ -116,7 +116,7 @@ class JsonFile:
 
     @classmethod
     def load_json(cls, path: str | Path) -> Self:
-        """Read what :meth:`save_json` wrote.
+        """Read a file that :meth:`save_json` wrote.
 
         Raises:
             PlanError: the file cannot be read, or :meth:`from_json` refuses its text.
@@ -126,7 +126,7 @@ class JsonFile:
         except OSError as error:
             raise PlanError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise PlanError(f"{str(path)!r} cannot be read: it is no text") from error
+            raise PlanError(f"{str(path)!r} cannot be read: it is not text") from error
         except PlanError as error:
             raise PlanError(f"{str(path)!r}: {error}") from error
 
@@ -158,7 +158,7 @@ def decode(kind: Any, data: Any) -> Any:
     if origin in _SEQUENCES and isinstance(data, list | tuple):
         return (frozenset if origin is frozenset else tuple)(decode(inner[0], item) for item in data)
     if not _fits(kind, data):
-        raise TypeError(f"{data!r} is no {getattr(kind, '__name__', kind)}")
+        raise TypeError(f"{data!r} is not of type {getattr(kind, '__name__', kind)}")
     return data
 
 

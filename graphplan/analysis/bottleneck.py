@@ -1,7 +1,7 @@
 """Find the bottleneck of a plan: plan again with larger budgets, and with faster links and devices.
 
 These searches start from the plan. Together they take about as much effort as the plan itself did, a third of
-it for the answer: its gain is close to what a new plan would achieve, the gains of the others are lower
+it for the answer: its gain is close to that of a new plan, the gains of the others are lower
 bounds.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from tqdm.auto import tqdm
 
 from graphplan.analysis.plan_problem import as_if_first, plain_problem
-from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
+from graphplan.analysis.sensitivity import Bottleneck, Growth, Resource
 from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.plan_data import PlanData
@@ -71,7 +71,7 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
 
 
 def advice(plan: PlanData) -> str:
-    """Return a sentence on what would save time, from a quick look; empty for the method ``"hooks"``.
+    """Return a sentence on a change that would save time, found quickly; empty for the method ``"hooks"``.
 
     More memory is tried with less search. If it saves nothing, the same schedule is timed with each link and
     each device twice as fast.
@@ -94,12 +94,12 @@ def advice(plan: PlanData) -> str:
 def _fastest(search: _Search) -> Growth | None:
     """Return the link or device that saves most if it is twice as fast and nothing moves."""
     now, growths = search.now, []
-    for what, devices in search.faster():
-        topology = search.topology_with_faster(what, devices)
+    for resource, devices in search.faster():
+        topology = search.topology_with_faster(resource, devices)
         seconds = sum(
             one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in search.plan.calls
         )
-        growths.append(Growth(what, devices, (), 0, seconds, now - seconds))
+        growths.append(Growth(resource, devices, (), 0, seconds, now - seconds))
     useful = (growth for growth in growths if growth.gain > _WORTH * now)
     return max(useful, key=lambda growth: growth.gain, default=None)
 
@@ -118,7 +118,7 @@ class _Placements:
 class _Search:
     """Plans again on other devices, as if no earlier plan had placed the weights.
 
-    ``share`` is what each trial takes of a plan's effort.
+    ``share`` is the share of a plan's effort that each trial takes.
     """
 
     def __init__(self, plan: PlanData) -> None:
@@ -148,14 +148,14 @@ class _Search:
 
     def _growth(
         self,
-        what: Thing,
+        resource: Resource,
         devices: tuple[DeviceKey, ...],
         placed: _Placements | None,
         like: tuple[DeviceKey, ...] = (),
     ) -> Growth:
         gain = 0.0 if placed is None else self.now - placed.seconds
         gain = gain if gain > _SAME * self.now and not self._is_free(placed) else 0.0
-        return Growth(what, devices, like, 0, self.now - gain, gain)
+        return Growth(resource, devices, like, 0, self.now - gain, gain)
 
     def _is_free(self, other: _Placements | None) -> bool:
         """Whether letting weights of earlier plans move, on unmodified devices, saves as much."""
@@ -190,7 +190,7 @@ class _Search:
     # -- memory -----------------------------------------------------------------------------------
 
     def memory(self) -> Iterator[Callable[[], Growth]]:
-        """Yield for each kind of device a trial of what more memory on it saves."""
+        """Yield for each group of identical devices a trial with more memory on one."""
         kinds: dict[DeviceSpec, list[DeviceSpec]] = {}
         named = {*self.plan.constraints.pin.values()}
         for spec in self.topology.devices:
@@ -245,7 +245,7 @@ class _Search:
 
     # -- speed ------------------------------------------------------------------------------------
 
-    def faster(self) -> Iterator[tuple[Thing, tuple[DeviceKey, ...]]]:
+    def faster(self) -> Iterator[tuple[Resource, tuple[DeviceKey, ...]]]:
         """Yield each link and each device that is used."""
         pairs: dict[tuple[DeviceKey, DeviceKey], None] = {}
         for one in self.plan.calls:
@@ -259,9 +259,9 @@ class _Search:
             if spec.key in used:
                 yield "speed", (spec.key,)
 
-    def topology_with_faster(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Topology:
+    def topology_with_faster(self, resource: Resource, devices: tuple[DeviceKey, ...]) -> Topology:
         """Return the devices with one link, or one device, twice as fast."""
-        if what == "link":
+        if resource == "link":
             source, destination = devices
             return self.topology.with_faster_link(source, destination, _TWICE)
         spec = self.topology[devices[0]]
@@ -274,6 +274,7 @@ class _Search:
         changed = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
         return replace(self.topology, devices=changed)
 
-    def sped(self, what: Thing, devices: tuple[DeviceKey, ...], share: float | None = None) -> Growth:
+    def sped(self, resource: Resource, devices: tuple[DeviceKey, ...], share: float | None = None) -> Growth:
         """Return the gain of a plan for a faster device or link."""
-        return self._growth(what, devices, self._place(self.topology_with_faster(what, devices), share))
+        placed = self._place(self.topology_with_faster(resource, devices), share)
+        return self._growth(resource, devices, placed)

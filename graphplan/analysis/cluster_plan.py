@@ -40,7 +40,7 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
         """Read a plan.
 
         Raises:
-            PlanError: the text is no such plan, is of an unknown version, or its checks fail.
+            PlanError: the text is not such a plan, is of an unknown version, or its checks fail.
         """
         return cls._read(Plan, text)
 
@@ -57,5 +57,5 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
         write_whole(path, to_cluster_svg(self, title))
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the picture of :meth:`save_svg`."""
+        """Return the display of a notebook: the picture of :meth:`save_svg`."""
         return to_cluster_svg(self)

@@ -36,13 +36,13 @@ _EFFORT = 40_000  # operations of all evaluated placements together: about a sec
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where something is, what it costs there, and what it would cost elsewhere.
+    """The devices of a module, operation or weight, its cost there, and its cost on other devices.
 
     Attributes:
         name: the module, operation or weight.
         kind: ``"module"``, ``"operation"`` or ``"weight"``.
-        devices: where its operations run (for a weight: its readers).
-        homes: where its weights reside.
+        devices: devices of its operations (for a weight: of its readers).
+        homes: devices on which its weights reside.
         stages: indices of the stages that run it.
         operations: names of its operations, in order.
         weight_bytes: bytes of its weights, shared ones once.
@@ -51,9 +51,9 @@ class Explanation:
         compute_seconds: estimated seconds of its operations where they are.
         transfer_seconds: estimated seconds in which the forward pass does nothing but copy their inputs
             and outputs. The copy of a streamed weight counts as far as an operation waits for it.
-        makespan: of the plan; with ``calls=`` the weighted sum.
+        makespan: seconds of the plan; with ``calls=`` the weighted sum.
         alternatives: one for each device of ``max_memory``.
-        saved_bytes: of a training step: bytes of its forward outputs that the backward pass reads.
+        saved_bytes: in a training step, bytes of its forward outputs that the backward pass reads.
         recompute_seconds: estimated seconds of these operations of the forward pass.
     """
 
@@ -74,7 +74,7 @@ class Explanation:
     recompute_seconds: float = 0.0
 
     def alternative_on(self, device: DeviceKey) -> Alternative:
-        """Return its cost on one device.
+        """Return the alternative on one device.
 
         Raises:
             PlanError: the plan has no such device.
@@ -220,7 +220,7 @@ def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
 
 
 def _copy_seconds(plan: PlanData, operations: Sequence[str], owned: Sequence[str]) -> float:
-    """Return the seconds in which the forward pass only copies what these operations read and make."""
+    """Return the seconds in which the forward pass only copies inputs and outputs of these operations."""
     graph = plan.graph
     named = (graph.operations[op] for op in operations)
     touched = {name for op in named for name in (*op.inputs, *op.outputs)} | set(owned)

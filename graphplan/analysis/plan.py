@@ -32,7 +32,7 @@ class Plan(PlanData, JsonFile):
         """Return why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
 
         Gives its cost there, the estimated time of the forward pass with it on each other device and
-        everything else unchanged, and what rules that device out.
+        everything else unchanged, and the obstacle on that device.
 
         Raises:
             PlanError: nothing has that name; the error suggests similar ones.
@@ -73,7 +73,7 @@ class Plan(PlanData, JsonFile):
         """Read a plan.
 
         Raises:
-            PlanError: the text is no plan, is of an unknown version, or its checks fail.
+            PlanError: the text is not a plan, is of an unknown version, or its checks fail.
         """
         return decode_plan(cls, PLAN_FORMAT.parse(text))
 
@@ -86,7 +86,7 @@ class Plan(PlanData, JsonFile):
         write_whole(path, to_dot(self))
 
     def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
-        """Return in words what would save time, and what each stage would cost on other devices.
+        """Return in words the changes that would save time, and the cost of each stage on other devices.
 
         Args:
             bottleneck: result of :meth:`bottleneck`; by default a quick look takes its place.
@@ -105,15 +105,15 @@ class Plan(PlanData, JsonFile):
         """Write the plan as one self-contained interactive HTML page.
 
         Args:
-            path: of the file.
+            path: path of the file.
             title: heading of the page, such as the model's name.
             bottleneck: result of :meth:`bottleneck`, for what would help; by default a quick look takes its
                 place.
             other: another plan of the same model and example inputs, such as one with other budgets or
-                devices: the page shows what moved, and time and memory of both.
+                devices: the page shows the differences, and time and memory of both.
 
         Raises:
-            PlanError: the other plan is of another graph; the error says what differs.
+            PlanError: the other plan is of another graph; the error names the difference.
         """
         write_whole(path, to_html(self, title, remarks=self.remarks(bottleneck), other=other))
 
@@ -130,5 +130,5 @@ class Plan(PlanData, JsonFile):
         save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the picture of :meth:`save_svg`."""
+        """Return the display of a notebook: the picture of :meth:`save_svg`."""
         return to_svg(self)

@@ -1,4 +1,4 @@
-"""What an improvement would save, and which one helps a plan most: figures and text."""
+"""The gain of an improvement, and the bottleneck of a plan: figures and text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.message_text import size_text
 from graphplan.report.text import device_text, table_lines, time_text
 
-Thing = Literal["memory", "link", "speed"]
+Resource = Literal["memory", "link", "speed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one improvement would save.
+    """The gain of one improvement.
 
     Attributes:
         what: ``"memory"`` of a device, ``"link"`` between two, or ``"speed"`` of a device.
@@ -29,7 +29,7 @@ class Growth:
         trials: bytes added -> estimated seconds, in the order of the bytes.
     """
 
-    what: Thing
+    what: Resource
     devices: tuple[DeviceKey, ...]
     like: tuple[DeviceKey, ...]
     increase: int
@@ -67,13 +67,13 @@ class Bottleneck:
         answer: the improvement that saves most: more memory if that helps at all, since a budget may be
             increased on the same machine; else a faster link or device. None if nothing helps.
         binds: whether more memory would help.
-        growths: everything that was tried, the most useful first.
+        growths: all improvements that were tried, the most useful first.
         makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
-        compute_seconds: of all operations.
-        transfer_seconds: of activations and gradients between devices.
-        streaming_seconds: in which the plan only copies weights, or waits for streamed ones.
-        io_seconds: of copies of inputs and outputs. These four add up to the makespan.
-        hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
+        compute_seconds: seconds of all operations.
+        transfer_seconds: seconds of transfers of activations and gradients between devices.
+        streaming_seconds: seconds in which the plan only copies weights, or waits for streamed ones.
+        io_seconds: seconds of copies of inputs and outputs. These four add up to the makespan.
+        hidden_seconds: seconds of weight streaming that overlap with other work, and cost nothing.
     """
 
     answer: Growth | None

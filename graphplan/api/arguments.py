@@ -66,7 +66,7 @@ def read_request(
     constraints = read_constraints(plan_options, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
-    if topology is None:  # stages do not evaluate branches on weights anew, so none is traced
+    if topology is None:  # stages do not re-evaluate branches on weights, so none is traced
         model_copy.current = lambda _: None
     else:
         constraints = _pin_sparse(constraints, model_copy.weights, topology)
@@ -121,7 +121,7 @@ def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Co
 
     Raises:
         DeviceError: ``pin`` names an invalid device.
-        InputError: ``pin`` is no mapping of names, or ``together`` no list of them.
+        InputError: ``pin`` is not a mapping of names, or ``together`` not a list of them.
     """
     pin, together = plan_options.pin, plan_options.together
     if pin is not None and not isinstance(pin, Mapping):
@@ -131,7 +131,7 @@ def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Co
     groups = tuple(_read_group(group) for group in together)
     for name in pin or {}:
         if not isinstance(name, str):
-            raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
+            raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not {name!r}")
     devices = topology.devices if topology is not None else ()
     pins = {name: caller_key(devices, device, "pin") for name, device in (pin or {}).items()}
     return Constraints(pins, groups, plan_options.offload, plan_options.cpu_compute, plan_options.balance)
@@ -361,7 +361,7 @@ def read_source(
 
     Raises:
         CheckpointError: the checkpoint does not fit the model.
-        InputError: ``checkpoint`` is no path.
+        InputError: ``checkpoint`` is not a path.
     """
     if checkpoint is None or isinstance(checkpoint, Checkpoint):
         return checkpoint

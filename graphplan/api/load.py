@@ -53,8 +53,8 @@ def load(
     """Return a placed model from a folder that ``save_pretrained`` wrote, or from the Hub's local cache.
 
     The model is built on the meta device and planned. Its weights are then read from the folder's
-    safetensors files straight to their devices: host memory holds what the plan places there, and a few
-    buffers. transformers' rules match tensors with weights. Nothing is unpickled or downloaded.
+    safetensors files straight to their devices: host memory holds the weights that the plan places there,
+    and a few buffers. transformers' rules match tensors with weights. Nothing is unpickled or downloaded.
 
     Args:
         path: the folder, with ``config.json`` and ``.safetensors`` files, or the name of a model on the Hub
@@ -78,8 +78,8 @@ def load(
     Raises:
         CheckpointError: the folder does not exist, has no safetensors files, is quantised, or has weights
             that are missing or have other shapes.
-        InputError: ``model_class`` is no model class of transformers (``AutoModel`` is none), or ``config``
-            no configuration.
+        InputError: ``model_class`` is not a model class of transformers (``AutoModel`` is not one), or
+            ``config`` not a configuration.
         GraphplanError: as in :func:`graphplan.partition`.
     """
     own, forwarded = (inspect.signature(one).parameters.keys() for one in (load, partition))

@@ -1,4 +1,4 @@
-"""Place a model now, at its first forward pass, or again later.
+"""Place a model now, at its first forward pass, or replace it later.
 
 ::
 
@@ -85,7 +85,7 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
-        hooked_plan: that of a model that hooks run, whose memory is left free; None for other models.
+        hooked_plan: the plan of a model that hooks run, whose memory is left free; None for other models.
         beside_hooks: whether hooks run the calls that have no graph, for which NoGraphError is raised.
     """
 
@@ -144,7 +144,7 @@ class Placer:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.homes is not None:  # its modules run this call where their weights are
-            compiler.settle()
+            compiler.place_unplanned_weights()
             return self.attached(model, compiler, [], no_graph=failed)
         return self._hooked(model, model_copy, [call], failed)
 
@@ -263,7 +263,7 @@ class Placer:
         )
         return ModuleState(
             programs,
-            compiler.further,
+            compiler.compile_new_structure,
             compiler.model_copy.signature,
             next_placer,
             keep_grad=self.options.grad,
@@ -286,15 +286,15 @@ class Placer:
         """Plan a call, or larger ones, with the weights on any device; nothing is moved yet.
 
         ``known`` is the compiler that has the traces; ``values`` and ``current`` are as in
-        :meth:`Compiler.further`.
+        :meth:`Compiler.compile_new_structure`.
 
         Raises:
             InfeasibleError: no placement of the weights has room for the call.
         """
         known.model_copy.enter(modes, values, current)
-        mover = known.anew()
-        planned = mover.plan(call, mover.aheads(call), caller_retries=True)
-        mover.commit(planned)
+        compiler = known.without_commitments()
+        planned = compiler.plan(call, compiler.aheads(call), caller_retries=True)
+        compiler.commit(planned)
         placer = Placer(
             self.topology,
             self.options,
@@ -302,9 +302,9 @@ class Placer:
             warm=self.warm,
             install=replace_tensors,
             moved_for=sum(map(tensor_bytes, call.tensors)),
-            homes=mover.homes,
+            homes=compiler.homes,
         )
-        return WeightMove(placer, mover, planned)
+        return WeightMove(placer, compiler, planned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,9 @@ def plan(
             minute if weights are streamed or memory is tight.
         capture_cache: a folder that stores traces for later processes. A stored trace is used if the code,
             the model's attributes, the shapes of its weights, and the structure and sizes of the inputs are
-            the same. A trace that cannot be stored is made again in each process, with a warning. Nothing in
-            the folder is unpickled or run, but whoever can write to it can change what a model computes.
-            None: every process traces.
+            the same. A model whose trace cannot be stored is retraced in each process, with a warning.
+            Nothing in the folder is unpickled or run, but whoever can write to it can change the results of
+            a model. None: every process traces.
         microbatches: with ``machines``, number of microbatches into which a batch is divided along axis 0.
         schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``, which differ in the memory of a training step,
             or ``"interleaved"``: each machine has several stages, so that it waits less.

@@ -59,7 +59,7 @@ class RankBuilder:
         order: names of the operations of the planned call.
         traces: (trace of the model, whether caches stay) -> its name, as stages know it.
         cuts: key of a call, as :meth:`_key` returns it -> this rank's part of it.
-        runners: (that key, sizes of the values that cross the network) -> what runs it.
+        runners: (that key, sizes of the values that cross the network) -> its runner.
         traffic: name of a value -> bytes that this rank has sent of it.
         group: the ranks that have stages; None for all.
         dims: name of a tensor of the example -> number of its dimensions.
@@ -219,7 +219,7 @@ class RankBuilder:
         return annotator
 
     def _key(self, annotator: Annotator, call_key: CallKey) -> Hashable:
-        """Return the key of a call in ``cuts``; only training steps are cut anew for each size."""
+        """Return the key of a call in ``cuts``; only training steps are cut for each size."""
         planned = call_key.trains and self.cluster.flight.train
         return id(annotator), call_key.caches_stay, call_key.inputs if planned else None
 
@@ -262,7 +262,7 @@ class RankBuilder:
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
     def _runner(self, key: Hashable, wires: Wires, microbatches: int) -> StageRunner | None:
-        """Return what runs this rank's stages, or None; new sizes get a new runner on all ranks."""
+        """Return the runner of this rank's stages, or None; new sizes get a new runner on all ranks."""
         cut = self.cuts[key]
         if not self.stages:
             return None
@@ -294,7 +294,7 @@ class RankBuilder:
     def _trainer(
         self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
     ) -> StageRunner | None:
-        """Return what runs this rank's stages forward and backward, or None if it has none."""
+        """Return the runner of this rank's training steps, or None if the rank has no stage."""
         if not self.stages or not self.request.options.differentiates:
             return None
         cut = self.cuts[key]

@@ -32,7 +32,7 @@ class RankStage:
     Attributes:
         index: index of the stage among all stages.
         after: number of stages that follow it.
-        machine: the machine's devices, without what its other stages take.
+        machine: the machine's devices, without the memory of its other stages.
         compiler: the stage's compiler.
         placed: the stage's placed module.
     """

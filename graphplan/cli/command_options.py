@@ -97,7 +97,7 @@ TimeLimit = Annotated[
 ]
 CaptureCache = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Keep the trace in this folder, and use what is there."),
+    typer.Option(metavar="FOLDER", help="Store the trace in this folder, and use a trace stored there."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in the model's folder.")]
 Meta = Annotated[

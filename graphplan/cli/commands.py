@@ -29,14 +29,14 @@ from graphplan.errors import GraphplanError, InfeasibleError, InputError
 from graphplan.versioned_json import encode
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-# what typer raises for a wrong command line: a class of its own, or click's in older releases
+# typer's error for a wrong command line: a class of its own, or click's in older releases
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def run() -> None:
     """Run the command; print an error of graphplan as one line on stderr, and set the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # characters that it cannot encode are no error
+        if isinstance(stream, TextIOWrapper):  # characters that it cannot encode are replaced
             stream.reconfigure(errors="replace")
     show_warnings_in_one_line()
     as_json = "--json" in sys.argv
@@ -118,7 +118,8 @@ def plan(
     pin: options.Pins = None,
     reserve: options.Reserve = "0",
     offload: Annotated[
-        bool, typer.Option(help="Whether the CPU may hold and compute what the accelerators do not hold.")
+        bool,
+        typer.Option(help="Whether the CPU may hold weights and run operations, if accelerators are full."),
     ] = True,
     balance: Annotated[
         bool, typer.Option("--balance", help="Spread the work evenly over the accelerators.")

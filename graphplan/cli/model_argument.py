@@ -62,7 +62,7 @@ class ModelOptions:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
-                f"--dtype {self.dtype!r} is no floating dtype: write bfloat16, float16 or float32"
+                f"--dtype {self.dtype!r} is not a floating-point dtype: write bfloat16, float16 or float32"
             )
         return dtype
 

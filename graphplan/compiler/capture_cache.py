@@ -142,7 +142,7 @@ class Captures:
     def _capture(self, part: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:
         """Read a capture from the folder; or trace, simplify and differentiate the call, and save it.
 
-        A backward pass that needs values of integer inputs is traced again, with branches on them.
+        A backward pass that needs values of integer inputs is retraced, with branches on them.
         """
         found = None
         while found is None:  # outside of the handler, so that errors of the next trace have no context
@@ -151,7 +151,7 @@ class Captures:
         return found
 
     def _read_or_make(self, part: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool) -> Capture | None:
-        """Return the capture; None if it has to be made again, with branches on more inputs."""
+        """Return the capture; None if the call must be retraced, with branches on more inputs."""
         differentiation, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if call.entry else self.options.dynamic_shapes  # given for forward's arguments alone
         keep_grad, fixed = self.options.grad or differentiation is not None, part.code.fixed

@@ -1,4 +1,4 @@
-"""What the passes of the planner hand on to each other: the calls to plan, and the placement of each."""
+"""State that the passes of the planner share: the calls to plan, and the placement of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_parts(member: Member, parts: Sequence[Part]) -> Member:
 
 @dataclass(frozen=True, slots=True)
 class CompileState:
-    """The calls to place, what earlier plans and the caller have settled, and the limits of the search."""
+    """The calls to place, the formulation of their problems, and the limits of the search."""
 
     formulation: Formulation
     members: Sequence[Member]
@@ -63,7 +63,7 @@ class Choice:
     Attributes:
         member: the call.
         call: its problem without the caller's constraints, and these constraints.
-        solution: of the constrained problem.
+        solution: solution of the constrained problem.
     """
 
     member: Member

@@ -1,4 +1,4 @@
-"""What earlier plans of a model settle for later ones: devices of weights and constants, prefetch buffers."""
+"""Decisions of earlier plans that hold for later ones: devices of weights and constants, prefetch buffers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class PlacedConstants:
         self.homes: dict[str, DeviceKey] = {}
         self._copies: dict[str, torch.Tensor] = {}
 
-    def settle(self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]) -> None:
-        """Settle the devices of the constants that no earlier plan has."""
+    def record(self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]) -> None:
+        """Record the devices of the constants that no earlier plan has."""
         for name, tensor in constants.items():
             self.tensors.setdefault(name, tensor)
             self.homes.setdefault(name, homes[name])
 
     def place(self, constants: Mapping[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
-        """Return each constant on its settled device; all plans that have it share one tensor."""
+        """Return each constant on its recorded device; all plans that have it share one tensor."""
         for name in constants:
             if name not in self._copies:
                 device = topology[self.homes[name]].torch_device
@@ -45,13 +45,13 @@ class PlacedConstants:
 
 
 class Commitments:
-    """What earlier plans have settled.
+    """Decisions of earlier plans of a model.
 
     Attributes:
         homes: weight or part of a weight -> device where it resides; None until a plan has decided.
-        assignment: the one that has placed the weights, if another process has done it.
+        assignment: the assignment that placed the weights, if another process planned it.
         constants: the placed constants.
-        plans: made so far.
+        plans: plans so far.
         trained: parameters that have a gradient or optimizer state in one of the plans, which may stay.
         refused: captures of calls for which the plans left no room.
     """
@@ -66,7 +66,7 @@ class Commitments:
         self.refused: list[Capture] = []
 
     def lacks_room(self, capture: Capture) -> bool:
-        """Whether there was no room for a call of the same trace that is no larger."""
+        """Whether a call of the same trace, as large or smaller, was refused for lack of room."""
         alike = [one.sizes for one in self.refused if one.module is capture.module]
         return any(all(capture.sizes.get(name, 0) >= n for name, n in sizes.items()) for sizes in alike)
 
@@ -78,11 +78,11 @@ class Commitments:
         return assignment if assignment.weights.keys() == graph.weights.keys() else None
 
     def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
-        """Settle the weights and constants of this plan that no earlier plan has settled."""
+        """Record this plan, and the devices of weights and constants that no earlier plan has."""
         homes = plan.schedule.assignment.weights
         own_homes = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
         self.homes = own_homes | (self.homes or {})
-        self.constants.settle(constants, homes)
+        self.constants.record(constants, homes)
         self.plans.append(plan)
         self.trained.update(weight.name for weight in plan.graph.weights.values() if weight.beside)
 
@@ -97,7 +97,7 @@ class Commitments:
         return prefetch_bytes(buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers)
 
     def prefetch_limits(self, topology: Topology) -> dict[DeviceKey, int]:
-        """Return device -> most bytes of a prefetch buffer with which earlier plans keep their budgets."""
+        """Return device -> maximum bytes of a prefetch buffer within the budgets of earlier plans."""
         existing = self.prefetch_bytes()
         limits: dict[DeviceKey, int] = {}
         for plan in self.plans:

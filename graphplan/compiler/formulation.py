@@ -1,4 +1,4 @@
-"""The placement problem of a call: its graph, the caller's options, and what earlier plans have settled."""
+"""The placement problem of a call: its graph, the caller's options, and the decisions of earlier plans."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Formulation:
-    """Formulates placement problems, around what earlier plans have ``committed``.
+    """Formulates placement problems within the decisions of earlier plans, ``committed``.
 
     ``mappable`` are the parameters that can stay on disk; None for all.
     """

@@ -84,7 +84,7 @@ def _kinds(graph: Graph) -> set[str]:
 
 
 def _computed(graph: Graph) -> tuple[object, ...]:
-    """Return what a graph computes from what, independent of devices."""
+    """Return the operations of a graph with their inputs, independent of devices."""
     operations = [(op.name, op.type, op.inputs, op.outputs, op.mutates) for op in graph.operations.values()]
     sizes = {name: value.copy_bytes for name, value in graph.values.items()}
     return operations, sizes, graph.weights, graph.inputs, graph.outputs
@@ -109,7 +109,7 @@ def _refuse(planned: Graph, here: Graph) -> NoReturn:
 
 
 def _details(planned: Graph, here: Graph) -> Iterator[str]:
-    """Yield the other differences: what operations read, the results, the bytes of weights, all else."""
+    """Yield the other differences: inputs of operations, results, bytes of weights, all else."""
     for name, operation in planned.operations.items():
         now = here.operations.get(name)
         if now is not None and now.inputs != operation.inputs:

@@ -79,14 +79,14 @@ class Compiler:
     Args:
         model_copy: the copy of the model to trace.
         topology: the devices.
-        options: the caller's.
-        committed: what earlier plans have settled, if there are any.
+        options: the caller's options.
+        committed: the decisions of earlier plans, if there are any.
         mappable: the parameters that can stay on disk; None for all. In training, none can.
-        given_plan: an existing plan, which the first calls carry out in place of a search.
+        given_plan: an existing plan, which the first calls carry out without a search.
 
     Attributes:
         captures: the captures so far.
-        committed: what earlier plans have settled; the first plan decides where weights reside.
+        committed: the decisions of earlier plans; the first plan decides where weights reside.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Compiler:
         """Weight -> device where it resides; None until a plan has decided."""
         return self.committed.homes
 
-    def settle(self) -> None:
+    def place_unplanned_weights(self) -> None:
         """Assign weights that no plan knows to the CPU, or else to the device with the most room left."""
         homes = self.homes
         assert homes is not None
@@ -216,7 +216,7 @@ class Compiler:
         return self._formulation.plain(Member(self.captures.annotated(call), call))
 
     def commit(self, planned: Planned) -> None:
-        """Settle for later plans where this one has put weights, and what memory it takes."""
+        """Commit this plan: its devices of weights and its memory hold for later plans."""
         self.committed.commit(planned.plan, planned.capture.constants)
 
     def restart(self) -> None:
@@ -230,7 +230,7 @@ class Compiler:
         constants, modes = self.committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
-    def anew(self) -> Compiler:
+    def without_commitments(self) -> Compiler:
         """Return a compiler that shares captures and constants, and may place the weights elsewhere."""
         other = copy.copy(self)
         other.committed = Commitments()
@@ -239,7 +239,7 @@ class Compiler:
 
     @with_progress
     @one_at_a_time
-    def further(
+    def compile_new_structure(
         self,
         call: BoundCall,
         modes: Modes,
@@ -255,12 +255,12 @@ class Compiler:
         :meth:`ModelCopy.enter`.
         """
         self.model_copy.enter(modes, values, current)
-        settled = self.homes is not None
+        placed_before = self.homes is not None
         aheads = None if barely else self.aheads(call)
         planned = self.plan(call, aheads, caller_retries=not barely)
         self.commit(planned)
         program = self.lower(planned)
-        if settled:
+        if placed_before:
             self._warn_of_slow_call(planned.plan, call.entry)
         return program
 

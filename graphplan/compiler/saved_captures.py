@@ -54,10 +54,10 @@ _DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanErr
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a trace depends on.
+    """The inputs of a trace, hashed.
 
     Attributes:
-        key: a hash of all of it.
+        key: hash of everything on which the trace depends.
         tensors: identities of the tensors whose values are in the hash.
     """
 
@@ -71,7 +71,7 @@ class SavedCaptures:
     Several processes may use one folder at the same time: a file gets its name only once it is complete.
 
     Raises:
-        InputError: the path is no folder, or the folder cannot be created.
+        InputError: the path is not a folder, or the folder cannot be created.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -137,20 +137,20 @@ class SavedCaptures:
 
 
 def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin | None:
-    """Return what the trace of a call depends on, with ``settings`` of the trace.
+    """Return the origin of a call's trace, with ``settings`` of the trace.
 
-    Return None, with a warning, if something of it cannot be hashed.
+    Return None, with a warning, if something on which the trace depends cannot be hashed.
     """
     module = model_copy.module
     weights = named_tensors(module)
     description = Description({id(tensor): name for name, tensor in weights.items()})
     try:
-        _note_process(description)
+        _hash_process(description)
         for name, tensor in weights.items():
             description.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
         description.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
         for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
-            _note_leaf(description, name, leaf)
+            _hash_leaf(description, name, leaf)
         description.add((call.spec, settings), "the options of the trace")
         description.add_torch()
         description.add(module, type(module).__name__)
@@ -188,7 +188,7 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor).__name__, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
-def _note_leaf(description: Description, name: str, leaf: Any) -> None:
+def _hash_leaf(description: Description, name: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor):
         description.add(leaf, name)
     elif is_dense(leaf):
@@ -197,8 +197,8 @@ def _note_leaf(description: Description, name: str, leaf: Any) -> None:
         raise NotSavedError(f"{name} is a {type(leaf).__name__}, {leaf.layout}")
 
 
-def _note_process(description: Description) -> None:
-    """Note what a trace depends on in this process: versions, the code of graphplan, settings of torch."""
+def _hash_process(description: Description) -> None:
+    """Hash what a trace depends on in this process: versions, graphplan's code, settings of torch."""
     try:
         transformers = version("transformers")
     except PackageNotFoundError:

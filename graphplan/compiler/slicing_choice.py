@@ -154,7 +154,7 @@ def _faster(whole: list[Choice], sliced: list[Choice]) -> list[Choice]:
     return [best.with_bound(bound)]
 
 
-# -- what to slice, and into how many parts ----------------------------------------------------------------
+# -- weights to slice, and numbers of parts ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Training:
 
     @property
     def differentiation(self) -> Differentiation:
-        """What the step that is planned first differentiates."""
+        """The results and parameters that the step planned first differentiates."""
         return Differentiation(self.trained, self.outputs)
 
     def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:

@@ -34,8 +34,8 @@ from graphplan.runtime.module.transformers_methods import class_body
 
 _ON_ZEROS = (
     "graphplan ran this on zeros, to find the calls to plan for; nothing was placed. If values of tensors "
-    "decide what is called, give partition one call as its example instead: others are planned when they "
-    "occur"
+    "decide which calls are made, give partition one call as its example instead: others are planned when "
+    "they occur"
 )
 
 

@@ -38,8 +38,8 @@ def optimizer_seconds(graph: Graph, topology: Topology, homes: Mapping[str, Devi
     It takes as long as its memory traffic; devices work in parallel.
 
     Args:
-        graph: of a training step.
-        topology: of its devices.
+        graph: graph of a training step.
+        topology: its devices.
         homes: name of each weight -> the device where it resides.
     """
     seconds: dict[DeviceKey, float] = defaultdict(float)

@@ -1,6 +1,6 @@
 """The dataflow graph that the planner works on: operations, the values between them, their bytes.
 
-Nothing here knows of ``torch.fx``: a :class:`Graph` can be built by hand in a test. Its text form::
+Nothing here depends on ``torch.fx``: a :class:`Graph` can be built by hand in a test. Its text form::
 
     weights:
       fc.weight : 4096 bytes
@@ -41,8 +41,9 @@ _FIELD_TYPES: dict[str, Any] = {
 class Graph:
     """Operations in trace order, with the values and weights between them.
 
-    ``digraph`` is the ``networkx.DiGraph``, made on first use: a node per operation (attribute
-    ``operation``), an edge per producer and consumer (attribute ``values``: the names that pass, in order).
+    ``digraph`` is the ``networkx.DiGraph``, built on first use: a node per operation (attribute
+    ``operation``), an edge per producer and consumer (attribute ``values``: names of the values between
+    them, in order).
 
     Args:
         operations: in the order in which the trace ran them.
@@ -180,7 +181,7 @@ class Graph:
 
     @cached_property
     def owned_gradients(self) -> frozenset[str]:
-        """Gradients whose memory is theirs alone: no operation reads it after they are computed."""
+        """Gradients that own their memory: no operation reads it after they are computed."""
         roots = [self.root(value.name) for value in self.values.values() if value.gradient_of]
         if not roots:
             return frozenset()
@@ -208,7 +209,7 @@ class Graph:
 
     @cached_property
     def device_inputs(self) -> dict[str, tuple[str, ...]]:
-        """Operation -> the tensors that it reads on its device; none if it reads only their sizes."""
+        """Operation -> the tensors that it needs on its device; none if it reads only their sizes."""
         return {
             one.name: () if one.host_only else tuple(n for n in one.inputs if n not in self.not_tensors)
             for one in self.operations.values()
@@ -374,5 +375,5 @@ class Graph:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
-        """Return the graph that :meth:`to_dict` made plain data of."""
+        """Return the graph of the plain data that :meth:`to_dict` returned."""
         return cls(**{name: decode(kind, data[name]) for name, kind in _FIELD_TYPES.items()})

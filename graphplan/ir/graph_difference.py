@@ -1,6 +1,6 @@
 """Find the first difference between two graphs that should be of the same call of the same model.
 
-Budgets and devices change what is computed in two ways only: weights that no device holds are read in parts,
+Budgets and devices change the graph in two ways only: weights that no device holds are read in parts,
 and a training step saves less, so that operations are recomputed or keep values on the CPU. The operations of
 a module in which one of the graphs does so are not compared.
 """

@@ -57,7 +57,7 @@ class Weight:
         mutated: whether forward writes to it (BatchNorm statistics); such a weight is never streamed.
         movable: False for cache tensors, wrappers and sparse tensors, which are never streamed either.
         shape: its sizes; empty where unknown.
-        dtype: as of a :class:`Value`.
+        dtype: as in :class:`Value`.
         part_of: for a part, the weight whose rows it holds. That weight stays whole on the CPU and has
             ``nbytes`` of 0, since its parts have them; a part that resides elsewhere is a copy.
         start: for a part, its first row.

@@ -38,7 +38,7 @@ class Peak:
 
     Attributes:
         nbytes: weights, activations, copies and workspace, allocator rounding included.
-        weights: those of them that are resident weights and the prefetch buffer for streamed ones.
+        weights: bytes of resident weights and of the prefetch buffer among them.
         step: index of the schedule's step at which the peak is reached, or -1 before the first.
         operation: the operation that runs or waits for its input at that step.
     """
@@ -272,16 +272,16 @@ class _Sweep:
         return Memory(peaks, {key: tuple(live[n].astype(int).tolist()) for key, n in number_of.items()})
 
     def _step_bytes(self) -> dict[DeviceKey, int]:
-        """Return device -> bytes that the optimizer needs besides its state to update parameters there."""
-        most: dict[DeviceKey, int] = defaultdict(int)
+        """Return device -> bytes that an optimizer's step needs there in addition to its state."""
+        largest: dict[DeviceKey, int] = defaultdict(int)
         together: dict[DeviceKey, int] = defaultdict(int)
         for weight in self.graph.weights_with_step_memory:
             home = self.schedule.assignment.weights[weight.name]
             if weight.step_bytes:
-                most[home] = max(most[home], self.allocated(home, weight.step_bytes))
+                largest[home] = max(largest[home], self.allocated(home, weight.step_bytes))
             if weight.together_bytes and steps_together(self.specs[home]):
                 together[home] += self.allocated(home, weight.together_bytes)
-        return {key: max(most[key], together[key]) for key in {*most, *together}}
+        return {key: max(largest[key], together[key]) for key in {*largest, *together}}
 
     def _workspaces(self) -> list[int]:
         """Return for each step the bytes that the allocator takes for an operation's workspace."""

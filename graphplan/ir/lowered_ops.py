@@ -5,7 +5,7 @@ Weight streaming, for a weight ``w`` on the CPU that a multiplication on an acce
     stream_0 = self._stream_0
     w = self.w
     loaded_0 = stream_0.load(0, w)       # enqueues the copy
-    segment_0 = loaded_0.wait()          # what follows is enqueued behind the copy
+    segment_0 = loaded_0.wait()          # later kernels are enqueued behind the copy
     w_on_0 = segment_0[0]
     mm = x_on_0 @ w_on_0
     released_0 = loaded_0.release()      # the slot may be loaded again behind this
@@ -97,7 +97,7 @@ def add_gradient(
 
     Args:
         parameter: its ``grad`` is changed in place, or set.
-        gradient: of the parameter's shape.
+        gradient: gradient, of the parameter's shape.
         owned: whether nothing else uses its memory, now or later, so that it need not be copied.
         last: whether the parameter is not read after this; if it is, :func:`gradient_added` follows.
     """

@@ -22,7 +22,7 @@ def decode_plan(cls: type[AnyPlan], data: Any) -> AnyPlan:
     """Return the plan of class ``cls`` that :func:`encode_plan` has encoded.
 
     Raises:
-        PlanError: the data is no plan, has an unknown version, or fails the plan's checks.
+        PlanError: the data is not a plan, has an unknown version, or fails the plan's checks.
     """
     try:
         data, schedule_fields = PLAN_FORMAT.checked(data), fields_but(Schedule, "steps")

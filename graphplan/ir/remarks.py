@@ -13,8 +13,8 @@ class Remarks:
     """Remarks for a page.
 
     Attributes:
-        advice: a sentence on what would save time.
-        elsewhere: index of a stage -> another device -> what running the stage there would cost, in words.
+        advice: a sentence on changes that would save time.
+        elsewhere: index of a stage -> another device -> the cost of running the stage there, in words.
     """
 
     advice: str = ""

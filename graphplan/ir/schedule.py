@@ -105,7 +105,7 @@ class Load:
     Attributes:
         segment: its index in the prefetch buffer.
         device: the accelerator whose prefetch buffer it is.
-        source: where the weights reside.
+        source: device where the weights reside.
         weights: their names.
         nbytes: bytes of the copy, the gaps between its weights included.
     """
@@ -186,7 +186,7 @@ class PrefetchBuffer:
 
     Attributes:
         device: key of the accelerator.
-        source: where the streamed weights reside; a load says if its weights are on disk instead.
+        source: device where the streamed weights reside; a load says if its weights are on disk instead.
         slots: bytes of each slot; they lie one after another.
         segments: in the order in which they are copied.
         nbytes: bytes of the storage; more than all ``slots`` if other calls that share it need more.

@@ -65,7 +65,7 @@ class _BufferState:
 
 
 class _Walk:
-    """Follows the steps of one call. A method for a step returns what is wrong with it, or None.
+    """Follows the steps of one call. The method for a kind of step returns its error, or None.
 
     A slot is loaded before it is read, never while. This holds across calls too, since each segment names the
     one that was in its slot before it.
@@ -153,7 +153,7 @@ class _Walk:
             return f"slot {segment.slot} is loaded while segment {state.tenant[segment.slot]} is read"
         sources = (buffer.source, DISK)
         if (step.weights, step.nbytes) != (segment.weights, segment.nbytes) or step.source not in sources:
-            return f"segment {step.segment} is not what is loaded"
+            return f"segment {step.segment} is not the one loaded"
         if problem := self._contents(step, state):
             return problem
         state.loaded += 1

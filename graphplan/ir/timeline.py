@@ -31,8 +31,8 @@ class Event:
     Attributes:
         kind: ``"run"`` of an operation, ``"move"`` of a value, ``"load"`` of a segment (on the device's copy
             queue), or ``"wait"`` for a load that has not finished.
-        name: of the operation, the value or the segment's weights.
-        device: where an operation runs, or a copy arrives.
+        name: name of the operation or the value, or names of the segment's weights.
+        device: device of an operation, or destination of a copy.
         start: seconds since the call began.
         end: seconds since the call began.
         weights: for a load or a wait, the names of the segment's weights.

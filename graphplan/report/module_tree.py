@@ -34,7 +34,7 @@ class Group:
     Attributes:
         kind: a stage, a module, or a run of siblings.
         label: its name among its siblings (``"self_attn"``).
-        path: of the module; for a run, of the module around it.
+        path: path of the module; for a run, of the enclosing module.
         operations: names of all operations inside, in order.
         children: the groups and operations directly inside, in order of their first operation.
     """

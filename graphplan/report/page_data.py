@@ -204,7 +204,7 @@ class _PageWriter:
         return index
 
     def _elsewhere(self, stage: Stage) -> list[list[str]]:
-        """Return other devices, and what it would cost to run a stage there."""
+        """Return other devices, and the cost of running a stage there."""
         reasons = self.remarks.elsewhere.get(stage.index, {})
         return [[device_name(key), text] for key, text in reasons.items()]
 
@@ -236,7 +236,7 @@ class _PageWriter:
             "partOf": weight.part_of,
         }
 
-    # -- what passes and when ---------------------------------------------------------------------
+    # -- transfers and times ----------------------------------------------------------------------
 
     def _dependencies(self) -> list[int]:
         """Return the producer and the consumer of each edge, flat."""
@@ -259,7 +259,7 @@ class _PageWriter:
         ]
 
     def _events(self, timeline: Timeline) -> dict[str, Any]:
-        """Return events in columns; ``what`` is an operation's position, or the name of what is copied."""
+        """Return events in columns; ``what`` is an operation's position, or the name of the copy's data."""
         events = timeline.events
         return {
             "seconds": timeline.seconds,

@@ -185,7 +185,7 @@ def _devices(plan: PlanData) -> list[str]:
 
 
 def _where(plan: PlanData, operation: str) -> str:
-    """Return what runs at a peak: an operation by its module, the optimizer, or ``-`` before any."""
+    """Return the operation at a peak, by its module; the optimizer; or ``-`` before any operation."""
     peak_operation = plan.graph.operations.get(operation)
     if peak_operation is None:
         return operation or "-"

@@ -23,10 +23,10 @@ class TimeParts:
 
     Attributes:
         compute: device -> seconds of the operations that it runs.
-        transfers: of activations and gradients between devices.
-        streaming: only for copies of weights, or waits for streamed ones.
-        inputs: to copy inputs from the caller's device.
-        outputs: to copy outputs back to it.
+        transfers: seconds of transfers of activations and gradients between devices.
+        streaming: seconds only for copies of weights, or waits for streamed ones.
+        inputs: seconds to copy inputs from the caller's device.
+        outputs: seconds to copy outputs back to it.
     """
 
     compute: Mapping[DeviceKey, float]

@@ -1,4 +1,4 @@
-"""Two plans of one model side by side: their figures, and what is on different devices."""
+"""Two plans of one model side by side: their figures, and operations and weights on different devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
 
 
 def moved_together(pairs: Mapping[str, Pair], paths: Mapping[str, str]) -> dict[tuple[str, Pair], list[str]]:
-    """Return what is on another device, grouped by the outermost modules that moved as a whole.
+    """Return the names on another device, grouped by the outermost modules that moved as a whole.
 
     Args:
         pairs: name -> its devices in both plans.
@@ -93,7 +93,7 @@ def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
 
 
 def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
-    here, there = plan.schedule.assignment.operations, other.schedule.assignment.operations
+    ours, theirs = plan.schedule.assignment.operations, other.schedule.assignment.operations
     position = {name: index for index, name in enumerate(plan.graph.operations)}
     seconds = run_seconds(other.timeline), run_seconds(plan.timeline)
     paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
@@ -103,23 +103,23 @@ def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
             "operations": [position[name] for name in names],
             "seconds": [sum(seconds_of.get(name, 0.0) for name in names) for seconds_of in seconds],
         }
-        for ends, names in _moved(here, there, paths)
+        for ends, names in _moved(ours, theirs, paths)
     ]
 
 
 def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
-    here, there = plan.schedule.assignment.weights, other.schedule.assignment.weights
+    ours, theirs = plan.schedule.assignment.weights, other.schedule.assignment.weights
     paths = {name: name.rpartition(".")[0] for name in plan.graph.weights}
     return [
         {**ends, "names": names, "bytes": sum(plan.graph.weights[name].nbytes for name in names)}
-        for ends, names in _moved(here, there, paths)
+        for ends, names in _moved(ours, theirs, paths)
     ]
 
 
 def _moved(
-    here: Mapping[str, DeviceKey], there: Mapping[str, DeviceKey], paths: Mapping[str, str]
+    ours: Mapping[str, DeviceKey], theirs: Mapping[str, DeviceKey], paths: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield what moved together: module and devices as text, and the names, in the order of ``paths``."""
-    pairs = {name: (there[name], here[name]) for name in paths if name in there and name in here}
+    """Yield each group that moved together: module and devices as text, and the names, as in ``paths``."""
+    pairs = {name: (theirs[name], ours[name]) for name in paths if name in theirs and name in ours}
     for (path, (before, now)), names in moved_together(pairs, paths).items():
         yield {"module": path or "(root)", "from": device_name(before), "to": device_name(now)}, names

@@ -63,7 +63,7 @@ class CallLock:
 
 
 class Compile(Protocol):
-    """Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.further`."""
+    """Compiles a call to a program: :meth:`graphplan.compiler.pipeline.Compiler.compile_new_structure`."""
 
     def __call__(
         self,

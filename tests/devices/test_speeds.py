@@ -215,7 +215,7 @@ def test_devices_that_are_not_here_are_not_measured() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "no JSON"),
+        ("nonsense", "not JSON"),
         ("[]", "no measurements"),
         ('{"format": "graphplan.measurements", "version": 99}', "version 99"),
         ('{"format": "graphplan.measurements", "version": 2}', "damaged"),

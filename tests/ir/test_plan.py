@@ -45,14 +45,14 @@ def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
         with pytest.raises(graphplan.PlanError, match=message):
             Plan.load_json(path)
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(graphplan.PlanError, match=r"plan\.json' cannot be read: it is no text"):
+    with pytest.raises(graphplan.PlanError, match=r"plan\.json' cannot be read: it is not text"):
         Plan.load_json(file)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "no JSON"),
+        ("nonsense", "not JSON"),
         ("plan.json", "name of a file: read it with load_json, or pass its text"),
         ("[]", "no plan"),
         ("{}", "no plan"),
@@ -89,10 +89,10 @@ def damage(plan: Plan, **changes: Any) -> str:
     ("changes", "message"),
     [
         ({"graph__operations__0__inputs": 3}, "3 is no"),
-        ({"makespan": float("nan")}, "nan is no float"),
-        ({"graph__weights__0__nbytes": 1 << 70}, "is no int"),
+        ({"makespan": float("nan")}, "nan is not of type float"),
+        ({"graph__weights__0__nbytes": 1 << 70}, "is not of type int"),
         ({"topology__devices__0__colour": "red"}, "DeviceSpec has no 'colour'"),
-        ({"topology__default_link": []}, "is no Link"),
+        ({"topology__default_link": []}, "is not of type Link"),
         ({"topology__devices__0__bandwidth": 0}, "bandwidth=0, .* positive numbers"),
         ({"topology__devices__1__overhead": -1.0}, "overhead=-1.0.: write positive numbers"),
     ],
@@ -116,7 +116,7 @@ def test_views_of_each_other_are_found(plan: Plan) -> None:
 
 
 def test_json_that_is_nested_too_deeply() -> None:
-    with pytest.raises(graphplan.PlanError, match="no JSON"):
+    with pytest.raises(graphplan.PlanError, match="not JSON"):
         Plan.from_json("[" * 100_000)
 
 

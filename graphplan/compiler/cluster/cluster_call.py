@@ -41,7 +41,7 @@ class Wires:
         return Wire(name, described.shape, described.dtype, name in self.trained)
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a value that is sent; 0 if it is no tensor."""
+        """Return the bytes of a value that is sent; 0 if it is not a tensor."""
         described = self._described(name)
         return described.copy_bytes if isinstance(described, TensorMeta) else 0
 

@@ -2,7 +2,7 @@
 
 The seconds of a placed stretch replace its estimate, and the cuts are searched again: lazy evaluation of
 edges, as in LazySP (Dellin and Srinivasa, ICAPS 2016). The best pipeline of placed stages is the plan. In a
-training step, a stretch is placed anew for each number of microbatches that it keeps in flight.
+training step, a stretch is placed for each number of microbatches that it keeps in flight.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StageSearch:
     """Finds stages, one on each machine that is used.
 
     Attributes:
-        annotator: of one microbatch.
+        annotator: annotator of one microbatch.
         batch: rows of the whole batch, 0 if it is not divided.
         placed: stretch -> its plan, or None if it does not fit.
         by_structure: the same by structure, since equal stretches are placed once.
@@ -117,7 +117,7 @@ class StageSearch:
 
         Raises:
             InfeasibleError: no cut into stages fits the machines.
-            CaptureError: at each cut that was tried, something crosses that cannot be sent.
+            CaptureError: each cut that was tried is crossed by a value that cannot be sent.
             InputError: 1F1B with gradients has fewer microbatches than stages.
         """
         best = self.best_stages()
@@ -345,7 +345,7 @@ class StageSearch:
         return replace(self, cluster=cluster)
 
     def _trimmed(self, grown: StageSearch, stages: Sequence[Stretch]) -> Cluster:
-        """Return the machines with their budgets raised just to what stages of ``grown`` take."""
+        """Return the machines with their budgets raised to the bytes that stages of ``grown`` take."""
         memory: list[dict[DeviceKey, int]] = [one.budgets for one in self.cluster.class_machines]
         for stage, step in zip(stages, grown.steps_of(stages), strict=True):
             own, peaks = memory[stage.machine], step.plan.peak_bytes

@@ -50,10 +50,10 @@ class StageSource:
     Attributes:
         cut: its capture.
         module: holds the weights that it reads.
-        model_copy: of ``module``.
-        annotator: of the capture.
+        model_copy: copy of ``module`` to trace.
+        annotator: annotator of the capture.
         trained: its inputs and outputs that depend on a parameter which requires a gradient.
-        how: what its training step differentiates; None for a forward pass alone.
+        how: results and parameters that its training step differentiates; None for a forward pass alone.
         step: annotator of the training step; None for a forward pass alone.
     """
 
@@ -67,7 +67,7 @@ class StageSource:
 
     @property
     def planned(self) -> Annotator:
-        """The annotator of what is placed: the training step if there is one."""
+        """The annotator of the training step if there is one, else of the forward pass."""
         return self.step or self.annotator
 
     @property

@@ -156,7 +156,7 @@ class StagePlacement:
         return frozenset(name for name, here in inside.items() if any(here) and not all(here))
 
     def _buffer_bytes(self, stretch: Stretch) -> int:
-        """Return the bytes of network buffers for what is received and sent, gradients included."""
+        """Return the bytes of network buffers for sending and receiving, gradients included."""
         source, last = self.source(stretch), stretch.end == len(self.cuts) - 1
         received, sent = (sum(value.nbytes for value in side) for side in (source.receives, source.sends))
         return buffer_bytes(received, sent, self.flight, last=last)
@@ -174,5 +174,5 @@ class StagePlacement:
 
 
 def _runs(graph: Graph) -> list[str]:
-    """Return the operations that do not depend on what is saved."""
+    """Return the operations that do not depend on saved values."""
     return [op.name for op in graph.operations.values() if not op.repeats and not op.offloads]

@@ -50,7 +50,7 @@ class StepPlan:
     """The plan of a stage of a training step.
 
     Attributes:
-        plan: of one microbatch.
+        plan: plan of one microbatch.
         withheld: device -> bytes that were withheld from the plan.
         kept_bytes: device -> bytes that other microbatches need, of those withheld.
     """

@@ -72,7 +72,7 @@ def fall_back(
 ) -> nn.Module:
     """Return a copy of ``model`` that hooks run, and warn why.
 
-    ``retry`` makes, from the plan of modules, what places the copy at a call of another structure, which may
+    ``retry`` returns, for the plan of modules, a placer of the copy at a call of another structure, which may
     have a graph; None for no such attempts.
 
     Raises:
@@ -229,7 +229,7 @@ class _Fallback:
         return placed
 
     def _run(self, module: nn.Module) -> Callable[..., Any]:
-        """Return what the entry calls of a module, without a ``__call__`` that its class defines."""
+        """Return the callable of the entry, without a ``__call__`` that the module's class defines."""
         entry = self.example.entry
         return method_of(module, entry) if entry else partial(nn.Module.__call__, module)
 

@@ -34,7 +34,7 @@ class Matched:
         tensors: weight -> the tensor that has its data.
         conversions: weight -> the conversion of tensors that makes it.
         missing: weights that the checkpoint lacks.
-        unexpected: tensors that are no weight of the model.
+        unexpected: tensors that are not weights of the model.
         used: the rules of transformers that applied; transformers reverts them when the model is saved.
     """
 

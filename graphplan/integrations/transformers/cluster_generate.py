@@ -134,5 +134,5 @@ def _broadcast_encoder_output(result: Any, last: int, traffic: Counter[str]) -> 
         traffic["encoder_last_hidden_state"] += hidden.nbytes
     else:
         hidden = torch.empty(hidden.shape, dtype=hidden.dtype)
-    broadcast_from_last(hidden, last, "what the encoder returns")
+    broadcast_from_last(hidden, last, "the encoder's result")
     return BaseModelOutput(last_hidden_state=hidden)

@@ -1,7 +1,7 @@
-"""The plan of several machines as data: a plan for each, and what crosses the network between them.
+"""The plan of several machines as data: a plan for each, and the values that cross the network.
 
 One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
-slowest stage``, where the slowest counts what it receives and sends. In a training step a stage counts
+slowest stage``, where a stage's seconds include its sends and receives. In a training step a stage counts
 forward and backward, and gradients cross the network too. With several stages for each machine, a batch is
 simulated action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
 """
@@ -33,14 +33,14 @@ class ClusterPlanData(Generic[AnyPlan]):
     """A placement over several machines, in bytes and seconds.
 
     Attributes:
-        stages: of the machines that are used, in the order in which a microbatch passes them; interleaved,
-            all machines have equally many, and take turns.
+        stages: stages of the machines that are used, in the order in which a microbatch passes them;
+            interleaved, all machines have equally many, and take turns.
         machines: number of machines, used or not.
         network: the link between any two machines.
         batch: rows of the example batch; 0 if it was not divided.
         microbatches: number of microbatches of a batch.
-        schedule: of the microbatches.
-        objective: what was minimised: the seconds of one microbatch, or of a batch.
+        schedule: schedule of the microbatches.
+        objective: the seconds of one microbatch (latency) or of a batch (throughput) were minimised.
         lower_bound: on the ``seconds`` of any cuts into contiguous stages.
         proof: the method that proved the bound.
     """
@@ -116,7 +116,7 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def seconds(self) -> float:
-        """What the objective minimised: the estimated seconds of one microbatch, or of a batch."""
+        """The objective value: the estimated seconds of one microbatch, or of a batch."""
         return self.latency if self.objective == "latency" else self.makespan
 
     @property
@@ -163,7 +163,7 @@ class ClusterPlanData(Generic[AnyPlan]):
     def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
         """Machine -> device -> the most bytes that it holds.
 
-        Network buffers are included, and in a training step what all microbatches in flight have saved.
+        Network buffers are included, and in a training step the values saved by microbatches in flight.
         Several stages of a machine count as if all were at their peaks at once.
         """
         return {
@@ -186,7 +186,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             if before.sends != after.receives or before.end != after.start:
                 raise VerificationError(
-                    f"machine {after.machine} does not begin with what machine {before.machine} ends with"
+                    f"machine {after.machine} does not continue where machine {before.machine} ends"
                 )
         if self.stages[0].start or self.stages[0].receives or self.stages[-1].sends:
             raise VerificationError("the first stage receives something, or the last one sends something")
@@ -226,7 +226,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         needed = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
         if stage.buffer_bytes < needed:
             raise VerificationError(
-                f"machine {stage.machine} has {stage.buffer_bytes} bytes for what it receives and sends, "
+                f"machine {stage.machine} has {stage.buffer_bytes} bytes for receiving and sending, "
                 f"which takes {needed}"
             )
         for spec in stage.plan.topology.devices:
@@ -264,7 +264,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         """Return the plan that :meth:`to_json` wrote, with machines' plans of class ``kind``.
 
         Raises:
-            PlanError: the text is no such plan, or its checks fail.
+            PlanError: the text is not such a plan, or its checks fail.
         """
         data = _FORMAT.parse(text)
         try:

@@ -12,10 +12,10 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The number of microbatches, their schedule, and what they keep in memory while others are in flight.
+    """The number of microbatches, their schedule, and the memory that those in flight hold.
 
     Attributes:
-        microbatches: of one batch.
+        microbatches: number of microbatches in a batch.
         schedule: ``"gpipe"``: all run forward before one runs backward; ``"1f1b"``: a stage has as many
             in flight as there are stages from it to the last; ``"interleaved"``: as in
             :mod:`graphplan.ir.cluster.interleaved_order`.

@@ -34,7 +34,7 @@ class TimedAction:
     """An action and its times, in seconds since the batch began.
 
     Attributes:
-        action: what is run.
+        action: the action.
         free: when the machine finished its action before, transfers included.
         received: when it begins to receive the input; ``free`` if that is there already.
         start: when it begins to compute.
@@ -97,7 +97,7 @@ class StageSeconds:
     Attributes:
         forward: computation of the forward pass.
         backward: computation of the backward pass; None if the batch only runs forward.
-        transfer: of the output to the stage after, and of its gradient back, each.
+        transfer: transfer of the output to the next stage; its gradient takes as long.
     """
 
     forward: float

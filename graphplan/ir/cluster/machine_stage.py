@@ -19,8 +19,8 @@ class Crossing:
     """A tensor that is sent from one machine to the next, once per microbatch.
 
     Attributes:
-        name: of the value.
-        nbytes: of its elements.
+        name: name of the value.
+        nbytes: bytes of its elements.
         shape: for one microbatch.
         dtype: ``"float32"``, ``"int64"``, ...
     """
@@ -33,7 +33,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class MachineStage(Generic[AnyPlan]):
-    """A stage: what one machine runs, or a part of it if machines have several stages.
+    """A stage: the operations of one machine, or some of them if machines have several stages.
 
     Attributes:
         machine: its index in ``machines``, which is its rank under torchrun.
@@ -41,12 +41,12 @@ class MachineStage(Generic[AnyPlan]):
         end: position after its last.
         receives: tensors from the stage before.
         sends: tensors to the stage after.
-        buffer_bytes: network buffers of all microbatches, for what is received and sent: in host memory,
+        buffer_bytes: network buffers of all microbatches, for receiving and sending: in host memory,
             where the plan withholds them if the CPU has a budget.
-        plan: of one microbatch on this machine, with the keys of its own ``max_memory``.
-        kept_bytes: in a training step, device -> bytes that the plan withholds for what other microbatches in
-            flight have saved, and for earlier gradients of weights that other stages read, which are kept
-            while those of a batch are summed.
+        plan: plan of one microbatch on this machine, with the keys of its own ``max_memory``.
+        kept_bytes: in a training step, device -> bytes that the plan withholds for values that other
+            microbatches in flight have saved, and for earlier gradients of weights that other stages read,
+            which are kept while those of a batch are summed.
         beside_bytes: device -> bytes that the plan withholds for the machine's other stages.
     """
 
@@ -75,7 +75,7 @@ def stage_seconds(plan: PlanData, transfer: float, *, trains: bool) -> StageSeco
     """Return the seconds of a microbatch in a stage, as its plan estimates them.
 
     Args:
-        plan: of the stage.
+        plan: plan of the stage.
         transfer: seconds of the transfer to the stage after.
         trains: whether the batch runs backward too, even if this stage does not.
     """

@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The microbatch, and what is done with it."""
+        """The microbatch, and the action."""
         backward = ", backward" if self.backward else ""
         return f"{'wait for ' if self.kind == 'wait' else ''}microbatch {self.microbatch}{backward}"
 

@@ -34,7 +34,7 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
 
 
 def bounded_text(plan: ClusterPlanData[Any]) -> str:
-    """Return what the lower bound holds for."""
+    """Return the placements for which the lower bound holds."""
     return "one microbatch" if plan.objective == "latency" else "a batch"
 
 

@@ -76,7 +76,11 @@ def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
     assert found == {"embed.weight": 0, "blocks.0.0.weight": 1, "blocks.1.0.bias": 0}
     assert plan.placement["blocks.1.0.weight"] == "cpu"
     assert "pin={'': 0}" not in str(plan.explain("blocks.2"))
-    assert plan.explain("blocks.1.0.weight").to(1).obstacle.startswith("pin={'blocks.1.0.weight': 'cpu'}")
+    assert (
+        plan.explain("blocks.1.0.weight")
+        .alternative_on(1)
+        .obstacle.startswith("pin={'blocks.1.0.weight': 'cpu'}")
+    )
 
 
 class _Skips(nn.Module):
@@ -253,7 +257,7 @@ def test_constraints_that_cannot_be(constraints: dict[str, Any], message: str) -
         ({"together": 1}, "together must list names"),
         ({"together": [3]}, "together must list names, or lists of them: 3 is neither"),
         ({"together": [[]]}, r"together must list names, or lists of them: \[\] is neither"),
-        ({"pin": {3: 1}}, "3 is no name"),
+        ({"pin": {3: 1}}, "not 3"),
         ({"offload": "no"}, "offload must be True or False, not 'no'"),
         ({"balance": 1}, "balance must be True or False, not 1"),
     ],
