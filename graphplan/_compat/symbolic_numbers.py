@@ -74,7 +74,7 @@ def _compared(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def compare(a: Any, b: Any) -> Any:
         result = original(a, b)
         plain = isinstance(result, torch.SymBool) and result.node.has_hint()  # others may be for torch._check
-        return bool(result) if plain and not is_torchs(sys._getframe(1)) else result
+        return bool(result) if plain and not is_library_frame(sys._getframe(1)) else result
 
     return compare
 
@@ -82,7 +82,7 @@ def _compared(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _written(has_value: Callable[[Any], bool], cls: type, own: Callable[..., str]) -> Callable[..., str]:
     def text(number: Any, *form: str) -> str:
         frame = sys._getframe(1)
-        if is_torchs(frame) or _is_of_message(frame) or not has_value(number):
+        if is_library_frame(frame) or _is_of_message(frame) or not has_value(number):
             return own(number, *form)
         return format(cls(number), *form) if form else repr(cls(number))
 
@@ -113,7 +113,7 @@ def _asking_for_ones(original: Callable[..., Any]) -> Callable[..., Any]:
 def _read_flag(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def item(tensor: Any) -> Any:
         flag = original(tensor)
-        if not isinstance(flag, torch.SymBool) or is_torchs(frame := sys._getframe(1)):
+        if not isinstance(flag, torch.SymBool) or is_library_frame(frame := sys._getframe(1)):
             return flag  # torch._check_tensor_all needs the symbol for its check in the graph
         passing = truth_that_passes(frame)
         return bool(flag) if passing is None else passing
@@ -121,8 +121,8 @@ def _read_flag(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return item
 
 
-def is_torchs(frame: Any) -> bool:
-    """Whether a frame runs code of torch or graphplan, not of a model."""
+def is_library_frame(frame: Any) -> bool:
+    """Whether a frame runs code of torch or graphplan, rather than of a model."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "graphplan")
 
 
@@ -130,7 +130,7 @@ def _class_for_models(plain: type, symbolic: type) -> Any:
     """Return a ``__class__`` property: ``symbolic`` to torch and graphplan, ``plain`` to other code."""
 
     def read(_number: Any) -> type:
-        return symbolic if is_torchs(sys._getframe(1)) else plain
+        return symbolic if is_library_frame(sys._getframe(1)) else plain
 
     return property(read)
 

@@ -59,7 +59,7 @@ def plain_expression(expression: Any) -> Any:
 def _class_named(name: str) -> Any:
     cls = getattr(functions, name, None) or getattr(sympy, name, None)
     if not (isinstance(cls, type) and issubclass(cls, sympy.Basic)):
-        raise KeyError(f"{name!r} is no function of sizes")
+        raise KeyError(f"{name!r} is not a function of sizes")
     return cls
 
 
@@ -99,7 +99,7 @@ def conditions_since(env: ShapeEnv, known: int, places: Mapping[Any, str]) -> li
     conditions = [guard.expr for guard in env.guards[known:]]
     for symbol in set[Any]().union(*(one.free_symbols for one in conditions)):
         if symbol not in code_of:
-            raise NoGraphError(f"the backward pass depends on {symbol}, which is no size of an input")
+            raise NoGraphError(f"the backward pass depends on {symbol}, which is not a size of an input")
     return [PythonPrinter().doprint(one.xreplace(code_of)) for one in dict.fromkeys(conditions)]
 
 

@@ -23,55 +23,57 @@ _UNTAGGED_DYNAMIC_SHAPES = {
 
 
 def value_reads(
-    note: Callable[[], None],
-    read: Callable[..., Any],
-    make: Callable[..., Any],
-    read_all: Callable[..., Any],
+    on_constant: Callable[[], None],
+    read_value: Callable[..., Any],
+    run_dynamic: Callable[..., Any],
+    read_list: Callable[..., Any],
 ) -> list[Replacement]:
     """Return the patches to apply during a trace.
 
-    ``note`` is called where the trace specializes to the value of a constant. ``read`` replaces operations
-    that return a value to the code; it gets the tracer, a function that runs the operation, the operation,
-    its args and its kwargs. ``make`` likewise replaces operations whose output sizes depend on values.
-    ``read_all`` replaces ``tolist``; it gets the tracer, the original method and the tensor.
+    ``on_constant`` is called where the trace specializes to the value of a constant. ``read_value`` replaces
+    operations that return a value to the code; it gets the tracer, a function that runs the operation, the
+    operation, its args and its kwargs. ``run_dynamic`` likewise replaces operations whose output sizes depend
+    on values. ``read_list`` replaces ``tolist``; it gets the tracer, the original method and the tensor.
     """
     private(proxy_tensor, "proxy_call", "torch")
 
     def proxy_call(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(mode: Any, func: Any, *how: Any) -> Any:
-            def carry_out() -> Any:
-                result = original(mode, func, *how)
+        def call(mode: Any, func: Any, *arguments: Any) -> Any:
+            def run() -> Any:
+                result = original(mode, func, *arguments)
                 if type(result) in (bool, int, float, complex):
-                    note()
+                    on_constant()
                 return result
 
             if torch.Tag.data_dependent_output in func.tags:
-                return read(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
+                return read_value(private(mode, "tracer", "torch"), run, func, *arguments[-2:])
             if torch.Tag.dynamic_output_shape in func.tags or func in _UNTAGGED_DYNAMIC_SHAPES:
-                return make(private(mode, "tracer", "torch"), carry_out, func, *how[-2:])
-            return original(mode, func, *how)
+                return run_dynamic(private(mode, "tracer", "torch"), run, func, *arguments[-2:])
+            return original(mode, func, *arguments)
 
         return call
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that reads memory without an operation."""
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if proxy_tensor.get_proxy_mode() is not None:  # None where graphplan computes outside the trace
-                note()
+                on_constant()
             return original(tensor, *args, **kwargs)
 
         return call
 
-    def tolist(own: Callable[..., Any]) -> Callable[..., Any]:
+    def tolist(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tensor: torch.Tensor) -> Any:
             mode = proxy_tensor.get_proxy_mode()
-            return own(tensor) if mode is None else read_all(private(mode, "tracer", "torch"), own, tensor)
+            if mode is None:
+                return original(tensor)
+            return read_list(private(mode, "tracer", "torch"), original, tensor)
 
         return call
 
     return [
         (FakeTensor, "tolist", tolist),
         (proxy_tensor, "proxy_call", proxy_call),
-        *((torch.Tensor, name, noting) for name in ("tolist", "new_tensor")),
+        *((torch.Tensor, name, reporting) for name in ("tolist", "new_tensor")),
     ]

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._sympy import functions
 
 from graphplan._compat import Replacement, private
-from graphplan._compat.symbolic_numbers import SymbolicInt, is_torchs
+from graphplan._compat.symbolic_numbers import SymbolicInt, is_library_frame
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class WholeNumbers:
     def _noting(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
         def number(value: Any) -> int:
             frame = sys._getframe(1)
-            is_unpatched = _NAME not in frame.f_globals and not is_torchs(frame)
+            is_unpatched = _NAME not in frame.f_globals and not is_library_frame(frame)
             if is_unpatched and _quotient(value) is not None:
                 self._failed.append(frame.f_globals)
                 raise DataDependentOutputException(aten._local_scalar_dense.default)  # ends this trace

@@ -307,7 +307,7 @@ def _bind_call(model_copy: ModelCopy, call: ExampleCall, weight: float) -> Weigh
         named = all(isinstance(item, str) for item in name)
         if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
             entry = entry_named(model_copy.module, *name) if name else ""
-            return WeightedCall(model_copy.part(entry).bind(tuple(args), kwargs), weight)
+            return WeightedCall(model_copy.for_entry(entry).bind(tuple(args), kwargs), weight)
     kind = type(call).__name__
     raise InputError(
         f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or "

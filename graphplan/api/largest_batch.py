@@ -15,7 +15,7 @@ from graphplan.api.planning import plan
 from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.capture.structure import leaves_of, map_leaves, register_containers
 from graphplan.capture.transformers.caches import register_caches
-from graphplan.capture.value_branches import is_of_integers
+from graphplan.capture.value_branches import is_integer_tensor
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InfeasibleError, InputError
 
@@ -87,6 +87,6 @@ def _resize_batch(leaf: Any, rows: int, size: int) -> Any:
     """Return a tensor resized to another batch size: integers keep values, as code may branch on them."""
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
         return leaf
-    if is_of_integers(leaf):
+    if is_integer_tensor(leaf):
         return leaf[torch.arange(size, device=leaf.device) % rows]
     return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

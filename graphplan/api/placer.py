@@ -112,7 +112,7 @@ class Placer:
         model_copy = ModelCopy(model)
         if self._step is not None and torch.is_grad_enabled():
             model_copy.step = self._step.of(module, (args, kwargs))
-        call = model_copy.part(entry).bind(args, kwargs)
+        call = model_copy.for_entry(entry).bind(args, kwargs)
         return replace(self, install=replace_parameter_data).place(model, model_copy, call)
 
     def place(self, model: nn.Module, model_copy: ModelCopy, call: BoundCall) -> nn.Module:
@@ -332,7 +332,7 @@ class WeightMove:
         require_present(self.placer.topology)
         model, model_copy = unplaced(module), self.compiler.model_copy
         with suppress(TypeError, GraphplanError):  # another thread's call, which does not fit
-            _offload_caches(self.planned, model_copy.part(entry).bind(args, kwargs))
+            _offload_caches(self.planned, model_copy.for_entry(entry).bind(args, kwargs))
         placed = self.placer.attached(model, self.compiler, [self.planned])
         model_copy.weights.tensors.update(ModelWeights(placed).tensors)
         return placed

@@ -1,4 +1,4 @@
-"""Explicit casts in the graph in the place of autocast.
+"""Explicit casts in the graph in place of autocast.
 
 Before and after, for an operation that was traced in a block of ``torch.autocast("cpu", torch.bfloat16)``::
 
@@ -34,7 +34,7 @@ from graphplan.warnings import silenced
 aten = torch.ops.aten
 
 AUTOCAST = "autocast"
-"""Key in the ``meta`` of a node: the autocast blocks around it, each (device type, dtype, enabled, ...)."""
+"""Key in the ``meta`` of a node: its enclosing autocast blocks, each (device type, dtype, enabled, ...)."""
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -53,7 +53,7 @@ def write_casts(
     Raises:
         NoGraphError: no casts of its arguments make an operation compute as under autocast.
     """
-    accelerator = next((kind for kind in device_types if kind not in (CPU, SIMULATED)), CPU)
+    accelerator = next((one for one in device_types if one not in (CPU, SIMULATED)), CPU)
     is_available = accelerator != CPU and getattr(torch, accelerator).is_available()
     weight_nodes = {node for node in module.graph.nodes if node.name in weights}
     caster = _Caster(weight_nodes, ambient, {CPU, accelerator}, accelerator if is_available else CPU)
@@ -72,13 +72,13 @@ class _Casts:
 
     Attributes:
         casts: position among ``all_input_nodes`` -> the dtype that autocast casts to.
-        makes: the dtypes of the results.
-        enough: whether the casts alone lead to these dtypes.
+        result_dtypes: the dtypes of the results.
+        is_sufficient: whether the casts alone lead to these dtypes.
     """
 
     casts: Mapping[int, torch.dtype]
-    makes: Sequence[Any]
-    enough: bool
+    result_dtypes: Sequence[Any]
+    is_sufficient: bool
 
 
 class _Caster:
@@ -87,14 +87,15 @@ class _Caster:
     Args:
         weights: the nodes of weights.
         ambient: the dtype of autocast around the call.
-        kinds: the device types whose blocks have an effect.
-        kind: the device type by whose rules autocast casts.
+        device_types: the device types whose blocks have an effect.
+        device_type: the device type by whose rules autocast casts.
     """
 
     def __init__(
-        self, weights: Set[fx.Node], ambient: torch.dtype | None, kinds: Set[str], kind: str
+        self, weights: Set[fx.Node], ambient: torch.dtype | None, device_types: Set[str], device_type: str
     ) -> None:
-        self.weights, self.ambient, self.kinds, self.kind = set(weights), ambient, kinds, kind
+        self.weights, self.ambient = set(weights), ambient
+        self.device_types, self.device_type = device_types, device_type
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.changed: set[fx.Node] = set()
         self.seen: dict[Any, _Casts] = {}
@@ -103,20 +104,25 @@ class _Caster:
         """Insert the casts of all operations, in order."""
         for node in [node for node in module.graph.nodes if node.op == "call_function"]:
             blocks = node.meta.pop(AUTOCAST, ())
-            dtypes = [dtype if enabled else None for kind, dtype, enabled, *_ in blocks if kind in self.kinds]
+            dtypes = [
+                dtype if enabled else None
+                for device_type, dtype, enabled, *_ in blocks
+                if device_type in self.device_types
+            ]
             if node.target is _GRAD_MODE:
-                self._enter(module, node)
+                self._visit_block(module, node)
             else:
                 self._visit(node, dtypes[-1] if dtypes else self.ambient)
 
-    def _enter(self, module: fx.GraphModule, block: fx.Node) -> None:
+    def _visit_block(self, module: fx.GraphModule, block: fx.Node) -> None:
         """Insert the casts in a block of another gradient mode, and update its inputs and results."""
         _, body, *operands = block.args
         inner = getattr(module, body.target)  # type: ignore[union-attr,arg-type]  # a get_attr node
         for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
             placeholder.meta["val"] = operand.meta["val"]  # type: ignore[union-attr]  # a node
-            self.changed |= {placeholder} if operand in self.changed else set()
-            self.weights |= {placeholder} if operand in self.weights else set()
+            for nodes in (self.changed, self.weights):
+                if operand in nodes:
+                    nodes.add(placeholder)
         self.visit_all(inner)
         block.meta["val"] = fx.map_arg(inner.graph.output_node().args[0], lambda node: node.meta["val"])
         self.changed.add(block)
@@ -131,8 +137,8 @@ class _Caster:
             sources = node.all_input_nodes
             for position, to in effect.casts.items():
                 node.replace_input_with(sources[position], self._cast(sources[position], to, node))
-        if effect is not None and not effect.enough:
-            value = _run_for(node, effect.makes)
+        if effect is not None and not effect.is_sufficient:
+            value = _run_for(node, effect.result_dtypes)
         elif not self.changed.isdisjoint(node.all_input_nodes):
             value = _run(node)
         if _dtypes(value) != _dtypes(node.meta.get("val")):
@@ -150,15 +156,16 @@ class _Caster:
 
     def _find_casts(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
         """Return the casts after which the operation computes without autocast as it does with it."""
-        with_autocast, plain = _Recorder(node, self.kind), _Recorder(node, self.kind)
-        makes = _dtypes(with_autocast.run(dtype))
+        with_autocast, plain = _Recorder(node, self.device_type), _Recorder(node, self.device_type)
+        dtypes = _dtypes(with_autocast.run(dtype))
         _plain_dtypes(plain)
         casts: Mapping[int, torch.dtype] = {} if with_autocast.casts == plain.casts else with_autocast.casts
-        if isinstance(node.target, OpOverload) and not is_autocast(node.target, self.kind):
+        if isinstance(node.target, OpOverload) and not is_autocast(node.target, self.device_type):
             # autocast casts inside a composite operation, such as einsum: cast all its floating-point inputs
             to = next(iter(with_autocast.casts.values()), dtype)
             casts = {} if with_autocast.count == plain.count else dict.fromkeys(_floating(node), to)
-        return _Casts(casts, makes, enough=_plain_dtypes(_Recorder(node, self.kind, casts)) == makes)
+        plain_dtypes = _plain_dtypes(_Recorder(node, self.device_type, casts))
+        return _Casts(casts, dtypes, is_sufficient=plain_dtypes == dtypes)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         """Return a cast of a value before a reader; one of a weight serves all readers."""
@@ -177,11 +184,13 @@ class _Caster:
 class _Recorder(TorchDispatchMode):
     """Runs an operation on fakes of its arguments, on one device type, and records which of them are cast."""
 
-    def __init__(self, node: fx.Node, kind: str, cast: Mapping[int, torch.dtype] | None = None) -> None:
+    def __init__(
+        self, node: fx.Node, device_type: str, casts: Mapping[int, torch.dtype] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.node, self.kind, cast = node, kind, cast or {}
+        self.node, self.device_type, dtypes = node, device_type, casts or {}
         self.fakes = {
-            source: _fake(source.meta.get("val"), kind, cast.get(position))
+            source: _fake(source.meta.get("val"), device_type, dtypes.get(position))
             for position, source in enumerate(node.all_input_nodes)
         }
         self.position = {id(self.fakes[source]): i for i, source in enumerate(node.all_input_nodes)}
@@ -190,7 +199,7 @@ class _Recorder(TorchDispatchMode):
 
     def run(self, dtype: torch.dtype | None) -> Any:
         """Return the results under autocast to ``dtype``; without autocast if it is None."""
-        autocast = torch.autocast(self.kind, dtype, enabled=dtype is not None, cache_enabled=False)
+        autocast = torch.autocast(self.device_type, dtype, enabled=dtype is not None, cache_enabled=False)
         with autocast, _mode(self.fakes.values()), symbolic_kernels(), torch.no_grad(), self:
             return _apply(self.node, self.fakes)
 
@@ -198,10 +207,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        dtype = (
-            kwargs.get("dtype") if func is aten._to_copy.default and id(args[0]) in self.position else None
-        )
-        self.count += func is aten._to_copy.default and "dtype" in kwargs
+        is_copy = func is aten._to_copy.default
+        dtype = kwargs.get("dtype") if is_copy and id(args[0]) in self.position else None
+        self.count += is_copy and "dtype" in kwargs
         # autocast casts to one dtype before the operation, which may itself cast its arguments to another
         if dtype is not None and set(self.casts.values()) <= {dtype}:
             self.casts.setdefault(self.position[id(args[0])], dtype)
@@ -228,15 +236,17 @@ def _run(node: fx.Node) -> Any:
         return _apply(node, values)
 
 
-def _run_for(node: fx.Node, wanted: Sequence[Any]) -> Any:
-    """Run an operation to the result dtypes ``wanted``: some sum half-precision values in float32."""
+def _run_for(node: fx.Node, dtypes: Sequence[Any]) -> Any:
+    """Run an operation with these result dtypes: sums of half-precision values may be in float32."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any(argument.name == "dtype" for argument in schema.arguments):
-        node.update_kwarg("dtype", wanted[0])
+        node.update_kwarg("dtype", dtypes[0])
         value = _run(node)
-        if _dtypes(value) == wanted:
+        if _dtypes(value) == dtypes:
             return value
-    raise NoGraphError(f"autocast makes {node.target} return {wanted}, which no cast of its arguments can do")
+    raise NoGraphError(
+        f"autocast makes {node.target} return {dtypes}, which no cast of its arguments can achieve"
+    )
 
 
 def _apply(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -249,13 +259,13 @@ def _mode(values: Any) -> Any:
     return next(leaf.fake_mode for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, FakeTensor))
 
 
-def _fake(value: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
+def _fake(value: Any, device_type: str, dtype: torch.dtype | None = None) -> Any:
     """Return new fake tensors of the sizes of a value, on a type of device, cast to ``dtype`` if given."""
 
     def empty(tensor: FakeTensor) -> torch.Tensor:
         with tensor.fake_mode:
             new = dtype or tensor.dtype
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=new, device=kind)
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=new, device=device_type)
 
     return pytree.tree_map_only(FakeTensor, empty, value)
 

@@ -136,7 +136,7 @@ class _Tracing:
             raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, which a training step cannot contain")
         if name in self.weights.parameter_attributes and tensor.requires_grad:
             raise NoGraphError(
-                f"{name!r} requires a gradient but is no parameter, and a planned step computes gradients "
+                f"{name!r} requires a gradient but is not a parameter, and a planned step computes gradients "
                 "of parameters only: register it as one"
             )
         if name in self.differentiation.trained:
@@ -212,7 +212,7 @@ class _Tracing:
         for placeholder, node in zip(placeholders, nodes, strict=False):
             placeholder.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         for node in graph.find_nodes(op="get_attr"):
-            raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
+            raise NoGraphError(f"the training step computes with {node.target!r}, which is not a weight")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
         tangents = tuple(names[len(nodes) :])

@@ -176,7 +176,7 @@ def _raised(
 
 
 def _copied_leaf(leaf: Any) -> Any:
-    """Return a copy of a leaf that is no tensor: a trial may change it."""
+    """Return a copy of a leaf that is not a tensor: a trial may change it."""
     if isinstance(leaf, torch.Tensor):
         return leaf
     try:

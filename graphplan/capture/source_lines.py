@@ -42,16 +42,16 @@ def calling_line() -> str:
 
     It has the form of a line of a stack trace; it is torch's if there is no other.
     """
-    torchs = ""
+    internals = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_EXPORT):
         if frame.f_code.co_name == "forward":
             line = f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
                 return line
-            torchs = torchs or line
+            internals = internals or line
         frame = frame.f_back
-    return torchs
+    return internals
 
 
 def failed_line(error: BaseException) -> str:

@@ -150,7 +150,7 @@ def _register_in_order(cls: type, node: pytree.NodeDef) -> None:
     def made(parts: Iterable[Any], names: Sequence[str]) -> Any:
         instance: Any = node.unflatten_fn(parts, names)
         for name in names:
-            if name in instance:  # a field that is None is no key
+            if name in instance:  # a field that is None is not a key
                 instance.move_to_end(name)
         return instance
 

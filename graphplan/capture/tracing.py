@@ -45,7 +45,7 @@ from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_bac
 from graphplan.capture.tracers.plain_export import export_declared, export_varying, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, layout_of, refuse_opaque
-from graphplan.capture.value_branches import is_of_integers
+from graphplan.capture.value_branches import is_integer_tensor
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.message_text import first_line
@@ -121,8 +121,8 @@ def capture(
     for name, cache in caches_in(call.kwargs).items():
         refuse_opaque(name, layout_of(flatten(cache)[1]))
     host = call.on_cpu()
-    integers = filter(is_of_integers, call.tensors)
-    model_copy.knows_inputs = all(one.device.type != "meta" for one in integers)
+    integers = filter(is_integer_tensor, call.tensors)
+    model_copy.inputs_have_values = all(one.device.type != "meta" for one in integers)
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
@@ -176,7 +176,7 @@ def _attempts(model_copy: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool
     varying = ((BATCH, LENGTH, SIZE), (BATCH, LENGTH)) if sizes else ((BATCH, LENGTH),)
     if vary and is_transformers_model(model_copy.module) and not call.args:
         return [*(_Attempt(_TRANSFORMERS, roles) for roles in (*varying, ())), last]
-    if not vary or model_copy.code.fixed:
+    if not vary or model_copy.code.sizes_fixed:
         return [last]
     any_one = any(1 in tensor.shape for tensor in call.tensors)
     any_number = any(type(leaf) in (int, float) for leaf in call.leaves)
@@ -199,7 +199,7 @@ def _exported(
         NoGraphError: none does.
         Exception: the error that the model itself raises for this call.
     """
-    sizes = sizes and not model_copy.code.unsized
+    sizes = sizes and not model_copy.code.only_batch_and_length_vary
     attempts = _attempts(model_copy, call, vary=vary and dynamic_shapes is None, sizes=sizes)
     trace = partial(_first_traced, attempts, model_copy, call, dynamic_shapes, keep_grad=keep_grad)
     captured, failures = trace()
@@ -237,8 +237,8 @@ def _first_traced(
             failures[attempt.exporter] = error if is_last else error.with_traceback(None)
             continue
         if failed is not None and attempt.roles != attempts[0].roles:
-            model_copy.code.fixed |= not captured.roles
-            model_copy.code.unsized |= SIZE in attempts[0].roles
+            model_copy.code.sizes_fixed |= not captured.roles
+            model_copy.code.only_batch_and_length_vary |= SIZE in attempts[0].roles
             _warn_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(failed)})")
         elif failed is None and failures:
             reason = first_line(failures[_TRANSFORMERS])
@@ -266,7 +266,7 @@ def _raise_failure(
     if raised is not None:
         if not keep_grad and eager_error(model_copy, call, keep_grad=True) is None:
             raised.add_note("With gradients it runs: give graphplan.partition grad=True, which keeps them")
-        if model_copy.prepared:
+        if model_copy.has_forward_pre_hooks:
             raised.add_note(
                 "Hooks that run before the model's calls are not traced: if one prepares the model at its "
                 "first call, as compressed-tensors does unless dequantize=True, let it do so before you "
@@ -287,7 +287,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     summary = f"{type(model_copy.module).__name__}{method} could not be traced:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")
-    advice = (_DATA_DECIDES if model_copy.knows_inputs else _WITHOUT_VALUES) if by_data else ""
+    advice = (_DATA_DECIDES if model_copy.inputs_have_values else _WITHOUT_VALUES) if by_data else ""
     return summary + failed_line(last) + advice + (_UNKNOWN_CLASS if unknown else "")
 
 

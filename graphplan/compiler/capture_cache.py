@@ -20,7 +20,7 @@ from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.structure import reached
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
-from graphplan.capture.value_branches import is_of_integers, same_answers
+from graphplan.capture.value_branches import is_integer_tensor, same_answers
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
 from graphplan.compiler.saved_captures import can_save, origin_of
@@ -122,7 +122,7 @@ class Captures:
 
     def _trace(self, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:
         """Trace a call; trace a training step for the sizes of this call alone if its sizes cannot vary."""
-        part, step = self.model_copy.part(call.entry), self.model_copy.step is not None
+        part, step = self.model_copy.for_entry(call.entry), self.model_copy.step is not None
         if step and (not vary or call.entry in self._fixed_entries):
             return self._capture(part, call, vary=False, sizes=False)
         try:
@@ -154,7 +154,7 @@ class Captures:
         """Return the capture; None if the call must be retraced, with branches on more inputs."""
         differentiation, saved = self.model_copy.step, self.options.saved_captures
         shapes = None if call.entry else self.options.dynamic_shapes  # given for forward's arguments alone
-        keep_grad, fixed = self.options.grad or differentiation is not None, part.code.fixed
+        keep_grad, fixed = self.options.grad or differentiation is not None, part.code.sizes_fixed
         options = {"keep_grad": keep_grad, "step": differentiation is not None, "vary": vary, "sizes": sizes}
         origin = None
         if saved is not None:
@@ -173,7 +173,7 @@ class Captures:
                     raise
                 return None
         if saved and origin and is_savable:
-            saved.write(origin, found, call, warnings, fixed=part.code.fixed)
+            saved.write(origin, found, call, warnings, fixed=part.code.sizes_fixed)
         return found
 
 
@@ -214,7 +214,7 @@ def _deciding_leaves(capture: Capture, call: BoundCall, number: fx.Node) -> list
     if number.target is not aten.item.default or not set(sources) <= set(capture.inputs):
         return []
     leaves = [capture.order[capture.inputs.index(name)] for name in sources]
-    return [leaf for leaf in leaves if leaf is not None and is_of_integers(call.leaves[leaf])]
+    return [leaf for leaf in leaves if leaf is not None and is_integer_tensor(call.leaves[leaf])]
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:

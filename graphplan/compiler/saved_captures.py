@@ -108,7 +108,7 @@ class SavedCaptures:
             return None
         logger.info("the capture of %s was read from %s", type(model_copy.module).__name__, self.folder)
         if plain["fixed"]:
-            model_copy.code.fixed = True
+            model_copy.code.sizes_fixed = True
         for message in plain["warnings"]:
             model_copy.warn_once(message)
         return capture
@@ -147,8 +147,8 @@ def origin_of(model_copy: ModelCopy, call: BoundCall, *settings: Any) -> Origin 
     try:
         _hash_process(description)
         for name, tensor in weights.items():
-            description.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
-        description.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
+            description.update(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
+        description.update(model_copy.entry, *model_copy.device_types, model_copy.autocast)
         for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
             _hash_leaf(description, name, leaf)
         description.add((call.spec, settings), "the options of the trace")
@@ -192,7 +192,7 @@ def _hash_leaf(description: Description, name: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor):
         description.add(leaf, name)
     elif is_dense(leaf):
-        description.note("tensor", *_shape(leaf))
+        description.update("tensor", *_shape(leaf))
     else:
         raise NotSavedError(f"{name} is a {type(leaf).__name__}, {leaf.layout}")
 
@@ -203,10 +203,10 @@ def _hash_process(description: Description) -> None:
         transformers = version("transformers")
     except PackageNotFoundError:
         transformers = ""
-    description.note(__version__, _own_code(), torch.__version__, torch.version.git_version, transformers)
-    description.note(platform.python_implementation(), sys.version, platform.machine())
+    description.update(__version__, _own_code(), torch.__version__, torch.version.git_version, transformers)
+    description.update(platform.python_implementation(), sys.version, platform.machine())
     cuda = torch.backends.cuda
-    description.note(
+    description.update(
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.cuda.is_available(),

@@ -19,7 +19,7 @@ from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.signature import BoundCall, InputSignature, bind_call, leaf_names, same_constant
 from graphplan.capture.sizes.microbatches import Divided, batch_of, microbatches_of, targets_of
 from graphplan.capture.thread_patches import outside_inference_mode
-from graphplan.capture.value_branches import require_same_branches, takes_same_way
+from graphplan.capture.value_branches import require_same_branches, takes_same_path
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
@@ -282,7 +282,7 @@ class ClusterModule(nn.Module):
         """Return how calls with this key are run, with the current parameters; prepare new ones."""
         if isinstance(self.stage, MachineStages):
             self.stage.hand_over()
-        if key not in self._calls or not takes_same_way(self._calls[key].signature, micros[0]):
+        if key not in self._calls or not takes_same_path(self._calls[key].signature, micros[0]):
             if len(self._calls) >= _MAX_CALLS:
                 self._calls.clear()
             self._calls[key] = self._prepare(micros[0], key)

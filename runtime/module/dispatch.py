@@ -18,7 +18,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.capture.value_branches import took_other_inputs
+from graphplan.capture.value_branches import branched_on_other_values
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.fallback.module_by_module import ModularCall, Untraced
@@ -283,7 +283,9 @@ class _Search:
         """Raise NoGraphError if many graphs serve calls of this structure, each for other values."""
         call, like = self.request.call, [p for p in self.state.programs if self._is_like(p)]
         by_weights = sum(bool(p.branches) and p.signature.mismatch(call) is None for p in like)
-        by_inputs = sum(p.signature.spec == call.spec and took_other_inputs(p.signature, call) for p in like)
+        by_inputs = sum(
+            p.signature.spec == call.spec and branched_on_other_values(p.signature, call) for p in like
+        )
         if max(by_weights, by_inputs) >= _MOST_GRAPHS:
             raise NoGraphError(_MANY_GRAPHS)
 

@@ -164,7 +164,7 @@ class Inherits(Calling):
 
 
 class Extractor(nn.Module):
-    """Around a model, of which it is no part."""
+    """Around a model, of which it is not a part."""
 
     last: Any = None
 

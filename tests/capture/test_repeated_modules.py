@@ -501,7 +501,7 @@ def test_all_is_traced_again_where_the_last_block_differs(
         copies.clear()
         found = captured(Tells(LastDiffers), torch.randn(2, 4))
     assert len(copies) == 5
-    assert [text for text in caplog.messages if "LastDiffers: the last is not as the others" in text]
+    assert [text for text in caplog.messages if "LastDiffers: the last block differs from the others" in text]
     assert lines(found.graph) == lines(traced_whole(Tells(LastDiffers), torch.randn(2, 4)).graph)
 
 
@@ -906,5 +906,5 @@ class Merging(nn.Linear):
 
 def test_a_large_table_is_not_read_to_its_last_item() -> None:
     """It took most of a trace, since each call of a repeated block is compared."""
-    names, _ = traits_of(Merging(4, 4)).held()
+    names, _ = traits_of(Merging(4, 4)).external_state()
     assert 20_000 < len(names) < 30_000  # the table, and some of its items

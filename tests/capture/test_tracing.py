@@ -155,7 +155,7 @@ class Named(NamedTuple):
 
 @dataclasses.dataclass
 class Cached:
-    """As caches of decoders that are written by hand: numbers between tensors, and one that is no field."""
+    """As a hand-written decoder cache: numbers between tensors, and one that is not a field."""
 
     keys: list[torch.Tensor]
     count: int

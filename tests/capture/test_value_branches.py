@@ -163,7 +163,7 @@ def test_what_differs_at_each_call_has_few_graphs(machine: Any, strict: bool) ->
         for _ in range(11):
             assert largest_difference(placed(X), eager(X)) < 1e-6
     assert len(placed.plans) == (11 if strict else 8)
-    assert ["code branches on values" in str(one.message) for one in said] == [True] * (not strict)
+    assert sum("code branches on values" in str(one.message) for one in said) == (not strict)
 
 
 def test_threads_go_by_what_those_before_them_have_written(machine: Any) -> None:
@@ -366,8 +366,7 @@ def test_many_answers_of_inputs_end_in_a_run_without_graphs(machine: Any) -> Non
         for width in range(1, 12):
             x, sizes = gridded((1, width), (1, 1))
             assert largest_difference(placed(x, sizes), eager(x, sizes)) < 1e-5
-    told = [str(one.message) for one in caught if "8 graphs have been traced" in str(one.message)]
-    assert len(told) == 1
+    assert sum("8 graphs have been traced for inputs of one" in str(one.message) for one in caught) == 1
     assert len(placed.plans) == 8
 
 

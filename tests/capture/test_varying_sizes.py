@@ -551,7 +551,7 @@ def wide(size: Any) -> float:
     ],
 )
 def test_sizes_are_instances_of_int_and_vary(traces: list[int], function: Any) -> None:
-    """They are no ints in a trace: it took the other branch, without a word."""
+    """They are not ints in a trace: it took the other branch, without a word."""
     check(Function(function), [(torch.randn(batch, 8), batch + 1) for batch in (3, 4, 7)])
     assert len(traces) == 1
     assert "isinstance" not in globals()

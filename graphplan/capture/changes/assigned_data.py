@@ -49,7 +49,7 @@ class AssignedData:
         """Write ``value`` to the weight ``tensor``.
 
         Raises:
-            NoGraphError: ``tensor`` is no weight with memory of its own, or ``value`` was not made in the
+            NoGraphError: ``tensor`` is not a weight with memory of its own, or ``value`` was not made in the
                 call, of its shape and type.
         """
         value_node = node_of(value, tracer)

@@ -174,7 +174,7 @@ class AssignedState:
 
     def _opened(self, kept: Snapshot) -> Snapshot:
         """Return the snapshot with the attributes of the objects in it, also of those that the call made."""
-        return kept.opened(self._objects | self._made_in(kept.value))
+        return kept.expanded(self._objects | self._made_in(kept.value))
 
     def _made_in(self, value: Any) -> dict[int, Any]:
         """Return the objects in ``value`` that were not there before the call, by id."""

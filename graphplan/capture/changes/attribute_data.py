@@ -93,14 +93,16 @@ def attributes_of(model: nn.Module) -> Attributes:
     return [(one, {name: snapshot(value) for name, value in own_attributes(one).items()}) for one in owners]
 
 
-def is_plain(value: Any, around: tuple[int, ...] = (), kinds: tuple[Any, ...] = PLAIN) -> bool:
-    """Whether a value is of ``kinds``, or a container or slice of them; ``around``: ids of its containers."""
+def is_plain(value: Any, enclosing: tuple[int, ...] = (), classes: tuple[Any, ...] = PLAIN) -> bool:
+    """Whether a value, in ``enclosing`` containers (ids), consists of values of these classes."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if not isinstance(value, CONTAINERS):
-        return isinstance(value, kinds)
-    around = (*around, id(value))
-    return all(id(item) not in around and is_plain(item, around, kinds) for _, item in items_of(value))
+        return isinstance(value, classes)
+    enclosing = (*enclosing, id(value))
+    return all(
+        id(item) not in enclosing and is_plain(item, enclosing, classes) for _, item in items_of(value)
+    )
 
 
 def is_container(value: Any) -> bool:
@@ -139,7 +141,7 @@ class _Search:
             if not value.is_inference():  # such tensors have no version counter
                 data.tensors.append((name, value))
             return True
-        if is_plain(value, kinds=_UNCHANGING) or _is_configuration(value):
+        if is_plain(value, classes=_UNCHANGING) or _is_configuration(value):
             return True
         if ismethod(value):
             return self.add(name, value.__self__)

@@ -23,9 +23,9 @@ from torch import nn
 from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.structure import CONTAINERS, PLAIN, reached
 
-TORCHS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
-"""Attributes of modules that are torch's, and ``forward``, which a trace replaces. Hooks count as the model's
-own, which may add them at its first call. So does ``training``: ``forward`` may call ``self.norm.eval()``."""
+MODULE_INTERNALS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
+"""Attributes that every ``nn.Module`` has, and ``forward``, which a trace replaces. Hooks and ``training``
+are not among them: a model may add hooks at its first call, and ``forward`` may call ``self.norm.eval()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Snapshot:
     Attributes:
         value: the object itself.
         keys: the keys or indices of the items, or the names of the attributes.
-        parts: snapshots of the items of a container, or of the attributes of an opened object; a copy of an
+        parts: snapshots of the items of a container, or of the attributes of an expanded object; a copy of an
             array; None for any other value.
     """
 
@@ -44,7 +44,7 @@ class Snapshot:
     parts: tuple[Snapshot, ...] | np.ndarray | None = None
 
     def matches(self, value: Any) -> bool:
-        """Whether ``value`` is the same object, with the same contents as then."""
+        """Whether ``value`` is the object of this snapshot, with unchanged contents."""
         if value is not self.value:
             return False
         if self.parts is None:
@@ -71,17 +71,20 @@ class Snapshot:
                 self.value.update(items) if isinstance(self.value, set) else self.value.extend(items)
         return self.value
 
-    def opened(self, objects: dict[int, Any]) -> Snapshot:
-        """Return it with the attributes that objects have now; each is opened once, and popped."""
+    def expanded(self, objects: dict[int, Any]) -> Snapshot:
+        """Return the snapshot with the current attributes of these objects expanded.
+
+        Each object is expanded once, and removed from ``objects``.
+        """
         if self.parts is None and id(self.value) in objects:
             own = own_attributes(objects.pop(id(self.value)))
-            return Snapshot(self.value, tuple(own), tuple(map(snapshot, own.values()))).opened(objects)
+            return Snapshot(self.value, tuple(own), tuple(map(snapshot, own.values()))).expanded(objects)
         if not isinstance(self.parts, tuple):
             return self
-        return replace(self, parts=tuple(part.opened(objects) for part in self.parts))
+        return replace(self, parts=tuple(part.expanded(objects) for part in self.parts))
 
     def leaves(self) -> Iterator[Any]:
-        """Yield the values in it that have no parts."""
+        """Yield the values in the snapshot that have no parts."""
         if isinstance(self.parts, tuple):
             for part in self.parts:
                 yield from part.leaves()
@@ -89,7 +92,7 @@ class Snapshot:
             yield self.value
 
     def plain(self) -> Any:
-        """Return its plain values, and functions, classes and modules, in a form to compare by ``==``."""
+        """Return the plain values, functions, classes and modules in a form to compare by ``==``."""
         if isinstance(self.parts, np.ndarray):
             return str(self.parts.dtype), self.parts.shape, self.parts.tobytes()
         if self.parts is not None:
@@ -101,14 +104,16 @@ class Snapshot:
         return self.value if isinstance(self.value, type | nn.Module) or isroutine(self.value) else None
 
 
-def snapshot(value: Any, around: frozenset[int] = frozenset()) -> Snapshot:
-    """Return a snapshot of a value; ``around``: ids of containers around it, which it may hold in turn."""
+def snapshot(value: Any, enclosing: frozenset[int] = frozenset()) -> Snapshot:
+    """Return a snapshot of a value; ``enclosing``: ids of the containers that enclose it."""
     if type(value) is np.ndarray and value.dtype != object:
         return Snapshot(value, (), value.copy())
-    if not isinstance(value, CONTAINERS) or id(value) in around:
+    if not isinstance(value, CONTAINERS) or id(value) in enclosing:  # a container may hold itself
         return Snapshot(value)
-    items, around = items_of(value), around | {id(value)}
-    return Snapshot(value, tuple(key for key, _ in items), tuple(snapshot(item, around) for _, item in items))
+    items, enclosing = items_of(value), enclosing | {id(value)}
+    return Snapshot(
+        value, tuple(key for key, _ in items), tuple(snapshot(item, enclosing) for _, item in items)
+    )
 
 
 def _is_key(one: Any, other: Any) -> bool:
@@ -134,8 +139,8 @@ def contents_of(value: Any) -> list[Any]:
 def items_of(container: Any) -> list[tuple[Any, Any]]:
     """Return the stored keys, or indices, and items of a container, without methods of a derived class.
 
-    Those of transformers' lazy mappings import the modules that they name. A set has its items in an order
-    that stays.
+    The methods of transformers' lazy mappings import the modules that they name. The items of a set are in a
+    stable order.
     """
     kind: Any = type(container)
     if kind not in CONTAINERS:
@@ -160,11 +165,11 @@ Attributes = list[tuple[Any, dict[str, Snapshot]]]
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes of a module, a parameter or another object that are not torch's."""
+    """Return the attributes of a module, a parameter or another object, without torch's own."""
     if isinstance(owner, torch.Tensor):
         return custom_attributes(owner)
-    torchs = TORCHS if isinstance(owner, nn.Module) else ()
-    return {name: value for name, value in vars(owner).items() if name not in torchs}
+    internals = MODULE_INTERNALS if isinstance(owner, nn.Module) else ()
+    return {name: value for name, value in vars(owner).items() if name not in internals}
 
 
 def is_iterator(value: Any) -> bool:
@@ -180,8 +185,8 @@ def restore_attributes(before: Attributes) -> list[str]:
         for name in own_attributes(owner).keys() - known.keys():
             changed.append(name)
             del table[name]
-        for name, kept in known.items():
-            if name not in table or not kept.matches(table[name]):
+        for name, original in known.items():
+            if name not in table or not original.matches(table[name]):
                 changed.append(name)
-                table[name] = kept.restore()
+                table[name] = original.restore()
     return changed

@@ -84,7 +84,7 @@ class GivenContents:
         """Return, by changed argument, the contents of its lists and dicts; and id -> place of all in it.
 
         Raises:
-            NoGraphError: a container that is no list or dict, or that no names lead to, has changed.
+            NoGraphError: a container has changed that is neither a list nor a dict, or that no names lead to.
         """
         changed = {key: held for key, held in self._held.items() if held.is_changed}
         contents_of: dict[str, list[tuple[Given, Any]]] = {}

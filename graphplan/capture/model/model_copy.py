@@ -37,7 +37,7 @@ from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.structure import flatten_with_path
 from graphplan.capture.transformers.caches import register_caches
-from graphplan.capture.value_branches import Branches, ValueOf, is_of_integers
+from graphplan.capture.value_branches import Branches, ValueOf, is_integer_tensor
 from graphplan.errors import CaptureError
 from graphplan.warnings import warn
 
@@ -46,19 +46,19 @@ _OFFSET = 64  # bytes between the starts of two stand-ins: constants of a trace 
 
 @dataclass(slots=True)
 class TracedCode:
-    """What traces have shown about the code of one entry.
+    """Properties of the code of one entry that traces have revealed.
 
     Attributes:
-        fixed: whether all sizes are fixed in a trace.
-        unsized: whether only batch sizes and lengths can vary.
-        by_inputs: whether it branches on values of integer inputs.
-        answered: as in :class:`~graphplan.capture.value_branches.Branches`.
+        sizes_fixed: whether all sizes are fixed in a trace.
+        only_batch_and_length_vary: whether other sizes cannot vary.
+        branches_on_inputs: whether the code branches on values of integer inputs.
+        branch_sources: as in :class:`~graphplan.capture.value_branches.Branches`.
     """
 
-    fixed: bool = False
-    unsized: bool = False
-    by_inputs: bool = False
-    answered: set[Any] = field(default_factory=set)
+    sizes_fixed: bool = False
+    only_batch_and_length_vary: bool = False
+    branches_on_inputs: bool = False
+    branch_sources: set[Any] = field(default_factory=set)
 
 
 class ModelCopy:
@@ -73,12 +73,12 @@ class ModelCopy:
         attributes: memory of each tensor in a plain attribute -> its name and identity.
         shared: name -> attribute of the caller's model that cannot be copied.
         warned: texts of the warnings that were given.
-        knows_inputs: whether the integer inputs of the traced call have values.
-        step: what to differentiate in a training step; None for a forward pass.
+        inputs_have_values: whether the integer inputs of the traced call have values.
+        step: the differentiation of a training step; None for a forward pass.
         device_types: types of the devices that will compute.
         autocast: the dtype of autocast on these devices; None where it is off.
         current: function from a first name to the weight's current tensor, or None if its values are unknown.
-        prepared: whether the model has forward pre-hooks, which the copy lacks.
+        has_forward_pre_hooks: whether the caller's model has them; the copy has no hooks.
 
     Raises:
         CaptureError: a module moves its tensors at each access, or the model cannot be copied.
@@ -88,12 +88,12 @@ class ModelCopy:
         register_caches(model)
         self.entry = ""
         self.warned: set[str] = set()
-        self.knows_inputs = True
+        self.inputs_have_values = True
         self._codes = defaultdict[str, TracedCode](TracedCode)  # by entry
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.prepared = bool(model._forward_pre_hooks)
+        self.has_forward_pre_hooks = bool(model._forward_pre_hooks)
         _require_own_tensors(model)
         settle(model)
         self.weights = ModelWeights(model)
@@ -116,15 +116,15 @@ class ModelCopy:
             if re.match("_(forward|backward)_.*hooks", name):
                 table.clear()
 
-    def part(self, entry: str) -> ModelCopy:
-        """Return this copy with another entry, and the weights of the whole model; itself if it is empty."""
+    def for_entry(self, entry: str) -> ModelCopy:
+        """Return this copy with another entry and the weights of the whole model; itself if it is empty."""
         if not entry:
             return self
-        part = copy.copy(self)
-        part.entry = entry
-        part.module = self.module.get_submodule(entry.partition(":")[0])
-        part.signature = signature_of(getattr(part.module, part.method))
-        return part
+        entry_copy = copy.copy(self)
+        entry_copy.entry = entry
+        entry_copy.module = self.module.get_submodule(entry.partition(":")[0])
+        entry_copy.signature = signature_of(getattr(entry_copy.module, entry_copy.method))
+        return entry_copy
 
     @property
     def method(self) -> str:
@@ -142,30 +142,30 @@ class ModelCopy:
 
     @property
     def code(self) -> TracedCode:
-        """What traces have shown about the code of this entry."""
+        """Properties of the code of this entry that traces have revealed."""
         return self._codes[self.entry]
 
     def start_branching_on_inputs(self, call: BoundCall) -> bool:
         """Let traces branch on values of integer inputs; return whether that is possible and new."""
-        has_integers = any(map(is_of_integers, call.tensors))
-        if not has_integers or not self.knows_inputs or self.code.by_inputs:
+        has_integers = any(map(is_integer_tensor, call.tensors))
+        if not has_integers or not self.inputs_have_values or self.code.branches_on_inputs:
             return False
-        self.code.by_inputs = True
+        self.code.branches_on_inputs = True
         return True
 
     def branches(self, *call: Any) -> Branches:
         """Return the branches of the entry's code, to trace a call with positional and named arguments."""
-        by_inputs = self.knows_inputs and self.code.by_inputs
-        return Branches(self.module, self.value_of, call if by_inputs else None, self.code.answered)
+        on_inputs = self.inputs_have_values and self.code.branches_on_inputs
+        return Branches(self.module, self.value_of, call if on_inputs else None, self.code.branch_sources)
 
     def branch_on(self, call: BoundCall, leaves: Iterable[int]) -> bool:
         """Let traces depend on the values of these leaves; return whether that is possible and new."""
         paths = [path for path, _ in flatten_with_path((call.args, call.kwargs))]
-        new = {paths[leaf] for leaf in leaves} - self.code.answered
-        if not new or not self.knows_inputs:
+        new = {paths[leaf] for leaf in leaves} - self.code.branch_sources
+        if not new or not self.inputs_have_values:
             return False
-        self.code.answered |= new
-        self.code.by_inputs = True
+        self.code.branch_sources |= new
+        self.code.branches_on_inputs = True
         return True
 
     def value_of(self, name: str) -> torch.Tensor | None:

@@ -73,7 +73,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors in attributes of modules that are no weights, by name."""
+    """Return the tensors in attributes of modules that are not weights, by name."""
     return {
         f"{path}.{name}" if path else name: value
         for path, part in model.named_modules()

@@ -9,12 +9,12 @@ from torch import fx
 
 from graphplan._compat.torch import storage_of
 from graphplan._compat.traced_tensors import fake_like, is_made_in_code, new_constant, set_node, untraced
-from graphplan.capture.repeated.recorded_call import InnerCall, RecordedCall
-from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, take_apart
+from graphplan.capture.repeated.recorded_call import RecordedCall, SharedCall
+from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, split_traced
 
 
 class NotRepeatedError(Exception):
-    """A block turns out to differ from the recorded one after it was assumed equal."""
+    """A block differs from the recorded one, although it was assumed equal."""
 
 
 class CallCopy:
@@ -31,9 +31,9 @@ class CallCopy:
         self._storages = {
             storage_of(old): new for old, new in zip(recorded.tensors, other.tensors, strict=True)
         }
-        *_, (self._old_path, _) = recorded.outer.values()
-        *_, (self._path, _) = other.outer.values()
-        self._inside: dict[int, list[fx.Node]] = {}  # storage -> recorded nodes; none has left the call
+        *_, (self._old_path, _) = recorded.stack.values()
+        *_, (self._path, _) = other.stack.values()
+        self._local: dict[int, list[fx.Node]] = {}  # storage -> recorded nodes that have not left the call
 
     def run(self) -> Any:
         """Copy the nodes, and return the result of the call."""
@@ -43,16 +43,16 @@ class CallCopy:
                 pending.append(event)
                 continue
             self._copy(pending)
-            self._run(event)
+            self._run_shared_call(event)
             pending = []
         self._copy(pending)
         assert self._recorded.result is not None
-        tensors = self._tracked(self._recorded.result)
+        tensors = self._counterparts(self._recorded.result)
         with untraced():
             for before, after in self._recorded.rebound.items():
                 set_node(self._tensors[before], self._nodes[after], self._tracer)
         self._recorded.copies += 1
-        return self._recorded.result.rebuilt(tensors, self._other.integers)
+        return self._recorded.result.rebuild(tensors, self._other.integers)
 
     def _copy(self, nodes: list[fx.Node]) -> None:
         if not nodes:
@@ -66,24 +66,24 @@ class CallCopy:
                 copied = self._graph.node_copy(node, lambda source: self._nodes.get(source, source))
                 if node in self._recorded.constants:
                     constant = self._recorded.constants[node]
-                    value_here = constant.clone() if is_made_in_code(node) else constant
-                    copied.target = new_constant(value_here, self._tracer)
+                    constant = constant.clone() if is_made_in_code(node) else constant
+                    copied.target = new_constant(constant, self._tracer)
                 copied.meta = {**node.meta, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
                 self._nodes[node] = copied
                 if isinstance(value, torch.Tensor):
                     if storage_of(value) in self._storages:
                         copied.meta["val"] = self._stand_in(value)
                     else:
-                        self._inside.setdefault(storage_of(value), []).append(node)
+                        self._local.setdefault(storage_of(value), []).append(node)
 
     def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-        """Return the ``nn_module_stack`` of a copied node: the modules around the copy, then inner ones."""
-        inner = list(recorded.items())[len(self._recorded.outer) :]
-        moved = {self._moved(key): (self._moved(path), kind) for key, (path, kind) in inner}
-        stack = {**self._other.outer, **moved}
+        """Return the ``nn_module_stack`` of a copied node: that of the copied call, then inner modules."""
+        inner = list(recorded.items())[len(self._recorded.stack) :]
+        renamed = {self._renamed(key): (self._renamed(path), kind) for key, (path, kind) in inner}
+        stack = {**self._other.stack, **renamed}
         return {key: (path, _name(kind)) for key, (path, kind) in stack.items()}
 
-    def _moved(self, path: str) -> str:
+    def _renamed(self, path: str) -> str:
         return self._path + path.removeprefix(self._old_path)
 
     def _tensor(self, node: fx.Node, recorded: torch.Tensor) -> torch.Tensor:
@@ -94,10 +94,10 @@ class CallCopy:
         """
         if node not in self._tensors:
             value = node.meta["val"]
-            for same in self._inside.pop(storage_of(value), ()):
+            for same in self._local.pop(storage_of(value), ()):
                 self._nodes[same].meta["val"] = self._stand_in(same.meta["val"])
             tensor = self._nodes[node].meta["val"]
-            if recorded.requires_grad:  # no leaf of autograd, so that it can be written to
+            if recorded.requires_grad:  # not a leaf of autograd, so that it can be written to
                 tensor = tensor.requires_grad_().clone()
             self._tensors[node] = tensor
             set_node(tensor, self._nodes[node], self._tracer)
@@ -111,21 +111,21 @@ class CallCopy:
             self._storages[storage_of(old)] = new
         return new
 
-    def _run(self, event: InnerCall) -> None:
-        args, kwargs = event.arguments.rebuilt(self._tracked(event.arguments), self._other.integers)
+    def _run_shared_call(self, event: SharedCall) -> None:
+        args, kwargs = event.arguments.rebuild(self._counterparts(event.arguments), self._other.integers)
         last = next(iter(reversed(self._graph.nodes)))
         returned = event.method(*args, **kwargs)
         while (last := last.next).op != "root":
             last.meta["nn_module_stack"], last.meta["stack_trace"] = self._stack(event.stack), event.line
-        result = take_apart(returned, self._tracer, [], self._shared)
+        result = split_traced(returned, self._tracer, [], self._shared)
         if result.description() != event.result.description():
-            raise NotRepeatedError(f"{self._path}: what a cache returns is not as in {self._old_path}")
+            raise NotRepeatedError(f"{self._path}: a cache returns another value than in {self._old_path}")
         self._nodes.update(zip(event.result.nodes, result.nodes, strict=True))
         self._tensors.update(zip(event.result.nodes, result.tensors, strict=True))
         for old, new in zip(event.result.tensors, result.tensors, strict=True):
             self._storages.setdefault(storage_of(old), new)
 
-    def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
+    def _counterparts(self, value: TracedValue) -> list[torch.Tensor]:
         """Return the counterparts of the tensors of a recorded value, which the trace then tracks."""
         with untraced():
             return [self._tensor(*pair) for pair in zip(value.nodes, value.tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""An integer that records its uses, to check whether another value would give the same results."""
+"""An integer that records its uses, to check whether another value gives the same results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GuardedInteger:
         self.uses.append(("__getattribute__", (name,), attribute))
         return attribute
 
-    def same_from(self, other: int) -> bool:
+    def same_results_for(self, other: int) -> bool:
         """Whether another integer gives the same result in each recorded use."""
         return other == self.value or all(
             isinstance(answer, bool | int | str) and getattr(int, method)(other, *args) == answer

@@ -24,12 +24,12 @@ from graphplan.capture.parameter_attributes import custom_attributes
 from graphplan.capture.structure import CONSTANTS, CONTAINERS
 
 UNCHANGING = (*CONSTANTS, torch.device)
-_MOST_INNER = 1000  # containers that are looked into: a vocabulary may have a million, and no counter
-_TABLES = ("_parameters", "_buffers", "_modules")
+_MAX_CONTAINERS = 1000  # whose items are read: a vocabulary may have a million, and no counter
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class UnlikeError(Exception):
+class NotComparableError(Exception):
     """A module or call that cannot be compared with others; it is traced at each call."""
 
 
@@ -49,136 +49,136 @@ class Identities:
         return same and all(map(operator.is_, self.objects, other.objects))
 
 
-Place = tuple[int, str]
-"""An attribute: (index of the module in ``parts``, name)."""
+AttributeRef = tuple[int, str]
+"""An attribute: (index of the module in ``namespaces``, name)."""
 
 
 @dataclass(slots=True)
 class ModuleTraits:
-    """What code can read of a module and its submodules.
+    """The properties of a module and its submodules that code can read.
 
     Attributes:
         module: the module.
-        parts: ``vars`` of each module, once, in an order that is equal for equal kinds. A trace calls modules
-            through proxies, which share these.
-        kind: everything except the integers and the contents of other objects.
-        places: the integer attributes.
+        namespaces: ``vars`` of each module, once, in an order that is equal for equal structures. A trace
+            calls modules through proxies, which share these.
+        structure: everything except the integers and the contents of other objects.
+        integer_attributes: the integer attributes.
         objects: id -> other object to which an attribute refers.
-        classes: the classes of the parts.
-        containers: those among the attributes.
+        classes: the classes of the modules.
+        containers: the containers among the attributes.
     """
 
     module: nn.Module
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    kind: tuple[Hashable, ...] = ()
-    places: list[Place] = field(default_factory=list)
+    namespaces: list[dict[str, Any]] = field(default_factory=list)
+    structure: tuple[Hashable, ...] = ()
+    integer_attributes: list[AttributeRef] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
     containers: list[Any] = field(default_factory=list)
 
-    def integers(self, places: Iterable[Place]) -> list[int]:
+    def integers(self, attributes: Iterable[AttributeRef]) -> list[int]:
         """Return the current values of integer attributes."""
-        return [self.parts[part][name] for part, name in places]
+        return [self.namespaces[index][name] for index, name in attributes]
 
     def weights(self) -> list[torch.Tensor]:
         """Return the current parameters and buffers."""
         return [
             tensor
-            for part in self.parts
-            for table in (part["_parameters"], part["_buffers"])
+            for namespace in self.namespaces
+            for table in (namespace["_parameters"], namespace["_buffers"])
             for tensor in table.values()
             if tensor is not None
         ]
 
-    def held(self) -> tuple[list[Any], Identities]:
+    def external_state(self) -> tuple[list[Any], Identities]:
         """Return the current names and values in other objects, in classes and in the globals of the code.
 
         The items of containers in them are included: code may count its calls there.
         """
-        files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
-        each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
-        named = [item for names in each for item in names.items()]
+        files = {id(names): names for names in map(_globals, self.classes)}.values()
+        namespaces = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
+        named = [item for namespace in namespaces for item in namespace.items()]
         seen, outer = set[int](), len(named)
         for index, (_, value) in enumerate(named):  # it grows
-            if index >= outer and len(seen) > _MOST_INNER:
+            if index >= outer and len(seen) > _MAX_CONTAINERS:
                 break
             if isinstance(value, CONTAINERS) and id(value) not in seen:
                 seen.add(id(value))
                 named += items_of(value)
         return [name for name, _ in named], Identities(value for _, value in named)
 
-    def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
-        """Return all that code can read now, except for the integers at ``varying`` places."""
-        fixed = self.integers(place for place in self.places if place not in varying)
-        return self.kind, fixed, self.held()
+    def state(self, varying: Container[AttributeRef] = ()) -> tuple[Any, ...]:
+        """Return all that code can read now, except for the ``varying`` integer attributes."""
+        fixed = self.integers(one for one in self.integer_attributes if one not in varying)
+        return self.structure, fixed, self.external_state()
 
 
 def traits_of(module: nn.Module) -> ModuleTraits:
     """Return the current traits of a module.
 
     Raises:
-        UnlikeError: the module is compiled, or has hooks, tensor attributes, or opaque objects.
+        NotComparableError: the module is compiled, or has hooks, tensor attributes, or opaque objects.
     """
     traits = ModuleTraits(module)
-    traits.kind = tuple(_module(module, traits, {}))
+    traits.structure = tuple(_module(module, traits, {}))
     return traits
 
 
-def _module(module: nn.Module, traits: ModuleTraits, met: dict[int, int]) -> list[Any]:
-    """Return the kind of a module, and add to ``traits``; ``met`` numbers submodules and weights in order."""
+def _module(module: nn.Module, traits: ModuleTraits, numbers: dict[int, int]) -> list[Any]:
+    """Return the structure of a module, and add to ``traits``; ``numbers``: id -> order of first use."""
     attributes = vars(module)
-    if not attributes.keys() >= set(_TABLES):
-        raise UnlikeError(f"{type(module).__name__} is compiled")
-    if id(attributes) in met:
-        return [met[id(attributes)]]
-    met[id(attributes)] = len(met)
-    kind: list[Any] = [type(module)]
-    part = len(traits.parts)
-    traits.parts.append(attributes)
+    if not attributes.keys() >= set(_MODULE_TABLES):
+        raise NotComparableError(f"{type(module).__name__} is compiled")
+    if id(attributes) in numbers:
+        return [numbers[id(attributes)]]
+    numbers[id(attributes)] = len(numbers)
+    structure: list[Any] = [type(module)]
+    index = len(traits.namespaces)
+    traits.namespaces.append(attributes)
     traits.classes[type(module)] = None
     for name, value in attributes.items():
         if type(value) is int:
-            traits.places.append((part, name))
+            traits.integer_attributes.append((index, name))
         elif name in _HOOKS:
             if value:
-                raise UnlikeError(f"{type(module).__name__} has hooks")
-        elif name not in (*_TABLES, SERVED_BY):
-            kind += (name, _value(value, traits, met))
+                raise NotComparableError(f"{type(module).__name__} has hooks")
+        elif name not in (*_MODULE_TABLES, SERVED_BY):
+            structure += (name, _value(value, traits, numbers))
     for table in (attributes["_parameters"], attributes["_buffers"]):
         for name, tensor in table.items():
-            kind += (name, None if tensor is None else _weight(tensor, traits, met))
+            structure += (name, None if tensor is None else _weight(tensor, traits, numbers))
     for name, child in attributes["_modules"].items():
-        kind += (name, None if child is None else tuple(_module(child, traits, met)))
-    return kind
+        structure += (name, None if child is None else tuple(_module(child, traits, numbers)))
+    return structure
 
 
-def _weight(tensor: torch.Tensor, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
-    number = met.setdefault(id(tensor), len(met))
+def _weight(tensor: torch.Tensor, traits: ModuleTraits, numbers: dict[int, int]) -> Hashable:
+    number = numbers.setdefault(id(tensor), len(numbers))
     layout = None if tensor.layout is not torch.strided else tensor.stride()
-    form = type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
+    properties = type(tensor), tensor.shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
     return (
         number,
-        *form,
-        *((name, _value(value, traits, met)) for name, value in custom_attributes(tensor).items()),
+        *properties,
+        *((name, _value(value, traits, numbers)) for name, value in custom_attributes(tensor).items()),
     )
 
 
-def _value(value: Any, traits: ModuleTraits, met: dict[int, int]) -> Hashable:
+def _value(value: Any, traits: ModuleTraits, numbers: dict[int, int]) -> Hashable:
     """Return a key that is equal for equal values; other objects are equal only if identical."""
     if isinstance(value, UNCHANGING):
         return type(value), comparison_key(value)
     if isinstance(value, torch.Tensor):
-        raise UnlikeError("a tensor is among the attributes")
+        raise NotComparableError("a tensor is among the attributes")
     if isinstance(value, CONTAINERS):
         traits.containers.append(value)
-        return type(value), *((key, _value(one, traits, met)) for key, one in items_of(value))
+        return type(value), *((key, _value(one, traits, numbers)) for key, one in items_of(value))
     if isinstance(value, functools.partial):
-        return "partial", *(_value(one, traits, met) for one in (value.func, value.args, value.keywords))
+        return "partial", *(_value(one, traits, numbers) for one in (value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
-        owner = met.get(id(vars(value.__self__))) if hasattr(value.__self__, "__dict__") else None
-        return value.__func__, _value(value.__self__, traits, met) if owner is None else owner
+        owner = numbers.get(id(vars(value.__self__))) if hasattr(value.__self__, "__dict__") else None
+        return value.__func__, _value(value.__self__, traits, numbers) if owner is None else owner
     if not hasattr(value, "__dict__"):
-        raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
+        raise NotComparableError(f"the contents of a {type(value).__name__} cannot be read")
     traits.objects[id(value)] = value
     return "object", id(value)
 
@@ -192,5 +192,5 @@ def _globals(module: type) -> dict[str, Any]:
     """Return the globals of the ``forward`` of a module class."""
     forward = inspect.unwrap(module.forward)  # type: ignore[attr-defined]  # of a module's class
     if not isinstance(forward, types.FunctionType):
-        raise UnlikeError(f"{module.__name__}.forward is no function")
+        raise NotComparableError(f"{module.__name__}.forward is not a function")
     return forward.__globals__

@@ -1,4 +1,4 @@
-"""Arguments and results of a traced call, split into their tensors and what else code can read of them.
+"""Arguments and results of a traced call, split into tensors and all else that code can read.
 
 ::
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import node_of
 from graphplan.capture.repeated.guarded_integer import GuardedInteger
-from graphplan.capture.repeated.module_traits import UNCHANGING, UnlikeError, comparison_key
+from graphplan.capture.repeated.module_traits import UNCHANGING, NotComparableError, comparison_key
 from graphplan.capture.structure import flatten, unflatten
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -30,8 +30,8 @@ class _Leaf:
 
     Attributes:
         kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"`` or ``"shared"``.
-        key: by which leaves compare; the index of a tensor or of a guarded integer.
-        value: the value of the other kinds.
+        key: compared with other leaves; for a tensor or a guarded integer its index.
+        value: the value of any other kind.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class _Leaf:
 
 @dataclass(slots=True)
 class TracedValue:
-    """What code can read of a value, and the tensors in it.
+    """A value, split into its tensors and all else that code can read.
 
     Attributes:
         spec: the structure of the value.
@@ -62,10 +62,10 @@ class TracedValue:
         return self.spec, self.leaves, *map(describe, self.tensors)
 
     def with_integers(self, integers: list[int]) -> tuple[Any, ...]:
-        """Return what code can read except for tensors, with these values of the guarded integers."""
+        """Return a key without tensors, with these values of the guarded integers."""
         return self.spec, [_constant(integers[x.key]) if x.kind == "guarded" else x for x in self.leaves]
 
-    def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
+    def rebuild(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
         """Return the value with other tensors, and with integers in place of guarded ones."""
         numbered: dict[str, Any] = {"tensor": tensors, "guarded": integers}
         return unflatten(
@@ -79,10 +79,10 @@ def is_symbolic(value: Any) -> bool:
 
 
 def describe(value: Any) -> Any:
-    """Return what code can read of an operation's result, without the values of tensors."""
+    """Return a key of an operation's result: all that code can read except the values of tensors."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
-            raise UnlikeError("a tensor is not strided")
+            raise NotComparableError("a tensor is not strided")
         sizes = (*map(_size, value.shape), *map(_size, value.stride()), _size(value.storage_offset()))
         return isinstance(value, torch.nn.Parameter), value.dtype, value.device, value.requires_grad, sizes
     if isinstance(value, list | tuple):
@@ -94,7 +94,7 @@ def _size(value: Any) -> Any:
     return value.node.expr if is_symbolic(value) else value
 
 
-def take_apart(
+def split_traced(
     value: Any, tracer: Any, guarded: list[GuardedInteger], shared: tuple[type, ...]
 ) -> TracedValue:
     """Split a value; objects of the classes in ``shared`` are compared by identity."""
@@ -120,7 +120,7 @@ def take_apart(
         elif isinstance(part, UNCHANGING):
             leaf = _constant(part)
         else:
-            raise UnlikeError(f"a {type(part).__name__} is passed")
+            raise NotComparableError(f"a {type(part).__name__} is among the arguments or results")
         result.leaves.append(leaf)
     return result
 
@@ -136,7 +136,7 @@ def _constant(value: Any) -> _Leaf:
 def _number(tensor: torch.Tensor, result: TracedValue, tracer: Any) -> int:
     node = node_of(tensor, tracer)
     if node is None or not isinstance(tensor, FakeTensor):
-        raise UnlikeError("a tensor is passed that is a constant")
+        raise NotComparableError("a constant tensor is among the arguments or results")
     if node not in result.nodes:
         result.nodes.append(node)
         result.tensors.append(tensor)

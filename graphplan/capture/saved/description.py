@@ -44,7 +44,7 @@ from graphplan.capture.source_lines import is_installed, is_of_versions
 from graphplan.capture.structure import CONTAINERS, PLAIN, PLAIN_TYPES
 
 _CONTAINERS = (*CONTAINERS, Mapping)
-_PARTS = ("_parameters", "_buffers", "_modules")
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _PROCESS_ATTRIBUTES = ("_original_object_hash", "_abc_impl")  # hash of a GenerationConfig; ABC caches
 _STATE_HOOKS = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run only when weights are saved or loaded
 _PATCHED_OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module)
@@ -68,7 +68,7 @@ class Description:
         self._hash = hashlib.sha256()
         self._weights = weights
         self._seen: dict[Any, int] = {}  # id, alone or with an aspect of the value -> order of its first use
-        self._around: set[int] = set()  # ids of the containers that enclose the current value
+        self._enclosing: set[int] = set()  # ids of the containers that enclose the current value
         self._kept: list[Any] = []  # seen values, kept alive so that no id is reused
         self.tensors: set[Any] = set()
 
@@ -76,7 +76,7 @@ class Description:
         """Return the hash of all added values."""
         return self._hash.hexdigest()
 
-    def note(self, *texts: object) -> None:
+    def update(self, *texts: object) -> None:
         """Hash texts, each with its length, so that their boundaries count."""
         for text in texts:
             data = text if isinstance(text, bytes) else str(text).encode()
@@ -90,24 +90,24 @@ class Description:
         """
         plain = next((kind for kind in PLAIN if isinstance(value, kind)), None)
         if isinstance(value, enum.Enum):
-            self.note(_name(type(value)), value.name)
+            self.update(_name(type(value)), value.name)
         elif plain is not None:
-            self.note(_name(type(value)), plain.__repr__(value))
+            self.update(_name(type(value)), plain.__repr__(value))
         elif isinstance(value, np.generic | slice):  # NumPy's base class does not show the number
-            self.note(type(value).__name__, repr(value))
-        elif id(value) in self._around:
-            self.note("around")
+            self.update(type(value).__name__, repr(value))
+        elif id(value) in self._enclosing:
+            self.update("around")
         elif isinstance(value, _CONTAINERS):  # by value only; their identity does not matter
-            self._around.add(id(value))
+            self._enclosing.add(id(value))
             self._container(value, where)
-            self._around.remove(id(value))
+            self._enclosing.remove(id(value))
         elif self._is_new(id(value), value):
             self._add_new(value, where)
 
     def _is_new(self, key: Any, value: Any) -> bool:
         """Whether a value is new under a key; if it is not, hash the number of its first use."""
         if key in self._seen:
-            self.note("again", self._seen[key])
+            self.update("again", self._seen[key])
             return False
         self._seen[key] = len(self._seen)
         self._kept.append(value)
@@ -126,7 +126,7 @@ class Description:
             self._object(value, where)
 
     def _container(self, value: Any, where: str) -> None:
-        self.note(_name(type(value)), len(value))
+        self.update(_name(type(value)), len(value))
         if isinstance(value, Mapping):
             for key, one in value.items():
                 self.add(key, f"a key of {where}")
@@ -136,28 +136,28 @@ class Description:
             for index, one in enumerate(items):
                 self.add(one, f"{where}[{index}]")
         for name, one in getattr(value, "__dict__", {}).items():
-            self.note(name)
+            self.update(name)
             self.add(one, f"{where}.{name}")
 
     def _object(self, value: Any, where: str) -> None:
         if isinstance(value, types.ModuleType | logging.Logger):
-            self.note(
+            self.update(
                 type(value).__name__, value.name if isinstance(value, logging.Logger) else value.__name__
             )
         elif isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
-            self.note("slot", value.__name__)
+            self.update("slot", value.__name__)
         elif isinstance(value, weakref.ref):
             self.add(value(), where)
         elif isinstance(value, re.Pattern):
-            self.note("pattern", value.pattern, value.flags)
+            self.update("pattern", value.pattern, value.flags)
         elif isinstance(value, np.ndarray) and value.dtype != object:
-            self.note("array", value.dtype, value.shape, value.tobytes())
+            self.update("array", value.dtype, value.shape, value.tobytes())
         elif isinstance(value, pytree.TreeSpec):
             self.add((value.type, value.context, value.children()), where)
         elif _is_python_class(type(value)):
             self.add_class(type(value))
             for name, one in _attributes(value):
-                self.note(name)
+                self.update(name)
                 self.add(one, f"{where}.{name}")
         elif type(value).__module__ in sys.stdlib_module_names and (parts := _pickled_parts(value)):
             self.add(parts, where)
@@ -166,26 +166,26 @@ class Description:
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
         if id(tensor) in self._weights:
-            self.note("weight", self._weights[id(tensor)])
+            self.update("weight", self._weights[id(tensor)])
             for name, one in custom_attributes(tensor).items():
-                self.note(name)
+                self.update(name)
                 self.add(one, f"{where}.{name}")
             return
         if not is_dense(tensor) or tensor.device.type != "cpu":
             raise NotSavedError(f"{where} is a tensor of {type(tensor).__name__} on {tensor.device}")
-        self.note("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
-        self.note(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self.update("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        self.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         self.tensors.add(identity(tensor))
 
     def _module(self, module: nn.Module, where: str) -> None:
         self.add_class(type(module), follow=True)
         for name, value in vars(module).items():
-            if name not in (*_PARTS, SERVED_BY) and not _STATE_HOOKS.search(name):
-                self.note(name)
+            if name not in (*_MODULE_TABLES, SERVED_BY) and not _STATE_HOOKS.search(name):
+                self.update(name)
                 self.add(value, f"{where}.{name}")
-        for table in _PARTS:
+        for table in _MODULE_TABLES:
             for name, value in vars(module)[table].items():
-                self.note(table, name)
+                self.update(table, name)
                 self.add(value, f"{where}.{name}")
 
     # -- code --------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Description:
         for one in cls.__mro__:
             if not self._is_new((id(one), follow), one):
                 continue
-            self.note("class", _name(one))
+            self.update("class", _name(one))
             file = file_of(one)
             if is_of_versions(file):
                 self._replaced(one)
@@ -204,10 +204,10 @@ class Description:
             for name, value in list(vars(one).items()):  # an instance among them adds to it
                 function = function_of(value)
                 if function is not None:
-                    self.note(name)
+                    self.update(name)
                     self._function(function, f"{_name(one)}.{name}", follow=follow)
                 elif not (is_installed(file) or name.startswith("__") or name in _PROCESS_ATTRIBUTES):
-                    self.note(name)
+                    self.update(name)
                     self.add(value, f"{_name(one)}.{name}")
 
     def _replaced(self, owner: Any, is_own: Callable[[str], bool] = is_of_versions) -> None:
@@ -215,7 +215,7 @@ class Description:
         for name, value in list(vars(owner).items()):
             function = function_of(value)
             if function is not None and not is_own(function.__code__.co_filename):
-                self.note("replaced", name)
+                self.update("replaced", name)
                 self._function(function, f"{getattr(owner, '__name__', owner)}.{name}")
 
     def add_torch(self) -> None:
@@ -234,7 +234,7 @@ class Description:
         elif (function := function_of(value)) is not None:
             self._function(function, where)
         elif isinstance(value, _C_CALLABLES) or _is_numpy_function(value):
-            self.note("builtin", getattr(value, "__module__", ""), str(value).partition(" at 0x")[0])
+            self.update("builtin", getattr(value, "__module__", ""), str(value).partition(" at 0x")[0])
             owner = getattr(value, "__self__", None)
             if owner is not None and not isinstance(owner, types.ModuleType):
                 self.add(owner, where)
@@ -246,21 +246,21 @@ class Description:
         code = function.__code__
         if not self._is_new((id(function), follow), function):
             return
-        self.note("function", function.__module__, function.__qualname__)
+        self.update("function", function.__module__, function.__qualname__)
         for cell in function.__closure__ or ():
             self._cell(cell, where, code)
         if is_of_versions(code.co_filename):
             return
-        self.note(*code_parts(code))
+        self.update(*code_parts(code))
         self._file(code.co_filename)
         if not is_installed(code.co_filename):
             self.add((function.__defaults__, function.__kwdefaults__), f"the defaults of {where}")
             for name, value in globals_of(function):
-                self.note(name)
+                self.update(name)
                 self.add(value, f"{name}, which {where} refers to,")
         elif follow:
             for name, value in globals_of(function):
-                self.note(name)
+                self.update(name)
                 self._briefly(value)
 
     def _cell(self, cell: Any, where: str, code: types.CodeType) -> None:
@@ -271,7 +271,7 @@ class Description:
         if function is not None:
             self._function(function, where)
         elif isinstance(value, type) or is_of_versions(code.co_filename):
-            self.note("cell", _name(value) if isinstance(value, type) else _name(type(value)))
+            self.update("cell", _name(value) if isinstance(value, type) else _name(type(value)))
         elif is_installed(code.co_filename):
             self._briefly(value)
         else:
@@ -280,22 +280,22 @@ class Description:
     def _briefly(self, value: Any) -> None:
         """Hash a value of an installed package by plain value or code, without its attributes."""
         if type(value) in PLAIN_TYPES:
-            self.note(repr(value))
+            self.update(repr(value))
         elif isinstance(value, type):
-            self.note(_name(value))
+            self.update(_name(value))
             for function in map(function_of, vars(value).values()):
                 if function is not None:
-                    self.note(*code_parts(function.__code__))
+                    self.update(*code_parts(function.__code__))
         elif (function := function_of(value)) is not None:
             self._function(function, function.__qualname__)
         elif isinstance(value, Mapping):
             weak = isinstance(value, weakref.WeakValueDictionary)  # its items come and go
             for key, one in () if weak else sorted(value.items(), key=str):
-                self.note(key)
+                self.update(key)
                 if (function := function_of(one)) is not None:
-                    self.note(*code_parts(function.__code__))
+                    self.update(*code_parts(function.__code__))
         else:
-            self.note(_name(type(value)))
+            self.update(_name(type(value)))
 
     def _file(self, file: str) -> None:
         """Hash a user's file; for a file of an installed package, the user's patches of its modules."""
@@ -303,7 +303,7 @@ class Description:
         if not self._is_new(("file", package or file), file):
             return
         if not package:
-            self.note("file", state_of(file))
+            self.update("file", state_of(file))
             return
         for _, module in sorted(sys.modules.copy().items()):  # other threads may import meanwhile
             other = file_of_module(module)

@@ -84,12 +84,12 @@ def _made_guard(text: str, code: str) -> Guard:
         named = getattr(node, "id", None) or getattr(node, "attr", None)
         is_allowed = isinstance(node, _CONDITION) and (named is None or named in (*_NAMES, *_ATTRIBUTES))
         if not is_allowed:
-            raise NotSavedError(f"{code!r} is no condition on sizes")
+            raise NotSavedError(f"{code!r} is not a condition on sizes")
     return written_guard(text, code)
 
 
 def _saved(name: str, tensor: torch.Tensor) -> torch.Tensor:
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     if not plain or not tensor.is_contiguous():
-        raise NotSavedError(f"the constant {name!r} is no dense tensor of the CPU, and is not saved")
+        raise NotSavedError(f"the constant {name!r} is not a dense tensor of the CPU, and is not saved")
     return tensor.detach().clone()

@@ -141,7 +141,7 @@ class GraphMaker:
         graph, nodes = fx.Graph(), dict[str, fx.Node]()
         for op, name, target, args, kwargs, notes in plain["nodes"]:
             if op not in _OPS:
-                raise NotSavedError(f"{op!r} is no node of a traced graph")
+                raise NotSavedError(f"{op!r} is not a node of a traced graph")
             arguments = from_plain(args, {"node": nodes}), from_plain(kwargs, {"node": nodes})
             node = graph.create_node(op, made_target(target), *arguments, name)
             if node.name != name:

@@ -35,7 +35,7 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotSavedError(Exception):
-    """Something cannot be saved, or cannot be rebuilt in this process; the message says what."""
+    """Something cannot be saved, or cannot be rebuilt in this process; the message names it."""
 
 
 def _refuse(value: Any) -> NoReturn:
@@ -122,14 +122,14 @@ def _spec(cls: Any, context: Any, children: list[Any]) -> pytree.TreeSpec:
 def _torch(name: str) -> Any:
     constant = getattr(torch, name)
     if not isinstance(constant, _CONSTANTS):
-        raise NotSavedError(f"torch.{name} is no constant")
+        raise NotSavedError(f"torch.{name} is not a constant")
     return constant
 
 
 def _layout_part(kind: str, cls: Any, *rest: Any) -> LayoutPart:
     bases: Any = {"sequence": (list, tuple, set, frozenset), "mapping": dict}.get(kind, object)
     if cls is not None and not issubclass(cls, bases):
-        raise NotSavedError(f"a {cls.__qualname__} is no {kind}")
+        raise NotSavedError(f"a {cls.__qualname__} is not a {kind}")
     return LayoutPart(kind, cls, *rest)
 
 
@@ -174,7 +174,7 @@ def _is_of_numbers(module: str, name: str) -> bool:
 def checked_name(name: str) -> str:
     """Return the name of a node or attribute; raise NotSavedError if it cannot be written into code."""
     if not all(part.isidentifier() for part in name.split(".")):
-        raise NotSavedError(f"{name!r} is no name")
+        raise NotSavedError(f"{name!r} is not a name")
     return name
 
 
@@ -184,7 +184,7 @@ def made_target(plain: Any) -> Any:
         return checked_name(plain)
     kind, *names = plain
     if kind == "function" and not _is_of_numbers(*names):
-        raise NotSavedError(f"{'.'.join(names)} is no function of numbers")
+        raise NotSavedError(f"{'.'.join(names)} is not a function of numbers")
     roots = {"operator": torch.ops, "higher_order": torch.ops.higher_order, "function": sys.modules}
     target: Any = roots[kind]
     if kind == "function":

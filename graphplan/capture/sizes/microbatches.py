@@ -87,7 +87,7 @@ def targets_of(target: Any, count: int, rows: int) -> list[Any]:
     """Return the target, a tensor or a tree of tensors, of each of ``count`` microbatches.
 
     Raises:
-        InputError: a tensor's rows are no multiple of the batch's, as they are for ``(batch * length,)``.
+        InputError: a tensor's rows are not a multiple of the batch's, as they are for ``(batch * length,)``.
     """
     for leaf in leaves_of(target) if count > 1 else ():
         if isinstance(leaf, torch.Tensor) and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows):

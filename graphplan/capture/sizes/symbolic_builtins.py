@@ -6,7 +6,7 @@ example. ``x.shape[0]`` may be a symbol::
     x.view(len(x), -1)      one graph for each batch size
     here                    one for all, as for x.view(x.shape[0], -1)
 
-A symbol is no int, so that a trace would take the other branch than eager mode of ::
+A symbol is not an int, so that a trace would take the other branch than eager mode of ::
 
     size = (x.shape[-1] if isinstance(x.shape[-1], int) else ...)
 

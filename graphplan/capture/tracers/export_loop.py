@@ -74,7 +74,7 @@ def export(
     try:
         while True:
             branches = tracer.new_branches()
-            repeated = RepeatedModules(branches) if copies and not branches.by_weights else None
+            repeated = RepeatedModules(branches) if copies and not branches.depend_on_weights else None
             try:
                 state, program = tracer.run(dynamic_shapes, branches, repeated, ends)
                 if not tracer.numbers.learn():  # else the model's code has caught the error

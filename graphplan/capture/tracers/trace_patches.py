@@ -66,13 +66,15 @@ def exporting(
     flags, branches = torch.compiler, state.branches
 
     def has_value(number: Any) -> bool:
-        return branches.decide(number) or (not declared and number.node.has_hint())
+        return branches.determine(number) or (not declared and number.node.has_hint())
 
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less_patches = less_work(
         keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
     )
-    value_patches = value_reads(state.note_value, branches.read, branches.make, branches.read_all)
+    value_patches = value_reads(
+        state.note_value, branches.read_value, branches.run_dynamic, branches.read_list
+    )
     number_patches = [*plain_flags(), *plain_texts(has_value), *exact_bounds()]
     replaced = [*number_patches, *passed_assertions(), *less_patches, *value_patches]
     with (
@@ -146,7 +148,7 @@ def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
 def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
     """Return a switch to inference mode that only disables gradients in the model's code.
 
-    The traced weights are no inference tensors. Torch uses the mode itself for stand-ins of such inputs.
+    The traced weights are not inference tensors. Torch uses the mode itself for stand-ins of such inputs.
     """
 
     def enter(mode: bool) -> Any:
@@ -243,7 +245,7 @@ def _calling(
     """Return a ``call_module`` that writes assigned buffers, and lets ``repeated`` copy repeated blocks."""
 
     def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        state.branches.enter(tracer, (args, kwargs))
+        state.branches.record_sources(tracer, (args, kwargs))
         run = functools.partial(state.call, tracer, module, forward)
         copied = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
         return own(tracer, module, copied, args, kwargs)

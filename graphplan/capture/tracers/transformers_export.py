@@ -190,7 +190,7 @@ def _dense(value: Any, *, always: bool) -> Any:
 
 
 def _batch(inputs: Mapping[str, Any]) -> int | None:
-    """Return the batch size: the first size of the first tensor that is no cache and no image.
+    """Return the batch size: the first size of the first tensor that is neither a cache nor an image.
 
     Images next to a text may have a first size of another kind; in a call without text it is the batch.
     """

@@ -62,7 +62,7 @@ Such a class is found if a file that defines one of the model's module classes d
 """
 
 _OTHERWISE = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
-"""Classes whose subclasses have state outside ``__dict__``, and so are no caches, whatever their names."""
+"""Classes whose subclasses have state outside ``__dict__``, and so are not caches, whatever their names."""
 
 _CONSTANTS = (*CONSTANTS, types.MethodType, torch.Generator, torch.Stream, torch.Event)
 

@@ -369,7 +369,7 @@ def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> Non
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "48KiB", 1: "48KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, **options)
-        same(placed, eager)  # placing is no call
+        same(placed, eager)  # placing is not a call
         for scale in (1.0, 0.5, 2.0):
             with torch.set_grad_enabled(bool(options)):
                 found, expected = placed(scale * X), eager(scale * X)
@@ -703,7 +703,7 @@ def test_what_only_the_first_call_does_is_run_by_modules(kind: str) -> None:
         with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
             placed = graphplan.partition(model, {**machine.max_memory, "cpu": "1MiB"}, (X,), check=True)
         assert (model[1].flags, model[1].seen) == (states["flags"], states["seen"])
-        same(placed, eager)  # placing is no call
+        same(placed, eager)  # placing is not a call
         for scale in (1.0, 0.5, 2.0):
             assert torch.allclose(placed(scale * X).cpu(), eager(scale * X), atol=1e-5)
             assert torch.allclose(placed[1].scale.cpu(), eager[1].scale, atol=1e-5)
@@ -971,7 +971,7 @@ def test_tensors_that_are_written_in_place_are_those_of_the_model(
 
 
 class PlainStatistics(nn.Module):
-    """Has the running statistics of a norm in attributes that are no buffers."""
+    """Has the running statistics of a norm in attributes that are not buffers."""
 
     def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def test_tokens_see_each_other_where_eager_lets_them(name: str, flags: dict[str,
             with torch.no_grad():
                 expected = model(**copy.deepcopy(inputs | flags))
             assert largest_difference(placed(**copy.deepcopy(inputs | flags)), expected) < 1e-5
-        assert len(placed.plans) == 2  # with a mask and without: its values are no structure
+        assert len(placed.plans) == 2  # with a mask and without: its values are not part of the structure
 
 
 @pytest.mark.slow
