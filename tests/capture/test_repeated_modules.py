@@ -37,11 +37,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     run = CallCopy.run
 
-    def noted(self: CallCopy) -> Any:
-        found.append(list(self._other.outer.values())[-1][0].removeprefix("_export_root."))
+    def recording_run(self: CallCopy) -> Any:
+        found.append(list(self._other.stack.values())[-1][0].removeprefix("_export_root."))
         return run(self)
 
-    monkeypatch.setattr(CallCopy, "run", noted)
+    monkeypatch.setattr(CallCopy, "run", recording_run)
     return found
 
 
