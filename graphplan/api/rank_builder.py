@@ -34,7 +34,7 @@ from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same, share_failures
 from graphplan.runtime.distributed.cluster_module import CallKey, ClusterCall, ClusterModule, Loss
-from graphplan.runtime.distributed.machine_stages import in_stages
+from graphplan.runtime.distributed.machine_stages import join_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
@@ -99,7 +99,7 @@ class RankBuilder:
             if stage.machine == rank
         }
         self.stages = on_all("placing the stages", lambda: self._place(cuts))
-        joined = on_all("joining the stages", lambda: in_stages([item.placed for item in self.stages]))
+        joined = on_all("joining the stages", lambda: join_stages([item.placed for item in self.stages]))
         model, options = self.request.model, self.request.options
         module = ClusterModule(
             self.plan,

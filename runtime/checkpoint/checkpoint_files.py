@@ -1,4 +1,4 @@
-"""Find the weights of a safetensors checkpoint: the file of each, and whether it can be used there."""
+"""Find the weights of a safetensors checkpoint: the file of each, and whether it can be used in place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         strict: whether missing or unexpected names are errors.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or names, shapes or dtypes do not fit.
+        CheckpointError: the file is missing or damaged, or names, shapes or dtypes differ from the model's.
     """
     tensors = file_entries(Path(path))
     missing = [
@@ -98,13 +98,13 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         raise CheckpointError(f"{path} does not fit {type(model).__name__}: {', '.join(misfits)}{hint}")
     checkpoint = Checkpoint(weights, tensors)
     wrong = [
-        f"{tensor.file.path.name} has {tensor.name!r} of shape {list(tensor.shape)}, the model "
+        f"{tensor.file.path.name} has {tensor.name!r} of shape {list(tensor.shape)}, but the model has "
         f"{list(weights.tensors[name].shape)}"
         for name, tensor in checkpoint.tensors.items()
         if tensor.shape != tuple(weights.tensors[name].shape)
     ]
     wrong += [
-        f"{tensor.file.path.name} has {tensor.name!r} of {tensor.dtype}, the model "
+        f"{tensor.file.path.name} has {tensor.name!r} of {tensor.dtype}, but the model has "
         f"{weights.tensors[name].dtype}: only numbers of one kind are converted"
         for name, tensor in checkpoint.tensors.items()
         if _kind(tensor.dtype) != _kind(weights.tensors[name].dtype)
@@ -116,12 +116,12 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
 
 
 def _warn_of_differing_ties(checkpoint: Checkpoint, tensors: Mapping[str, FileTensor]) -> None:
-    for first, used in checkpoint.tensors.items():
+    for first, tensor in checkpoint.tensors.items():
         for name in checkpoint.weights.names[first]:
-            if name in tensors and name != used.name and not equal_in_files(tensors[name], used):
+            if name in tensors and name != tensor.name and not equal_in_files(tensors[name], tensor):
                 warn(
-                    f"{name!r} and {used.name!r} are tied, and differ in the checkpoint: both become "
-                    f"{used.name!r}, as in load_state_dict"
+                    f"{name!r} and {tensor.name!r} are tied, and differ in the checkpoint: both become "
+                    f"{tensor.name!r}, as in load_state_dict"
                 )
 
 
@@ -166,7 +166,7 @@ def _index_entries(index: Path) -> dict[str, FileTensor]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of a checkpoint: {error!r}") from error
+        raise CheckpointError(f"{index} is not an index of a checkpoint: {error!r}") from error
     if missing := sorted({str(file) for file in files.values() if not file.is_file()}):
         raise CheckpointError(f"{index} names files that are not there: {_joined_names(missing)}")
     headers = {file: read_header(file) for file in dict.fromkeys(files.values())}

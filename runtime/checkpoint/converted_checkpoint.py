@@ -1,4 +1,4 @@
-"""A checkpoint in which some weights are made of several tensors, or of parts of one.
+"""A checkpoint in which some weights are computed from several tensors, or from parts of one.
 
 If a conversion only moves data, each tensor is read directly into its place. Otherwise its sources are read
 into host memory, converted and freed, one conversion after another.
@@ -91,12 +91,12 @@ class ConvertedCheckpoint(Checkpoint):
                 targets[name].copy_(self._result(name, results))
             del results
 
-    def _result(self, first: str, results: Mapping[str, Any]) -> Any:
-        """Return the weight of this first name from the results of a conversion."""
-        for name in self.weights.names[first]:
-            if name in results:
-                value = results[name]
+    def _result(self, name: str, results: Mapping[str, Any]) -> Any:
+        """Return a weight, by its first name, from the results of a conversion."""
+        for alias in self.weights.names[name]:
+            if alias in results:
+                value = results[alias]
                 return value[0] if isinstance(value, list) else value
         raise CheckpointError(
-            f"the conversion of the checkpoint does not return the weight {first!r} that it declares"
+            f"the conversion of the checkpoint does not return the weight {name!r} that it declares"
         )

@@ -1,8 +1,8 @@
 """Invert a conversion of checkpoint tensors: read each source directly into its part of the weight.
 
 Conversions of checkpoints mostly move data: they stack experts, concatenate projections, transpose. They are
-run on meta tensors, which reads nothing. torch itself tells of which storage a view is; only joins and copies
-are recorded. Two experts that become one weight::
+run on meta tensors, which reads nothing. torch itself has the storage of a view; only joins and copies are
+recorded. Two experts that become one weight::
 
     stack([a, b])    read a -> weight[0]
                      read b -> weight[1]
@@ -32,7 +32,7 @@ class _Joined:
     """The result of an operation that joins or copies tensors.
 
     Attributes:
-        tensor: the result; other tensors over its storage are views of it.
+        tensor: the result; other tensors over its storage are views.
         parts: the tensors that were joined.
         cut: splits a tensor of the result's shape into one view for each part.
     """
@@ -51,8 +51,10 @@ class DeferredReads(TorchDispatchMode):
 
     def __init__(self, sources: Sequence[FileTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in sources]
-        self._sources = {storage_of(tensor): one for tensor, one in zip(self.tensors, sources, strict=True)}
+        self.tensors = [torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources]
+        self._sources = {
+            storage_of(tensor): source for tensor, source in zip(self.tensors, sources, strict=True)
+        }
         self._joined: dict[int, _Joined] = {}
 
     def __torch_dispatch__(
@@ -68,18 +70,18 @@ class DeferredReads(TorchDispatchMode):
             self._joined[storage_of(result)] = _Joined(result, *_CUTS[func](*args))
         return result
 
-    def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Read] | None:
-        """Return the reads that fill ``target`` with the result ``made``; None if it must be computed."""
-        order = _memory_order(made)
-        source, joined = self._sources.get(storage_of(made)), self._joined.get(storage_of(made))
+    def requests(self, result: torch.Tensor, target: torch.Tensor) -> list[Read] | None:
+        """Return the reads that fill ``target`` with the result ``result``; None if it must be computed."""
+        order = _memory_order(result)
+        source, joined = self._sources.get(storage_of(result)), self._joined.get(storage_of(result))
         whole = source if joined is None else joined.tensor
-        if order is None or whole is None or made.dtype != whole.dtype:  # ``view(dtype)`` changes the dtype
+        if order is None or whole is None or result.dtype != whole.dtype:  # ``view(dtype)`` changes the dtype
             return None
         target = target.permute(order)
-        if source is not None:  # ``made`` may be some rows of it
-            start = source.start + int(made.storage_offset()) * source.dtype.itemsize
+        if source is not None:  # ``result`` may be some rows of it
+            start = source.start + int(result.storage_offset()) * source.dtype.itemsize
             return [Read(replace(source, shape=tuple(target.shape), start=start), target)]
-        if joined is None or made.numel() != joined.tensor.numel():
+        if joined is None or result.numel() != joined.tensor.numel():
             return None
         return self._parts(joined, target)
 

@@ -40,10 +40,10 @@ class Read:
     target: torch.Tensor
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether the file's bytes can be read directly into the target's memory."""
-        same = self.target.dtype == self.source.dtype and self.target.is_contiguous()
-        return same and self.target.device.type == CPU and type(self.target) is torch.Tensor
+        same_layout = self.target.dtype == self.source.dtype and self.target.is_contiguous()
+        return same_layout and self.target.device.type == CPU and type(self.target) is torch.Tensor
 
 
 def read_into(requests: Sequence[Read], progress: Progress) -> None:
@@ -54,18 +54,18 @@ def read_into(requests: Sequence[Read], progress: Progress) -> None:
     """
     pieces = [piece for request in requests if request.source.nbytes for piece in _pieces(request)]
     pieces.sort(key=lambda piece: (str(piece.source.file.path), piece.source.start))
-    with _opened(piece.source.file for piece in pieces) as files, ThreadPoolExecutor(_THREADS) as pool:
-        buffers = _HostBuffers([piece for piece in pieces if not piece.direct])
+    with _open(piece.source.file for piece in pieces) as files, ThreadPoolExecutor(_THREADS) as pool:
+        buffers = _HostBuffers([piece for piece in pieces if not piece.is_direct])
         try:
-            for done in as_completed([pool.submit(_fill, b, files, buffers) for b in _batches(pieces)]):
-                progress(done.result())
+            for task in as_completed([pool.submit(_fill, b, files, buffers) for b in _batches(pieces)]):
+                progress(task.result())
         except BaseException:  # also KeyboardInterrupt: reads that have not started are cancelled
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 @contextmanager
-def _opened(states: Iterable[FileState]) -> Iterator[Files]:
+def _open(states: Iterable[FileState]) -> Iterator[Files]:
     """Context manager that opens the files, and checks that none has changed since its header was read."""
     with ExitStack() as stack:
         files: dict[FileState, int] = {}
@@ -104,7 +104,7 @@ def _batches(pieces: Iterable[Read]) -> Iterator[list[Read]]:
 def _fill(batch: Sequence[Read], files: Files, buffers: _HostBuffers) -> int:
     """Fill the targets of a batch, and return its bytes."""
     for piece in batch:
-        if piece.direct:
+        if piece.is_direct:
             _read(files, piece.source, flat_bytes(piece.target))
         else:
             buffers.fill(files, piece)
@@ -113,14 +113,15 @@ def _fill(batch: Sequence[Read], files: Files, buffers: _HostBuffers) -> int:
 
 def _read(files: Files, source: FileTensor, buffer: torch.Tensor) -> None:
     """Fill a buffer with the bytes of a tensor."""
-    unfilled, start, path = memoryview(buffer.numpy().data), source.start, source.file.path
+    unfilled, start = memoryview(buffer.numpy().data), source.start
+    path = source.file.path
     while unfilled:
         try:
             count = os.preadv(files[source.file], [unfilled], start)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if not count:
-            raise CheckpointError(f"{path} was cut short at byte {start} while it was read")
+            raise CheckpointError(f"{path} was truncated at byte {start} while it was read")
         unfilled, start = unfilled[count:], start + count
 
 
@@ -140,7 +141,8 @@ class _HostBuffers:
 
     def fill(self, files: Files, piece: Read) -> None:
         """Read a piece and copy it into its target."""
-        source, target, buffer = piece.source, piece.target, self.free.get()
+        source, target = piece.source, piece.target
+        buffer = self.free.get()
         try:
             data = buffer[: source.nbytes]
             _read(files, source, data)

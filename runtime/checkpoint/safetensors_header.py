@@ -36,13 +36,14 @@ class FileState:
 
     def check(self, descriptor: int) -> None:
         """Raise CheckpointError if the open file has changed since its header was read."""
-        now, again = os.fstat(descriptor), "weights are read from it: load the model again"
-        if now.st_size != self.size:
+        stat, remedy = os.fstat(descriptor), "weights are read from it: load the model again"
+        if stat.st_size != self.size:
             raise CheckpointError(
-                f"{self.path} had {self.size} bytes when it was opened and has {now.st_size} now, and {again}"
+                f"{self.path} had {self.size} bytes when it was opened and has {stat.st_size} now, "
+                f"and {remedy}"
             )
-        if now.st_mtime_ns != self.changed_ns:
-            raise CheckpointError(f"{self.path} was written to since it was opened, and {again}")
+        if stat.st_mtime_ns != self.changed_ns:
+            raise CheckpointError(f"{self.path} was written to since it was opened, and {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,10 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is no safetensors file, or is cut short: {error}") from error
+        raise CheckpointError(f"{path} is not a safetensors file, or is truncated: {error}") from error
     file, tensors = FileState(path, state.st_size, state.st_mtime_ns), {}
     start = state.st_size - sum(tensor.nbytes for tensor in mapped.values())  # the data ends with the file
     for name, tensor in mapped.items():
-        tensors[name] = FileTensor(file, name, tensor.dtype, tuple(tensor.shape), start)
+        tensors[name] = FileTensor(file, name, tensor.dtype, shape=tuple(tensor.shape), start=start)
         start += tensor.nbytes
     return tensors

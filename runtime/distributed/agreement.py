@@ -17,10 +17,10 @@ Made = TypeVar("Made")
 
 
 def require_group(machines: int) -> None:
-    """Join the process group, if torchrun started this process and nobody has yet.
+    """Join the process group, if torchrun started this process and it has not joined yet.
 
     Raises:
-        ClusterError: there is no group, or not as many processes as machines.
+        ClusterError: there is no group, or the number of processes is not that of machines.
     """
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
@@ -31,7 +31,7 @@ def require_group(machines: int) -> None:
         dist.init_process_group("gloo")
     if dist.get_world_size() != machines:
         raise ClusterError(
-            f"there are {dist.get_world_size()} processes and {machines} machines: give machines one "
+            f"there are {dist.get_world_size()} processes, but {machines} machines: give machines one "
             "max_memory for each rank"
         )
 
@@ -51,10 +51,10 @@ def gather_texts(text: str, what: str) -> list[str]:
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     with waiting_for(f"{what} of all ranks, and one of them did not answer"):
         dist.all_gather(lengths, torch.tensor([len(encoded)]))
-        most = max(1, *(int(length) for length in lengths))
-        padded = torch.zeros(most, dtype=torch.uint8)
+        max_length = max(1, *(int(length) for length in lengths))
+        padded = torch.zeros(max_length, dtype=torch.uint8)
         padded[: len(encoded)] = encoded
-        gathered = [torch.zeros(most, dtype=torch.uint8) for _ in lengths]
+        gathered = [torch.zeros(max_length, dtype=torch.uint8) for _ in lengths]
         dist.all_gather(gathered, padded)
     return [_text(data[: int(length)]) for data, length in zip(gathered, lengths, strict=True)]
 
@@ -70,10 +70,10 @@ def broadcast_text(text: str, what: str) -> str:
     return _text(data)
 
 
-def broadcast_from_last(tensor: torch.Tensor, last: int, what: str) -> None:
-    """Copy a CPU tensor from ``last``, the rank of the last stage, to all; ``what`` names it in an error."""
-    with waiting_for(f"{what} of rank {last}, which has the last stage"):
-        dist.broadcast(tensor, last)
+def broadcast_from_last(tensor: torch.Tensor, last_rank: int, what: str) -> None:
+    """Copy a CPU tensor from the rank of the last stage to all; ``what`` names it in an error."""
+    with waiting_for(f"{what} of rank {last_rank}, which has the last stage"):
+        dist.broadcast(tensor, last_rank)
 
 
 def require_same(facts: Mapping[str, str]) -> None:

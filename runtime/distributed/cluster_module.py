@@ -23,7 +23,7 @@ from graphplan.capture.value_branches import require_same_branches, takes_same_p
 from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
-from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
+from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merge_spans
 from graphplan.runtime.distributed.machine_stages import MachineStages
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
@@ -180,7 +180,7 @@ class ClusterModule(nn.Module):
         cluster_call, _ = self._run(micros, caches_stay=False)
         spans = {} if cluster_call.runner is None else cluster_call.runner.spans()
         relative = {str(i): [(a - began, b - began) for a, b in times] for i, times in spans.items()}
-        return merged(self.plan, relative)
+        return merge_spans(self.plan, relative)
 
     def train_step(self, loss: Loss, target: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
         """Run one step forward and backward on all ranks at once, by the plan's schedule.
@@ -281,7 +281,7 @@ class ClusterModule(nn.Module):
     def _cluster_call(self, micros: Sequence[BoundCall], key: CallKey) -> ClusterCall:
         """Return how calls with this key are run, with the current parameters; prepare new ones."""
         if isinstance(self.stage, MachineStages):
-            self.stage.hand_over()
+            self.stage.bind_stages()
         if key not in self._calls or not takes_same_path(self._calls[key].signature, micros[0]):
             if len(self._calls) >= _MAX_CALLS:
                 self._calls.clear()

@@ -71,7 +71,9 @@ class ClusterProfile:
         write_whole(path, to_cluster_svg(self.plan, title, self.slots))
 
 
-def merged(plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]) -> ClusterProfile:
+def merge_spans(
+    plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]
+) -> ClusterProfile:
     """Gather the measured times of all ranks; every rank calls this.
 
     Args:
@@ -81,16 +83,16 @@ def merged(plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float,
     spans_by_rank = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
     slots = []
     for machine in plan.used:
-        ran = [
+        spans_of_machine = [
             (start, end, int(stage), microbatch)
             for stage, intervals in spans_by_rank[machine].items()
             for microbatch, (start, end) in enumerate(intervals)
         ]
         free = 0.0
-        for start, end, stage, microbatch in sorted(ran):
+        for start, end, stage, microbatch in sorted(spans_of_machine):
             slots += [
-                Slot(stage, microbatch, "wait", free, start),
-                Slot(stage, microbatch, "stage", start, end),
+                Slot(stage, microbatch, "wait", start=free, end=start),
+                Slot(stage, microbatch, "stage", start=start, end=end),
             ]
             free = end
     return ClusterProfile(plan, tuple(slots))

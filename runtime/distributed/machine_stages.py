@@ -31,33 +31,33 @@ class MachineStages(KeptInPlace):
                     if parameter is not None:
                         self._add(path, name, part._parameters, parameter)
                 for name, buffer in part._buffers.items():
-                    own = module_at(self, path)
-                    if buffer is not None and name not in own._buffers:
-                        own.register_buffer(name, buffer, name not in part._non_persistent_buffers_set)
-        self.hand_over()
+                    module = module_at(self, path)
+                    if buffer is not None and name not in module._buffers:
+                        module.register_buffer(name, buffer, name not in part._non_persistent_buffers_set)
+        self.bind_stages()
 
     def _add(self, path: str, name: str, table: dict[str, Any], parameter: nn.Parameter) -> None:
-        own = module_at(self, path)
-        known = own._parameters.get(name)
+        module = module_at(self, path)
+        known = module._parameters.get(name)
         if known is None:
-            own.register_parameter(name, parameter)
+            module.register_parameter(name, parameter)
         elif known.device != parameter.device:
             if parameter.requires_grad:
-                full = f"{path}.{name}" if path else name
+                full_name = f"{path}.{name}" if path else name
                 raise InputError(
-                    f"two stages of one machine train {full!r}, one of them on {known.device} and one on "
-                    f"{parameter.device}: give larger budgets, or schedule='1f1b'"
+                    f"two stages of one machine train {full_name!r}, one of them on {known.device} and one "
+                    f"on {parameter.device}: give larger budgets, or schedule='1f1b'"
                 )
             return
-        self._entries.append((own._parameters, table, name))
+        self._entries.append((module._parameters, table, name))
 
-    def hand_over(self) -> None:
+    def bind_stages(self) -> None:
         """Bind the stages to the current parameters of this module, in case some were replaced."""
-        for own, table, name in self._entries:
-            table[name] = own[name]
+        for parameters, table, name in self._entries:
+            table[name] = parameters[name]
 
 
-def in_stages(stages: Sequence[nn.Module]) -> nn.Module | None:
+def join_stages(stages: Sequence[nn.Module]) -> nn.Module | None:
     """Return the module with the weights of a rank's stages; None if it has no stage."""
     if not stages:
         return None

@@ -18,33 +18,35 @@ def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
         InputError: rank 0 is one of them, so that no rank has the data.
     """
     empty = [name for name, tensor in weights.items() if tensor.device.type == "meta"]
-    lacking = [rank for rank, name in enumerate(gather_texts("".join(empty[:1]), "the weights")) if name]
-    if lacking and lacking[0] == 0:
+    without_data = [rank for rank, name in enumerate(gather_texts("".join(empty[:1]), "the weights")) if name]
+    if without_data and without_data[0] == 0:
         raise InputError(
             "the model has no data on rank 0: its weights are on the meta device. Load it there, or give "
             "checkpoint=, from which each rank reads its own"
         )
-    return lacking
+    return without_data
 
 
 def send_weights(
-    weights: Mapping[str, torch.Tensor], wanted: Mapping[int, Sequence[str]]
+    weights: Mapping[str, torch.Tensor], names_by_rank: Mapping[int, Sequence[str]]
 ) -> dict[str, torch.Tensor]:
     """Send rank 0's weights to the other ranks; return those that this rank received.
 
     Args:
         weights: the model's weights on this rank, by first name; on the meta device if it receives them.
-        wanted: rank -> names of the weights that it receives.
+        names_by_rank: rank -> names of the weights that it receives.
 
     Raises:
         ClusterError: the other side does not answer within the group's timeout.
     """
-    me, received = dist.get_rank(), dict[str, torch.Tensor]()
-    for rank, names in wanted.items():
-        for name in names if me in (0, rank) else ():
-            peer = rank if me == 0 else 0
+    own_rank, received = dist.get_rank(), dict[str, torch.Tensor]()
+    for rank, names in names_by_rank.items():
+        if own_rank not in (0, rank):
+            continue
+        for name in names:
+            peer = rank if own_rank == 0 else 0
             with waiting_for(f"rank {peer} to pass on the weight {name!r}"):
-                if me == 0:
+                if own_rank == 0:
                     dist.send(weights[name].detach().cpu().contiguous(), rank)
                 else:
                     received[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)

@@ -28,9 +28,9 @@ class SharedGradients:
 
     def __init__(self, readers: Mapping[str, tuple[int, ...]]) -> None:
         groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(readers.values())}
-        here = dist.get_rank()
-        self.groups = {name: groups[ranks] for name, ranks in readers.items() if here in ranks}
-        self.counted_elsewhere = {name for name, ranks in readers.items() if here in ranks[1:]}
+        own_rank = dist.get_rank()
+        self.groups = {name: groups[ranks] for name, ranks in readers.items() if own_rank in ranks}
+        self.counted_elsewhere = {name for name, ranks in readers.items() if own_rank in ranks[1:]}
 
     @contextmanager
     def summed(self, stage: nn.Module) -> Iterator[None]:
@@ -45,7 +45,7 @@ class SharedGradients:
         for name, parameter in shared.items():
             if gradient_hooks(parameter)[1]:
                 raise InputError(_HOOKED.format(name))
-        before = {name: parameter.grad for name, parameter in shared.items()}
+        earlier = {name: parameter.grad for name, parameter in shared.items()}
         for parameter in shared.values():
             parameter.grad = None
         sums: dict[str, torch.Tensor] = {}
@@ -54,14 +54,14 @@ class SharedGradients:
             for name, parameter in shared.items():
                 count = torch.tensor(parameter.grad is not None, dtype=torch.int64)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                with waiting_for(f"the gradient of {name!r} of others that read it"):
+                with waiting_for(f"the gradient of {name!r} from the other ranks that read it"):
                     dist.all_reduce(count, group=self.groups[name])
                     if count:
                         sums[name] = gradient.detach().cpu()
                         dist.all_reduce(sums[name], group=self.groups[name])
         finally:
             for name, parameter in shared.items():
-                parameter.grad = before[name]
+                parameter.grad = earlier[name]
         for name, tensor in sums.items():
             total, old = tensor.to(shared[name].device), shared[name].grad
             shared[name].grad = total if old is None else old.add_(total)
@@ -76,6 +76,6 @@ class SharedGradients:
         for name, parameter in () if stage is None else stage.named_parameters():
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 total += torch.linalg.vector_norm(parameter.grad).cpu().double() ** 2
-        with waiting_for("the norm of the gradients of the others"):
+        with waiting_for("the norm of the gradients of the other ranks"):
             dist.all_reduce(total)
         return total.sqrt().float()

@@ -1,8 +1,8 @@
 """Run the stages of a rank in a pipeline: ``torch.distributed.pipelining`` moves the microbatches.
 
-Outputs of the stage before cross the network; inputs of the model are available on every rank, and are not
-sent. The schedule gives each stage the number of a microbatch, which selects its inputs. The number of the
-call's form is sent before the values, so that ranks that were called differently are detected.
+Outputs of the previous stage cross the network; inputs of the model are available on every rank, and are not
+sent. The schedule gives each stage the number of a microbatch, which selects its inputs. The digest of the
+call's key is sent before the values, so that ranks that were called differently are detected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Wire:
     dtype: torch.dtype
     trained: bool = False
 
-    def like(self, *, grad: bool) -> torch.Tensor:
+    def meta_tensor(self, *, grad: bool) -> torch.Tensor:
         """Return a meta tensor of this shape and dtype."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return tensor.requires_grad_(grad and self.trained)
@@ -51,11 +51,11 @@ class StageProgram:
     Attributes:
         index: index of the stage.
         stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
-        trace: name of an empty argument of ``stage`` that tells from which trace of the model it runs.
+        trace: name of an empty argument of ``stage`` that selects the trace of the model.
         inputs: names of its input values.
         outputs: names of its output values; none if the stage only passes on what it receives.
-        received: tensors received from the stage before.
-        sent: tensors sent to the stage after; those of the last stage are the results.
+        received: tensors received from the previous stage.
+        sent: tensors sent to the next stage; those of the last stage are the results.
         ranks: ranks of all stages, in order.
         trains: whether gradients flow through it in a training step.
     """
@@ -97,7 +97,8 @@ class _RunningStep(nn.Module):
 
     def __init__(self, program: StageProgram, traffic: Counter[str]) -> None:
         super().__init__()
-        self.stage, self.program, self.traffic = program.stage, program, traffic
+        self.stage, self.program = program.stage, program
+        self.traffic = traffic
         self.model_inputs: Sequence[Mapping[str, Any]] = ()
         self.failed: Exception | None = None
         self.finished: list[tuple[torch.Tensor, ...]] = []
@@ -112,7 +113,7 @@ class _RunningStep(nn.Module):
         values = dict(self.model_inputs[int(number if program.index and number is not None else received[0])])
         try:
             if program.index:
-                self._require_form(int(received[0]))
+                self._require_same_call(int(received[0]))
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
             outputs: Sequence[torch.Tensor] = ()
             if program.outputs:
@@ -132,12 +133,12 @@ class _RunningStep(nn.Module):
             self.traffic[wire.name] += tensor.nbytes
         return (self.header, *sent)
 
-    def _require_form(self, received: int) -> None:
+    def _require_same_call(self, received: int) -> None:
         if received != int(self.header):
-            before = self.program.ranks[self.program.index - 1]
+            previous = self.program.ranks[self.program.index - 1]
             raise ClusterError(
-                f"rank {dist.get_rank()} was called with inputs of other names or sizes than rank {before}: "
-                "all ranks make the same calls"
+                f"rank {dist.get_rank()} was called with inputs of other names or sizes than rank "
+                f"{previous}: all ranks make the same calls"
             )
 
 
@@ -202,12 +203,12 @@ class StageRunner:
         """The last stage of the pipeline, which has the results; None if it is on another rank."""
         return self.steps[-1] if self.steps[-1].program.is_last else None
 
-    def run(self, model_inputs: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
+    def run(self, model_inputs: Sequence[Mapping[str, Any]], digest: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
 
         Args:
             model_inputs: for each microbatch, the model's inputs by name.
-            form: a number that is the same on all ranks for calls of the same names and sizes.
+            digest: a number that is the same on all ranks for calls of the same names and sizes.
 
         Returns:
             the results of each microbatch on the rank of the last stage; an empty list on other ranks.
@@ -217,7 +218,7 @@ class StageRunner:
             Exception: the exception of this rank's own stage.
         """
         with torch.no_grad():
-            return self._run_schedule(self.schedule.eval, model_inputs, form, {})
+            return self._run_schedule(self.schedule.eval, model_inputs, digest, {})
 
     def spans(self) -> dict[int, list[tuple[float, float]]]:
         """Return stage -> its start and end (``perf_counter``) for each microbatch of the last batch."""
@@ -232,13 +233,13 @@ class StageRunner:
         return outputs
 
     def train(
-        self, model_inputs: Sequence[Mapping[str, Any]], form: int, targets: Sequence[Any]
+        self, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Sequence[Any]
     ) -> list[torch.Tensor]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
 
         Args:
             model_inputs: as for :meth:`run`.
-            form: likewise.
+            digest: likewise.
             targets: the target of each microbatch.
 
         Returns:
@@ -247,23 +248,25 @@ class StageRunner:
         self.losses, self.targets = [], targets
         numbers = {} if self.results is None else {"target": torch.arange(self.microbatches)}
         with torch.enable_grad():
-            self._run_schedule(self.schedule.step, model_inputs, form, numbers)
+            self._run_schedule(self.schedule.step, model_inputs, digest, numbers)
         self.targets = ()
         self.take_stay()
         return [loss.detach() for loss in self.losses]
 
     def _run_schedule(
-        self, action: Any, model_inputs: Sequence[Mapping[str, Any]], form: int, targets: Mapping[str, Any]
+        self, action: Any, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Mapping[str, Any]
     ) -> list[Any]:
         for step in self.steps:
-            step.header.fill_(form)
-            step.model_inputs, step.failed, step.finished, step.spans = model_inputs, None, [], []
+            step.header.fill_(digest)
+            step.model_inputs = model_inputs
+            step.failed = None
+            step.finished, step.spans = [], []
         numbers = torch.arange(self.microbatches)
-        first = [] if self.steps[0].program.index else [numbers]
-        later = {"number": numbers} if self.steps[-1].program.index else {}
+        first_inputs = [] if self.steps[0].program.index else [numbers]
+        later_inputs = {"number": numbers} if self.steps[-1].program.index else {}
         try:
             with silenced(self.schedule.__module__):  # the schedule prints its steps if one fails
-                action(*first, return_outputs=False, **later, **targets)
+                action(*first_inputs, return_outputs=False, **later_inputs, **targets)
             return [] if self.results is None else self.results.finished
         except RuntimeError as error:
             failed = next((step.failed for step in self.steps if step.failed is not None), None)
@@ -313,13 +316,17 @@ def _checked_loss(value: Any) -> torch.Tensor:
         got = f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise InputError(f"the loss must return a tensor of one number for each microbatch, not {got}")
     if not value.requires_grad:
-        raise InputError("the loss has no gradient: it depends on no parameter, or was detached from them")
+        raise InputError(
+            "the loss has no gradient: it does not depend on a parameter, or was detached from them"
+        )
     return value
 
 
 def _wires(program: StageProgram, *, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return meta tensors of what a stage receives and sends, each after a microbatch or form number."""
+    """Return meta tensors of what a stage receives and sends, each after a microbatch number or digest."""
     number = torch.empty(1, dtype=torch.int64, device="meta")
     leaving = () if program.is_last else (number,)
-    received, sent = ([wire.like(grad=grad) for wire in side] for side in (program.received, program.sent))
+    received, sent = (
+        [wire.meta_tensor(grad=grad) for wire in side] for side in (program.received, program.sent)
+    )
     return (number, *received), (*leaving, *sent)

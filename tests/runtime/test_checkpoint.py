@@ -135,10 +135,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(graphplan.InputError, match="no checkpoint at"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(graphplan.InputError, match="no safetensors file, or is cut short"):
+    with pytest.raises(graphplan.InputError, match="not a safetensors file, or is truncated"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
     save_file({**Plain().state_dict(), "a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(graphplan.InputError, match=r"'a.weight' of shape \[3\], the model \[32, 32\]"):
+    with pytest.raises(graphplan.InputError, match=r"'a.weight' of shape \[3\], but .* has \[32, 32\]"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
     (tmp_path / "model.safetensors").unlink()  # which counts before an index, as in transformers
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "gone.safetensors"}}')
@@ -181,7 +181,7 @@ def row(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> b
 def test_headers_are_not_believed(
     header: bytes, data: bytes, length: int | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(graphplan.CheckpointError, match=f"cut short: .*{message}"):
+    with pytest.raises(graphplan.CheckpointError, match=f"truncated: .*{message}"):
         read_header(damaged(tmp_path / "w.safetensors", header, data, length))
 
 
@@ -287,7 +287,7 @@ def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: Any) -> None:
     read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
     assert all(torch.equal(targets[name], state[name]) for name in targets)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(graphplan.CheckpointError, match=r"t\.safetensors was cut short at byte"):
+    with pytest.raises(graphplan.CheckpointError, match=r"t\.safetensors was truncated at byte"):
         read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
 
 
