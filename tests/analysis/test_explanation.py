@@ -1,4 +1,4 @@
-"""Questions to a plan: why is it there, and what would help."""
+"""Explanations of a placement, and the bottleneck of a plan."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize("ask", [Plan.explain, Plan.stage_of, Plan.device_of])
-def test_a_name_that_is_none_is_answered_with_one_that_is_close(ask: Any) -> None:
+def test_unknown_name_error_suggests_a_close_one(ask: Any) -> None:
     plan = graphplan.plan(nn.Sequential(nn.Linear(4, 4)), {"cpu": "1GiB"}, (torch.ones(2, 4),))
     with pytest.raises(graphplan.PlanError, match=r"'0.wieght'.*did you mean '0.weight'"):
         ask(plan, "0.wieght")
 
 
-def test_where_it_is_and_what_it_costs_there(plan: Plan) -> None:
+def test_explanation_of_a_module_on_its_device(plan: Plan) -> None:
     found = plan.explain("blocks.1")
     operations = [op for op in plan.graph.operations.values() if op.module_path.startswith("blocks.1")]
     assert (found.kind, found.operations) == ("module", tuple(op.name for op in operations))
@@ -84,7 +84,7 @@ def test_where_it_is_and_what_it_costs_there(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks.1", "blocks.0.0.weight", "embed", "linear", "head.weight"])
-def test_costs_elsewhere_are_the_evaluators(plan: Plan, name: str) -> None:
+def test_costs_on_other_devices_equal_the_evaluator(plan: Plan, name: str) -> None:
     found = plan.explain(name)
     for other in found.alternatives:
         assert other.here == (other.obstacle == "it is there")
@@ -110,7 +110,7 @@ def evaluate_moved(plan: Plan, pinned: Problem, claimed: float | None) -> bool:
     return moved.seconds < claimed - 1e-12 and moved.feasible
 
 
-def test_a_move_that_is_possible_can_be_planned() -> None:
+def test_possible_alternative_can_be_planned() -> None:
     budgets = {0: 16 * KIB, 1: 16 * KIB, "cpu": 1 << 20}
     plan = planned(chain(6), budgets)
     for name in ("layer2", "w4"):
@@ -122,7 +122,7 @@ def test_a_move_that_is_possible_can_be_planned() -> None:
                 check_schedule(again.graph, again.topology, again.schedule)
 
 
-def test_what_lacks_memory_says_how_much_and_where() -> None:
+def test_obstacle_names_missing_bytes_and_operation() -> None:
     budgets = {0: 16 * KIB, 1: 16 * KIB}
     plan = planned(chain(6), budgets)
     first, last = plan.schedule.assignment.operations["v0"], plan.schedule.assignment.operations["v5"]
@@ -139,7 +139,7 @@ def test_what_lacks_memory_says_how_much_and_where() -> None:
     assert grown.explain("layer5").alternative_on(first).possible
 
 
-def test_the_operation_that_is_named_is_of_the_device_that_lacks_most() -> None:
+def test_operation_with_the_largest_excess_is_named() -> None:
     calls: Any = SimpleNamespace(calls=[SimpleNamespace(call_weight=1.0)])
     judged: Any = SimpleNamespace(
         seconds=1.0, excess={0: 3000, 1: 1000}, peak=lambda key: SimpleNamespace(operation=f"op_{key}")
@@ -150,7 +150,7 @@ def test_the_operation_that_is_named_is_of_the_device_that_lacks_most() -> None:
     assert _shortage(outcome).endswith(" at 'op_0'")
 
 
-def test_rules_are_named() -> None:
+def test_constraints_are_named_as_obstacles() -> None:
     budgets = {0: 64 * KIB, "cpu": 1 << 20}
     pinned = planned(chain(4), budgets, pin={"layer1": "cpu"})
     assert "pin={'layer1': 'cpu'}" in pinned.explain("layer1").alternative_on(0).obstacle
@@ -164,8 +164,8 @@ def test_rules_are_named() -> None:
     assert rule.makespan is not None  # what it would cost is known all the same
 
 
-def test_its_compute_is_that_of_where_it_then_runs() -> None:
-    """A weight may come to lie on a card while the CPU goes on computing what reads it."""
+def test_compute_seconds_are_of_the_device_that_runs_it() -> None:
+    """A weight may reside on a GPU while the CPU still runs its readers."""
     speeds = {0: Speed(1e9, 1e9, 1.0), "cpu": Speed(1e9, 1e9, 0.0)}  # an operation takes a second on 0
     plan = planned(chain(4), {0: 64 * KIB, "cpu": 1 << 20}, speeds=speeds, pin={"v1": "cpu"})
     assert plan.explain("layer1").alternative_on(0).compute_seconds == pytest.approx(1, rel=0.01)
@@ -181,7 +181,7 @@ def test_its_compute_is_that_of_where_it_then_runs() -> None:
     assert beside.explain("w1").alternative_on(0).compute_seconds == weight.compute_seconds
 
 
-def test_what_must_stay_together_is_named() -> None:
+def test_operations_that_must_move_along_are_named() -> None:
     budgets = {0: 64 * KIB, 1: 64 * KIB}
     plan = planned(chain(4), budgets, together=[["layer1", "layer2"]])
     other = plan.explain("layer1").alternative_on(1)
@@ -192,7 +192,7 @@ def test_what_must_stay_together_is_named() -> None:
     assert other.makespan == pytest.approx(whole.makespan)
 
 
-def test_what_a_call_writes_stays_with_its_readers() -> None:
+def test_written_buffer_moves_with_its_readers() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).train()
     plan = graphplan.plan(model, {0: "1MiB", 1: "1MiB"}, (torch.ones(4, 64),))
     for name in ("1", "1.running_mean", "1.weight"):
@@ -233,7 +233,7 @@ def test_a_plan_read_from_json_explains_itself_as_well(plan: Plan) -> None:
     assert len(data["alternatives"]) == len(plan.devices)
 
 
-def test_a_further_call_knows_what_is_settled() -> None:
+def test_explanation_of_later_plan_names_fixed_weights() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(Steps(), machine.max_memory, kwargs=PREFILL)
         placed(**DECODE)
@@ -253,13 +253,13 @@ def test_several_calls_are_explained_together() -> None:
     assert other.slower > 101 * 2 * Link().latency
 
 
-def test_it_reads_as_a_table(plan: Plan) -> None:
+def test_explanation_prints_a_table(plan: Plan) -> None:
     text = str(plan.explain("blocks.1"))
     for expected in ("module blocks.1", "moved to", "obstacle", "it is there", "cpu"):
         assert expected in text
 
 
-def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
+def test_alternative_may_use_fewer_prefetch_slots() -> None:
     graph, pin = chain(8, weight=64 * KIB, flops=10**9), {f"w{i}": "cpu" for i in range(4)}
     plan = planned(graph, {0: 7 * 64 * KIB + 8 * KIB, "cpu": 1 << 30}, pin=pin)
     assignment = replace(plan.schedule.assignment, slots={0: 3})
@@ -275,7 +275,7 @@ def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
 # -- bottleneck -------------------------------------------------------------------------------------------
 
 
-def test_the_budget_that_binds_is_named_with_its_smallest_increase() -> None:
+def test_binding_budget_is_named_with_smallest_useful_increase() -> None:
     budgets = {0: 12 * KIB, "cpu": 1 << 20}
     plan = planned(chain(4), budgets)
     found = plan.bottleneck(progress=False)
@@ -290,7 +290,7 @@ def test_the_budget_that_binds_is_named_with_its_smallest_increase() -> None:
     assert Plan.from_json(plan.to_json()).bottleneck(progress=False) == found
 
 
-def test_where_no_budget_binds_speed_is_the_answer() -> None:
+def test_without_binding_budget_a_faster_device_is_named() -> None:
     slow_card = planned(chain(4), {0: 1 << 20}, speeds={0: Speed(flops=1e9)}).bottleneck(progress=False)
     assert not slow_card.binds
     assert slow_card.answer is not None
@@ -303,7 +303,7 @@ def test_where_no_budget_binds_speed_is_the_answer() -> None:
     assert "no budget is binding" in str(found)
 
 
-def test_the_parts_add_up() -> None:
+def test_times_add_up_to_the_makespan() -> None:
     plan = planned(chain(3), {0: 8 * KIB, 1: 8 * KIB, "cpu": 1 << 20}, cpu_compute=False)
     found = plan.bottleneck(progress=False)
     parts = (found.compute_seconds, found.transfer_seconds, found.streaming_seconds, found.io_seconds)
@@ -313,7 +313,7 @@ def test_the_parts_add_up() -> None:
 
 
 @pytest.mark.parametrize(("flops", "waits"), [(10**6, True), (3 * 10**10, False)])
-def test_the_parts_add_up_where_weights_are_streamed(flops: int, waits: bool) -> None:
+def test_times_add_up_with_streamed_weights(flops: int, waits: bool) -> None:
     graph, pin = chain(6, weight=1 << 20, flops=flops), {f"w{i}": "cpu" for i in range(6)}
     plan = planned(graph, {0: 1 << 30, "cpu": 1 << 30}, pin=pin, cpu_compute=False)
     copying = sum(move_seconds(load, plan.topology) for load in plan.schedule.loads())
@@ -333,7 +333,7 @@ def test_the_parts_add_up_where_weights_are_streamed(flops: int, waits: bool) ->
     assert here.transfer_seconds == pytest.approx(plan.makespan - found.compute_seconds)
 
 
-def test_a_faster_link_helps_what_is_streamed() -> None:
+def test_faster_link_helps_streamed_weights() -> None:
     graph, pin = chain(6, weight=1 << 20), {f"w{i}": "cpu" for i in range(6)}
     plan = planned(graph, {0: 1 << 30, "cpu": 1 << 30}, pin=pin, cpu_compute=False)
     found = plan.bottleneck(progress=False)

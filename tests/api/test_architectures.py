@@ -1,4 +1,4 @@
-"""transformers architectures, shrunken, over simulated devices at shares of their size."""
+"""transformers architectures, shrunken, over simulated devices with budgets at fractions of their size."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_in(architecture: Architecture, configurations: Sequence[tuple[float, int
     [pytest.param(*each, marks=[pytest.mark.slow] * (each[1] in LIKE_OTHERS)) for each in enumerate(SAMPLE)],
 )
 def test_sample(turn: int, stem: str) -> None:
-    """Each architecture in one of the configurations, the next in the next."""
+    """Run each architecture in one configuration, in rotation."""
     (architecture,) = [a for a in TABLE if a.stem == stem]
     turn %= len(CONFIGURATIONS)
     with short_search():
@@ -83,7 +83,7 @@ def test_architecture(architecture: Architecture) -> None:
 @pytest.mark.xfail(
     reason="161 of 181 operations are on the card at 0.5, 163 asked; 6 % slower at 0.7", strict=True
 )
-def test_segformer_of_the_imbalance_report() -> None:
+def test_segformer_with_imbalanced_devices() -> None:
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
     config = SegformerConfig(
@@ -123,7 +123,7 @@ def test_mixtral_over_ids_out_of_order_and_with_gaps() -> None:
 
 
 @pytest.mark.slow
-def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
+def test_offloaded_model_can_be_saved_copied_and_run(tmp_path: Any) -> None:
     import copy
 
     from transformers import AutoModelForCausalLM
@@ -144,7 +144,7 @@ def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
         assert largest_difference(model_copy(**inputs), expected) < 1e-5
 
 
-def test_inputs_that_the_exporter_adds_have_the_sizes_of_the_call() -> None:
+def test_inputs_added_by_exporter_match_call_sizes() -> None:
     # seen on the images of Cohere's Compass: their positions counted as without bounds, 2 ** 57 bytes
     made = build("cohere_compass_vision")
     plan = graphplan.plan(made.model, {0: "1GiB", "cpu": "1GiB"}, kwargs=made.inputs)

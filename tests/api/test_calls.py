@@ -98,7 +98,7 @@ def test_results_equal_and_budgets_hold_in_every_call(shares: dict[Any, float]) 
         first.verify()
 
 
-def test_weights_decide_what_stays_on_the_accelerator() -> None:
+def test_call_weights_decide_resident_weights() -> None:
     # room for one of the two halves: the decoder is what most calls run
     model = Steps(width=128, depth=2).eval()
     call = {"x": torch.randn(8, 128)}, {"x": torch.randn(1, 128), "memory": torch.randn(1, 128)}
@@ -114,7 +114,7 @@ def test_weights_decide_what_stays_on_the_accelerator() -> None:
     assert joint.weighted_makespan < alone.makespan + 200 * kept.seconds
 
 
-def test_calls_that_stream_share_their_prefetch_buffers_within_the_budget() -> None:
+def test_streaming_calls_share_prefetch_buffers_within_the_budget() -> None:
     torch.manual_seed(0)
     model = Steps(depth=4).eval()
     calls = {"x": torch.randn(256, 64)}, DECODE
@@ -150,7 +150,7 @@ def test_calls_that_stream_share_their_prefetch_buffers_within_the_budget() -> N
         assert placed.plan.others == (placed.plans[1],)
 
 
-def test_further_structures_are_planned_when_they_come() -> None:
+def test_new_structures_are_planned_at_their_first_call() -> None:
     model = Steps().eval()
     third = {"x": X[:3], "memory": MEMORY}
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}):  # room for the copies
@@ -165,7 +165,7 @@ def test_further_structures_are_planned_when_they_come() -> None:
         assert largest_difference(again(**DECODE), model(**DECODE)) < 1e-5
 
 
-def test_calls_of_one_structure_are_one() -> None:
+def test_calls_of_one_structure_are_merged() -> None:
     plan = graphplan.plan(
         Steps(), {0: "1MiB"}, calls=[PREFILL, {"x": X + 1}, ((X[:1],), {"memory": MEMORY})], weights=[1, 2, 5]
     )
@@ -186,7 +186,7 @@ def test_json_keeps_the_other_calls() -> None:
     again.verify()
 
 
-def test_a_pin_may_name_what_only_one_call_runs() -> None:
+def test_pin_of_a_module_that_one_call_runs() -> None:
     plan = graphplan.plan(Steps(), {0: "1MiB", 1: "1MiB"}, calls=[DECODE, PREFILL], pin={"encoder": 1})
     assert {key for name, key in plan.placement.items() if name.startswith("encoder")} == {1}
     assert plan.others[0].device_of("encoder") == 1
@@ -212,7 +212,7 @@ def test_a_pin_may_name_what_only_one_call_runs() -> None:
         ({"calls": [{"nonsense": X}]}, "do not fit forward"),
     ],
 )
-def test_calls_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_calls_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.InputError, match=message):
         graphplan.partition(Steps(), {"cpu": "1GiB"}, **arguments)
 
@@ -254,7 +254,7 @@ def test_the_heavier_call_gets_the_accelerator(counts: list[float], kept: set[st
 
 
 @pytest.mark.parametrize(("seed", "most"), [(12, 126e-6), (30, 114e-6)])
-def test_a_layer_moves_though_its_operations_stay_with_what_they_write(seed: int, most: float) -> None:
+def test_layer_weights_move_while_writers_stay_with_their_buffers(seed: int, most: float) -> None:
     draw = random.Random(seed)
     weights = {f"w{i}": draw.randint(1, 6) * 4096 for i in range(5)}
     statistics = [Weight(f"s{i}", 512, (f"s{i}",), "buffer", mutated=True) for i in (0, 2)]
@@ -279,7 +279,7 @@ def test_a_layer_moves_though_its_operations_stay_with_what_they_write(seed: int
             assert all(found.weights[name] == found.operations[one.name] for name in one.mutates)
 
 
-def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> None:
+def test_call_with_few_weights_leaves_room_for_large_activations() -> None:
     light = readers(WEIGHTS, list(WEIGHTS), activation=512)
     heavy = readers(WEIGHTS, list(WEIGHTS), activation=6 * KIB)
     budgets = {0: 36 * KIB, 1: 36 * KIB, "cpu": 1 << 20}
@@ -291,8 +291,8 @@ def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> Non
         assert bound <= total(solutions, counts) * (1 + 1e-9)
 
 
-def test_a_decode_leaves_room_for_the_activations_of_a_prefill() -> None:
-    """Two cards hold the model; the decode alone would fill the faster one with weights."""
+def test_decode_leaves_room_for_activations_of_a_prefill() -> None:
+    """Two GPUs hold the model; the decode alone would fill the faster one with weights."""
     prefill, decode = (llama(12, 2048, 5632, 512, 32000, rows) for rows in (512, 1))
     gib = prefill.weight_bytes / GIB
     topology, counts = devices([Card(A, 0.7 * gib + 0.1), Card(B, 0.5 * gib + 0.1)]), [1.0, 64.0]
@@ -311,7 +311,7 @@ SLOW_SEEDS = [
 
 
 @pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), *SLOW_SEEDS])
-def test_no_other_homes_are_better(seed: int) -> None:
+def test_homes_are_optimal_by_enumeration(seed: int) -> None:
     """Against every assignment of weights to devices, each call placed at its best over them."""
     draw = random.Random(seed)
     weights = {f"w{i}": draw.randint(1, 6) * 4096 for i in range(4)}
@@ -340,8 +340,8 @@ def best_homes(graphs: list[Graph], counts: list[float], budgets: dict[Any, int]
     return best
 
 
-def test_calls_that_fit_alone_and_not_together() -> None:
-    # the one call must have w0 off the card that holds what the other cannot do without
+def test_calls_that_fit_only_separately_raise() -> None:
+    # one call needs w0 off the device that the other call fills with other data
     one = readers({"w0": 16 * KIB, "w1": 16 * KIB}, ["w0"], activation=512)
     other = readers({"w0": 16 * KIB, "w1": 16 * KIB}, ["w1", "w0"], activation=8 * KIB)
     with pytest.raises(graphplan.InfeasibleError) as caught:
@@ -350,7 +350,7 @@ def test_calls_that_fit_alone_and_not_together() -> None:
     assert all(s.evaluation.feasible for s in joint([one, other], [1.0, 1.0], needed))
 
 
-def test_one_call_is_placed_as_alone() -> None:
+def test_single_joint_call_equals_plain_placement() -> None:
     topology = read_max_memory({0: 16 * KIB, 1: 16 * KIB})
     problem = Problem(chain(6), topology, "cpu")
     (solution,) = place_jointly([Call(problem, Constraints(), 3.0)])
@@ -359,7 +359,7 @@ def test_one_call_is_placed_as_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*the first call will be traced:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("examples", [True, False])
-def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
+def test_model_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(2, 8)
     with graphplan.simulate({0: "1MiB"}) as machine:
         with torch.inference_mode():
@@ -373,8 +373,8 @@ def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None
 
 
 @pytest.mark.parametrize("order", [(1, 0), pytest.param((0, 1), marks=pytest.mark.slow)])
-def test_a_call_is_served_by_the_plan_for_the_smallest_sizes(order: tuple[int, int]) -> None:
-    """The plan for large calls, if listed first, served small ones too, though these had one of their own."""
+def test_call_runs_the_plan_with_the_smallest_sizes(order: tuple[int, int]) -> None:
+    """Regression: the plan for large calls, if listed first, served small calls that had their own plan."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256)) for _ in range(2))
     ).eval()

@@ -1,4 +1,4 @@
-"""A plan that was made before is carried out without a search, or an error says why not."""
+"""A given plan is carried out without a search, or an error names the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("budgets", BUDGETS.values(), ids=list(BUDGETS))
 @pytest.mark.parametrize("stored", [False, True])
-def test_the_placement_is_the_plans(
+def test_placement_equals_the_given_plan(
     budgets: dict[Any, Any], stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = stack()
@@ -61,7 +61,7 @@ def test_the_placement_is_the_plans(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_larger_budgets_will_do_and_smaller_ones_are_an_error() -> None:
+def test_larger_budgets_are_accepted_and_smaller_ones_raise() -> None:
     model = stack()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         made = plan_of(model, BUDGETS["two devices"])
@@ -95,7 +95,7 @@ ATTEMPT = driver.attempt
         (stack(), torch.randn(3, 64), r"its input 'input' is float32\[2, 64\], not float32\[3, 64\]"),
     ],
 )
-def test_another_graph_is_an_error(model: nn.Module, x: torch.Tensor, said: str) -> None:
+def test_plan_of_another_graph_raises(model: nn.Module, x: torch.Tensor, said: str) -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         made = plan_of(stack(), BUDGETS["two devices"])
         before = [p.device for p in model.parameters()]
@@ -124,19 +124,19 @@ class Waves(nn.Module):
         (Waves(both=True), "its results are sub, but those of the model are sub, add"),
     ],
 )
-def test_graphs_of_the_same_operations_are_told_apart(model: nn.Module, said: str) -> None:
+def test_same_operations_wired_differently_raise(model: nn.Module, said: str) -> None:
     plan = graphplan.plan(Waves(), {"cpu": "1MiB"}, (X,))
     with pytest.raises(graphplan.PlanError, match=said):
         graphplan.partition(model, None, (X,), plan=plan)
 
 
-def test_an_input_of_another_type_is_told_apart() -> None:
+def test_input_of_another_dtype_raises() -> None:
     plan = graphplan.plan(Waves(), {"cpu": "1MiB"}, (X,))
     with pytest.raises(graphplan.PlanError, match=r"'x' is float32\[2, 64\], not float64\[2, 64\]"):
         graphplan.partition(Waves(), None, (X.double(),), plan=plan)
 
 
-def test_another_optimizer_is_told_apart() -> None:
+def test_optimizer_with_other_state_raises() -> None:
     how: Any = {"args": (X,), "train": True}
     plan = graphplan.plan(stack(), {"cpu": "1MiB"}, optimizer=torch.optim.AdamW, **how)
     with pytest.raises(
@@ -145,7 +145,7 @@ def test_another_optimizer_is_told_apart() -> None:
         graphplan.partition(stack(), None, plan=plan, optimizer=torch.optim.SGD, **how)
 
 
-def test_an_optimizer_that_keeps_the_same_but_takes_longer_is_none() -> None:
+def test_optimizer_with_equal_state_is_accepted() -> None:
     how: Any = {"args": (X,), "train": True}
     plan = graphplan.plan(stack(), {"cpu": "1MiB"}, optimizer_bytes_per_element=4, **how)
     momentum = partial(torch.optim.SGD, momentum=0.9)
@@ -154,7 +154,7 @@ def test_an_optimizer_that_keeps_the_same_but_takes_longer_is_none() -> None:
     assert placed.plan.optimizer_seconds == plan.optimizer_seconds
 
 
-def test_other_devices_rules_and_files_are_errors(tmp_path: Path) -> None:
+def test_other_devices_options_and_unreadable_files_raise(tmp_path: Path) -> None:
     model = stack()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         made = graphplan.plan(model, machine.max_memory, (X,))
@@ -191,7 +191,7 @@ def test_several_calls_and_slices() -> None:
         torch.testing.assert_close(placed(x), large(x))
 
 
-def test_a_placed_module_that_is_unpickled_does_not_need_the_plan() -> None:
+def test_unpickled_module_does_not_need_the_given_plan() -> None:
     model = stack()
     with graphplan.simulate(BUDGETS["two devices"]) as machine:
         made = graphplan.plan(model, machine.max_memory, (X,))
@@ -204,9 +204,7 @@ def test_a_placed_module_that_is_unpickled_does_not_need_the_plan() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 4096])
-def test_workspaces_may_be_others_on_the_machine_that_runs(
-    there: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workspaces_may_differ_from_those_planned(there: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.ReLU()).eval(), torch.randn(2, 4, 8)
     measure = Interpreter._measure
 
@@ -230,7 +228,7 @@ def test_workspaces_may_be_others_on_the_machine_that_runs(
         graphplan.partition(model, {"cpu": 4096}, (x,), plan=plan)
 
 
-def test_a_plan_for_real_devices_is_not_carried_out_on_simulated_ones() -> None:
+def test_plan_for_real_devices_raises_on_simulated_ones() -> None:
     plan = graphplan.plan(stack(), {0: "1MiB"}, (X,))
     with (
         graphplan.simulate({0: "1MiB"}),

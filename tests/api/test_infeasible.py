@@ -1,4 +1,4 @@
-"""What does not fit says which ``max_memory=`` suffices, ready to paste."""
+"""Errors of models that do not fit name a sufficient ``max_memory=``, ready to paste."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES: list[tuple[Any, dict[Any, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "budgets", "call"), CASES)
-def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], call: dict[str, Any]) -> None:
+def test_printed_budgets_suffice(make: Any, budgets: dict[Any, int], call: dict[str, Any]) -> None:
     with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         place = graphplan.partition if make is Deciding else graphplan.plan
@@ -89,7 +89,7 @@ HELPED: list[tuple[dict[Any, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("budgets", "options"), HELPED)
-def test_cpu_memory_that_would_do_is_named(budgets: dict[Any, int], options: dict[str, Any]) -> None:
+def test_error_names_sufficient_cpu_memory(budgets: dict[Any, int], options: dict[str, Any]) -> None:
     with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}):
         with pytest.raises(graphplan.InfeasibleError, match="So do these, with weights in CPU") as caught:
             graphplan.plan(stack(), budgets, (X,), **options)
@@ -111,16 +111,14 @@ UNHELPED: list[tuple[dict[Any, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("budgets", "options"), UNHELPED)
-def test_cpu_memory_is_not_named_where_it_does_not_help(
-    budgets: dict[Any, int], options: dict[str, Any]
-) -> None:
+def test_cpu_memory_that_does_not_help_is_not_named(budgets: dict[Any, int], options: dict[str, Any]) -> None:
     with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}):
         with pytest.raises(graphplan.InfeasibleError) as caught:
             graphplan.plan(stack(), budgets, (X,), **options)
         assert "So do these" not in str(caught.value)
 
 
-def test_bytes_that_are_meant_as_another_unit() -> None:
+def test_budget_probably_in_another_unit_warns() -> None:
     said = r"max_memory\[0\] is 24 bytes: write '24GiB'"
     with (
         pytest.warns(graphplan.GraphplanWarning, match=said),
@@ -139,14 +137,14 @@ TIGHT: list[Any] = [
 
 @pytest.mark.full_search
 @pytest.mark.parametrize(("make", "budgets", "x"), TIGHT)
-def test_a_time_limit_is_no_reason_to_find_nothing(make: Any, budgets: dict[Any, int], x: Any) -> None:
+def test_time_limit_still_finds_a_placement(make: Any, budgets: dict[Any, int], x: Any) -> None:
     with graphplan.simulate({0: "1MiB"}):
         assert graphplan.plan(make(), budgets, (x,), time_limit=1e-3).placement
 
 
 @pytest.mark.full_search
 @pytest.mark.slow
-def test_budgets_beside_a_disk_that_would_do() -> None:
+def test_named_budgets_with_a_disk_suffice() -> None:
     budgets = {0: 10240, "cpu": 6144, "disk": 1 << 20}
     with graphplan.simulate({0: "1MiB"}):
         with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
@@ -154,8 +152,8 @@ def test_budgets_beside_a_disk_that_would_do() -> None:
         assert graphplan.plan(Buffered(), caught.value.needed, (IDS,)).placement
 
 
-def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
-    """The error of the search before it would keep what the caller has, such as weights that are to move."""
+def test_time_limited_search_error_has_no_context() -> None:
+    """A chained error would keep the caller's objects alive, such as weights to move."""
     with pytest.raises(graphplan.InfeasibleError) as caught:
         graphplan.plan(stack(), {0: "20KiB"}, (X,), offload=False, time_limit=5.0)
     assert caught.value.__context__ is None
@@ -169,21 +167,21 @@ def test_an_error_of_a_search_with_a_time_limit_holds_on_to_no_other() -> None:
         pytest.param([{0: 1100}, {0: "60KiB", "cpu": 1100}], marks=pytest.mark.slow),
     ],
 )
-def test_budgets_of_machines_that_are_named_do(machines: Any) -> None:
+def test_named_budgets_of_machines_suffice(machines: Any) -> None:
     with pytest.raises(graphplan.InfeasibleError) as caught:
         graphplan.plan(stack(), machines=machines, args=(WIDE,))
     named = re.search(r"These budgets suffice: machines=(\[.*\])", str(caught.value))
     assert named is not None
     budgets = ast.literal_eval(named[1])
     graphplan.plan(stack(), machines=budgets, args=(WIDE,)).verify()
-    # no more than is of use: all were grown by the same factor, 10 MB beside 1100 bytes
+    # no more than is of use: all were grown by the same factor, 10 MB next to 1100 bytes
     assert max(nbytes for one in budgets for nbytes in one.values()) < 4 * bytes_of(stack())
 
 
 @pytest.mark.slow
 @pytest.mark.full_search
-def test_budgets_that_would_do_are_near_the_smallest() -> None:
-    """Between the steps in which they grow is a bisection, whose work must not end before."""
+def test_named_budgets_are_near_the_smallest() -> None:
+    """Budgets grow in steps and are then bisected; the effort must suffice for both."""
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(60))), torch.ones(600, 64)
     size = bytes_of(model)
     with pytest.raises(graphplan.InfeasibleError) as caught:

@@ -1,4 +1,4 @@
-"""Plans of machines that take several stages each in turn, made offline."""
+"""Plans of machines with several interleaved stages each, without running them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check(plan: ClusterPlan, machines: Sequence[Any], each: int = 2) -> None:
 
 
 @pytest.mark.slow
-def test_the_bubble_is_smaller_than_that_of_one_stage_each() -> None:
+def test_bubble_is_smaller_than_with_one_stage_each() -> None:
     machines = [{"cpu": "1GiB"}] * 4
     plan = planned(machines)
     check(plan, machines)
@@ -81,12 +81,12 @@ def test_the_bubble_is_smaller_than_that_of_one_stage_each() -> None:
         [{"cpu": "80MiB"}, {0: "8MiB", "cpu": "40MiB"}, {0: "30MiB"}, {0: "6MiB", 1: "6MiB", "cpu": "60MiB"}],
     ],
 )
-def test_unlike_machines(machines: list[Any]) -> None:
+def test_unequal_machines(machines: list[Any]) -> None:
     check(planned(machines, model=stack(8)), machines)
 
 
 @pytest.mark.slow
-def test_training_counts_what_microbatches_in_flight_save() -> None:
+def test_training_counts_saved_activations_of_microbatches_in_flight() -> None:
     machines = [{"cpu": "1GiB"}] * 2
     plan = planned(machines, train=True, optimizer=torch.optim.AdamW)
     check(plan, machines)
@@ -103,7 +103,7 @@ def test_training_counts_what_microbatches_in_flight_save() -> None:
 
 
 @pytest.mark.slow
-def test_training_in_little_memory_keeps_the_budgets() -> None:
+def test_tight_training_keeps_the_budgets() -> None:
     model, x = stack(8), torch.empty(4096, WIDTH, device="meta")
     weights = sum(p.nbytes for p in model.parameters())
     machines = [{"cpu": int(4 * weights * 0.55) + (44 << 20)}] * 2
@@ -125,7 +125,7 @@ class Lumpy(nn.Module):
 
 
 @pytest.mark.parametrize("key", ["cpu", 0])
-def test_a_stage_may_need_more_than_an_equal_share(key: Any) -> None:
+def test_stage_may_take_more_than_an_equal_share(key: Any) -> None:
     model, ids = Lumpy(), torch.zeros(64, 8, dtype=torch.int64, device="meta")
     table = model.table.weight.nbytes
     machines = [{key: int(table * 1.35)}] * 2
@@ -147,7 +147,7 @@ def test_the_stages_of_a_machine_share_its_budgets() -> None:
         replace(plan, stages=stages).verify()
 
 
-def test_stages_in_another_order_are_refused() -> None:
+def test_stages_in_another_order_raise() -> None:
     plan = planned([{"cpu": "1GiB"}] * 2)
     swapped = tuple(replace(stage, machine=1 - stage.machine) for stage in plan.stages)
     with pytest.raises(graphplan.VerificationError, match="stages are on the machines"):
@@ -201,12 +201,12 @@ def test_the_stages_of_a_machine_share_its_lanes(tmp_path: Path) -> None:
         ({"machines": [{"cpu": "1GiB"}]}, "two machines or more"),
     ],
 )
-def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_named(options: dict[str, Any], match: str) -> None:
     with pytest.raises(graphplan.InputError, match=match):
         planned(options.pop("machines", [{"cpu": "1GiB"}] * 3), **options)
 
 
-def test_a_plan_is_carried_out_with_as_many_stages_on_each_machine() -> None:
+def test_given_plan_requires_equal_stages_per_machine() -> None:
     machines = [{"cpu": "1GiB"}] * 2
     asked = PlanOptions(microbatches=8, schedule="interleaved", objective="throughput")
     cluster = read_cluster(machines, asked)
@@ -216,12 +216,12 @@ def test_a_plan_is_carried_out_with_as_many_stages_on_each_machine() -> None:
             _require_planned_for(planned(machines, **options), cluster)
 
 
-def test_one_stage_for_each_machine_is_the_other_schedules() -> None:
+def test_one_stage_per_machine_is_allowed_for_other_schedules() -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, schedule="gpipe", stages_per_machine=1)
     assert len(plan.stages) == 2
 
 
-def test_an_error_names_the_machine_and_budgets_that_do() -> None:
+def test_error_names_machine_and_sufficient_budgets() -> None:
     machines = [{"cpu": "40MiB"}, {"cpu": "4MiB"}]
     with pytest.raises(graphplan.InfeasibleError, match=r"achine \d.* may hold 4\.\d* MiB") as caught:
         planned(machines)
@@ -230,13 +230,13 @@ def test_an_error_names_the_machine_and_budgets_that_do() -> None:
     check(planned(budgets), budgets)
 
 
-def test_a_model_with_too_few_cuts_is_refused() -> None:
+def test_model_with_too_few_cuts_raises() -> None:
     with pytest.raises(graphplan.InfeasibleError, match=r"where the model can be cut"):
         planned([{"cpu": "1GiB"}] * 4, model=stack(1), stages_per_machine=8)
 
 
-def test_a_model_with_too_few_trained_layers_is_refused() -> None:
-    """Not for want of memory: gradients do not pass stages without a parameter of their own."""
+def test_model_with_too_few_trained_layers_raises() -> None:
+    """The reason is not memory: gradients do not pass through stages without own parameters."""
     options = {"model": stack(2), "stages_per_machine": 4, "train": True}
     with pytest.raises(graphplan.InfeasibleError, match=r"there are 3 places where the model can be cut"):
         planned([{"cpu": "1TiB"}] * 2, **options)
@@ -252,8 +252,8 @@ class Skip(nn.Sequential):
 
 
 @pytest.mark.slow
-def test_an_error_names_budgets_that_do_for_another_search_too() -> None:
-    """They were found by what the search that failed had learnt, which the next one does not know."""
+def test_named_budgets_suffice_in_a_new_search() -> None:
+    """Regression: the budgets depended on state of the failed search."""
     model, x = Skip(*(nn.Linear(16, 16, bias=False) for _ in range(3))), torch.empty(2, 16, device="meta")
     machines: list[Any] = [{0: 1475}, {0: 1475}]
     with pytest.raises(graphplan.InfeasibleError) as caught:

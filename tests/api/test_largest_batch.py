@@ -1,4 +1,4 @@
-"""The largest batch that fits: from the one that is given upwards, or downwards."""
+"""The largest batch that fits, above or below the example's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def largest(given: int, budget: int, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("given", [6, 40])
-def test_it_does_not_depend_on_the_batch_that_is_given(given: int) -> None:
+def test_result_does_not_depend_on_the_example_batch(given: int) -> None:
     weights = sum(p.numel() * p.element_size() for p in widening().parameters())
     found = largest(given, weights + 24 * 4200)
     assert 20 <= found < 26
@@ -35,18 +35,18 @@ def test_it_does_not_depend_on_the_batch_that_is_given(given: int) -> None:
 
 
 @pytest.mark.parametrize("given", [1, 40])
-def test_it_is_at_most_what_is_asked_for(given: int) -> None:
+def test_result_is_at_most_the_limit(given: int) -> None:
     assert largest(given, 1 << 30, limit=7) == 7
     assert largest(given, 1 << 30, max_batch=7) == 7
 
 
 @pytest.mark.parametrize("given", [1, 6])
-def test_where_not_even_one_fits_the_error_says_what_is_lacking(given: int) -> None:
+def test_infeasible_batch_of_one_raises_with_shortage(given: int) -> None:
     with pytest.raises(graphplan.InfeasibleError, match="cpu"):
         largest(given, 20_000)
 
 
-def test_inputs_without_a_batch_are_refused() -> None:
+def test_inputs_without_a_batch_raise() -> None:
     with pytest.raises(graphplan.InputError, match="first tensor"):
         graphplan.largest_batch(widening(), {"cpu": 1 << 30})
     with pytest.raises(graphplan.InputError, match="args must be a tuple"):  # a tensor would be taken in rows
@@ -67,13 +67,13 @@ class OfSized(nn.Module):
         return self.body(sized.x)
 
 
-def test_what_a_dataclass_holds_is_resized() -> None:
+def test_tensors_in_dataclasses_are_resized() -> None:
     with torch.no_grad():
         found = graphplan.largest_batch(OfSized(), {"cpu": 140_000}, (Sized(torch.ones(1, 4)),), limit=64)
     assert 20 < found < 40
 
 
-def test_integers_that_decide_have_values() -> None:
+def test_integer_inputs_keep_values_for_branches() -> None:
     class ByLengths(nn.Module):
         """Branches by whether all rows are whole."""
 

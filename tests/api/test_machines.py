@@ -1,4 +1,4 @@
-"""Plans of several machines, made offline."""
+"""Plans of several machines, without running them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def planned(machines: Any, **options: Any) -> ClusterPlan:
     return graphplan.plan(model, machines=machines, args=(options.pop("x", X),), network=NEAR, **options)
 
 
-def test_latency_takes_as_few_machines_as_hold_the_model() -> None:
+def test_latency_uses_as_few_machines_as_possible() -> None:
     plan = planned([{0: int(WEIGHTS * 0.7)}] * 4)
     assert len(plan.stages) == 2
     assert plan.makespan == pytest.approx(plan.latency)
@@ -84,7 +84,7 @@ class Transposed(nn.Module):
         (20 * LAYER, {"train": True, "schedule": "interleaved"}),
     ],
 )
-def test_views_of_weights_that_are_taken_first_are_in_no_stage(budget: int, options: dict[str, Any]) -> None:
+def test_early_weight_views_do_not_pin_their_weights(budget: int, options: dict[str, Any]) -> None:
     batches: dict[str, Any] = {"microbatches": 4, "objective": "throughput"}
     late, early = (
         planned([{"cpu": budget}] * 2, model=Transposed(first), x=MANY, **batches, **options)
@@ -97,7 +97,7 @@ def test_views_of_weights_that_are_taken_first_are_in_no_stage(budget: int, opti
     assert early.lower_bound == pytest.approx(late.lower_bound)
 
 
-def test_gradients_of_a_weight_whose_views_two_stages_read_are_kept_while_they_are_summed() -> None:
+def test_shared_weight_gradients_are_counted_while_summed() -> None:
     options: dict[str, Any] = {"train": True, "schedule": "1f1b", "microbatches": 2}
     x = torch.ones(4096, 16)
     plan = planned([{"cpu": "1GiB"}] * 2, model=EarlyViews(), x=x, objective="throughput", **options)
@@ -106,12 +106,12 @@ def test_gradients_of_a_weight_whose_views_two_stages_read_are_kept_while_they_a
     assert plan.stages[-1].kept_bytes == {"cpu": 2 * 16 * 16 * 4}
 
 
-def test_what_cannot_be_cut_is_on_one_machine_of_several_accelerators() -> None:
+def test_uncuttable_model_runs_on_one_machine() -> None:
     plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))
     assert len(plan.stages) == 1
 
 
-def test_the_gap_is_of_what_is_minimised() -> None:
+def test_gap_refers_to_the_objective() -> None:
     machines = [{0: int(WEIGHTS * 0.7)}] * 4
     plan = planned(machines, microbatches=8, x=MANY)
     assert plan.makespan > 3 * plan.latency
@@ -121,8 +121,8 @@ def test_the_gap_is_of_what_is_minimised() -> None:
     assert planned(machines, microbatches=8, x=MANY, objective="throughput").seconds < plan.makespan
 
 
-def test_what_does_not_fit_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages that estimates believe in, and that no placement is found for: as bytes that do not pack."""
+def test_infeasible_stretch_is_not_retried_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that fit by estimate, but for which no placement is found, since bytes do not pack."""
     search, sizes = StagePlacement.search, []
 
     def packs_little(self: StagePlacement, stretch: Stretch) -> StepPlan:
@@ -174,7 +174,7 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
         ClusterPlan.from_json(json.dumps(data))
 
 
-def test_the_trace_has_a_group_of_lanes_for_each_machine(tmp_path: Path) -> None:
+def test_trace_has_a_lane_group_for_each_machine(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 3, microbatches=4, objective="throughput")
     slots = list(batch_slots(plan))
     last = max(slot.end for slot in slots)
@@ -204,7 +204,7 @@ def test_the_picture_has_a_lane_for_each_machine(tmp_path: Path) -> None:
     assert sum("computes" not in hint for hint in hints) == 2 * 4
 
 
-def test_a_measured_batch_is_beside_the_estimated_one(tmp_path: Path) -> None:
+def test_page_shows_measured_and_estimated_batch(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     slots = [Slot(i, m, "stage", i + m + 0.5, i + m + 1.0) for i in range(2) for m in range(2)]
     profile = ClusterProfile(plan, tuple(slots))
@@ -223,7 +223,7 @@ def test_a_measured_batch_is_beside_the_estimated_one(tmp_path: Path) -> None:
     assert "a &lt; b" in page
 
 
-def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
+def test_page_shows_network_traffic(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     plan.save_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
@@ -239,19 +239,19 @@ def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_microbatches_that_do_not_divide_the_batch_are_an_error() -> None:
+def test_microbatches_that_do_not_divide_the_batch_raise() -> None:
     plan = planned([{0: "1GiB"}])
     with pytest.raises(graphplan.VerificationError, match="5 microbatches do not divide a batch of 32"):
         replace(plan, batch=32, microbatches=5).verify()
 
 
-def test_a_bound_above_the_plan_is_an_error() -> None:
+def test_bound_above_the_plan_raises() -> None:
     plan = planned([{0: "1GiB"}])
     with pytest.raises(graphplan.VerificationError, match="lower bound"):
         replace(plan, lower_bound=plan.seconds * 1.1).verify()
 
 
-def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
+def test_network_buffers_count_against_the_cpu_budget() -> None:
     machines = [{"cpu": int(WEIGHTS * 0.75)}] * 2
     plan = planned(machines, microbatches=4)
     crossing = plan.stages[0].sends[0]
@@ -264,7 +264,7 @@ def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
     assert all(peaks[k]["cpu"] <= machines[k]["cpu"] for k in (0, 1))
 
 
-def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
+def test_saved_activations_require_more_machines_in_training() -> None:
     from graphplan.devices.max_memory import read_max_memory
     from graphplan.ir.cluster.flight import Flight
 
@@ -276,7 +276,7 @@ def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
     assert Flight(8, "1f1b", False).kept(after=1) == 0
 
 
-def test_1f1b_needs_a_microbatch_for_each_stage() -> None:
+def test_1f1b_needs_a_microbatch_per_stage() -> None:
     asked = PlanOptions(microbatches=2, schedule="1f1b", network=NEAR)
     with pytest.raises(graphplan.InputError, match=r"2 for 3 stages: give microbatches=3 or more"):
         plan_machines(Stack(), [{"cpu": WEIGHTS // 2}] * 4, asked, (X,), None, grad=True)
@@ -304,7 +304,7 @@ def planned_training(memory: str, schedule: str, **options: Any) -> ClusterPlan:
     )
 
 
-def test_training_counts_what_microbatches_in_flight_save() -> None:
+def test_training_counts_saved_activations_of_microbatches_in_flight() -> None:
     gpipe, one_forward = (planned_training("1GiB", schedule) for schedule in ("gpipe", "1f1b"))
     saved = one_forward.stages[1].kept_bytes["cpu"]
     assert [stage.kept_bytes.get("cpu", 0) for stage in one_forward.stages] == [2 * saved, saved, 0]
@@ -326,7 +326,7 @@ def test_training_counts_what_microbatches_in_flight_save() -> None:
     assert one_forward.transfer_seconds[0] == pytest.approx(2 * forward.transfer_seconds[0])
 
 
-def test_training_in_little_memory_computes_again_what_microbatches_in_flight_would_save() -> None:
+def test_tight_training_recomputes_activations_of_microbatches_in_flight() -> None:
     plan = planned_training("8MiB", "gpipe")
     assert any(stage.plan.recomputed for stage in plan.stages)
     assert all(peaks["cpu"] <= 8 << 20 for peaks in plan.peak_bytes.values())
@@ -370,7 +370,7 @@ def test_frozen_stages_come_first() -> None:
     assert planned_with(0).stages[-1].end == plan.stages[-1].end
 
 
-def test_an_error_names_budgets_that_do() -> None:
+def test_error_names_sufficient_budgets() -> None:
     with pytest.raises(graphplan.InfeasibleError, match="machines=") as caught:
         planned([{0: "7MiB"}] * 3)
     text = str(caught.value)
@@ -388,7 +388,7 @@ class Contrastive(nn.Module):
         return self.left(x) @ self.right(x).t()
 
 
-def test_results_that_mix_rows_are_not_divided() -> None:
+def test_results_that_mix_rows_raise() -> None:
     x = torch.ones(4, 8)
     with pytest.raises(graphplan.InputError, match="microbatches=1"):
         planned([{0: "1GiB"}], model=Contrastive(), x=x, microbatches=2)
@@ -405,8 +405,8 @@ class Biased(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
-def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: int) -> None:
-    """Rows of one each would be added silently, and wrongly."""
+def test_non_batch_input_with_equal_rows_raises(microbatches: int) -> None:
+    """Dividing it would broadcast rows silently and give wrong results."""
 
     def plan(rows: int) -> graphplan.ClusterPlan:
         inputs = (torch.ones(rows, 8), torch.ones(8))
@@ -437,7 +437,7 @@ def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: i
         ({"optimizer": torch.optim.SGD}, "goes with train=True"),
     ],
 )
-def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_named(options: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {"machines": [{0: "1GiB"}], "args": (X,), **options}
     with pytest.raises(graphplan.InputError, match=match):
         graphplan.plan(Stack(), **given)
@@ -448,7 +448,7 @@ def test_empty_constraints_are_none() -> None:
     assert plan.machines == 1
 
 
-def test_without_torchrun_there_is_no_group() -> None:
+def test_without_torchrun_raises() -> None:
     with pytest.raises(graphplan.ClusterError, match="torchrun"):
         graphplan.partition(Stack(), machines=[{"cpu": "1GiB"}], args=(X,))
     many: Any = 2
@@ -463,8 +463,8 @@ def test_without_torchrun_there_is_no_group() -> None:
         pytest.param([{0: "900KiB"}, {0: "2MiB"}, {"cpu": "3MiB"}], marks=pytest.mark.slow),
     ],
 )
-def test_host_memory_makes_no_pipeline_slower(machines: list[dict[Any, str]]) -> None:
-    """One machine may stream the whole model then, which an estimate may take for faster than it is."""
+def test_more_host_memory_does_not_slow_the_pipeline(machines: list[dict[Any, str]]) -> None:
+    """With host memory one machine may stream the whole model, which an estimate may underrate."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
 
     def seconds(*budgets: dict[Any, str]) -> float:
@@ -483,8 +483,8 @@ def test_an_error_names_the_machine() -> None:
         planned([{0: "1MiB"}, {}])
 
 
-def test_one_large_weight_that_does_not_fit_rules_out_no_small_ones() -> None:
-    """Two small accelerators hold many small weights together, and not one that is larger than each."""
+def test_large_infeasible_weight_does_not_exclude_small_ones() -> None:
+    """Two small accelerators hold many small weights together, but no weight larger than each."""
     small = (nn.Linear(256, 256) for _ in range(6))
     model = nn.Sequential(nn.Linear(4800, 64), nn.Linear(64, 256), *small)
     machines: list[dict[Any, str]] = [{0: "1MiB", 1: "1MiB"}, {0: "2600KiB"}]

@@ -1,4 +1,4 @@
-"""Methods and submodules of a placed model run by themselves, over the weights where they are."""
+"""Methods and submodules of a placed model can be called separately, over the placed weights."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_entries_equal_eager(name: str, called: bool) -> None:
         assert call(made)[0].device == X.device if name == "layers one by one" else True
 
 
-def test_each_has_one_graph_over_the_same_weights() -> None:
+def test_each_entry_has_one_graph_over_shared_weights() -> None:
     with placed(Autoencoder().eval()) as (machine, made):
         gc.collect()
         live = {key: machine.live_bytes(key) for key in (0, 1)}
@@ -170,7 +170,7 @@ def test_each_has_one_graph_over_the_same_weights() -> None:
         assert {key: machine.live_bytes(key) for key in (0, 1)} == live
 
 
-def test_the_forward_of_a_submodule_is_its_call() -> None:
+def test_submodule_forward_equals_its_call() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -198,7 +198,7 @@ def test_the_forward_of_a_submodule_is_its_call() -> None:
         assert largest_difference(placed(x), model(x)) < 1e-6
 
 
-def test_what_only_touches_attributes_runs_as_it_is() -> None:
+def test_method_without_tensor_operations_runs_untraced() -> None:
     with placed(Autoencoder().eval()) as (_, made), warnings.catch_warnings():
         warnings.simplefilter("error")
         made.keep(X)
@@ -209,7 +209,7 @@ def test_what_only_touches_attributes_runs_as_it_is() -> None:
         assert len(made.plans) == 1
 
 
-def test_a_method_of_a_transformers_model_that_changes_it_runs_as_it_is() -> None:
+def test_transformers_method_that_changes_the_model_runs_untraced() -> None:
     # it was a graph, which did not
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -235,7 +235,7 @@ def test_a_method_of_a_transformers_model_that_changes_it_runs_as_it_is() -> Non
         assert largest_difference(found[1], 2 * model.net(X)) < 1e-5
 
 
-def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
+def test_untraceable_method_runs_module_by_module() -> None:
     model = Autoencoder().eval()
     with placed(model) as (_, made):
         expected = eager(model, lambda m: m.until_small(X))
@@ -247,7 +247,7 @@ def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
 
 
 @pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_such_a_method_may_be_called_first_after_the_model_was_changed(cpu: bool) -> None:
+def test_untraceable_method_can_be_called_first_after_a_change(cpu: bool) -> None:
     model = Autoencoder().eval()
     room = over_two_devices(model)
     with graphplan.simulate({**room, "cpu": "1MiB"} if cpu else room) as machine:
@@ -286,7 +286,7 @@ class Sampling(nn.Module):
 
 
 @pytest.mark.parametrize("called", [True, False], ids=["with", "without examples"])
-def test_a_method_over_submodules_that_cannot_be_traced_runs_its_own_code(called: bool) -> None:
+def test_method_over_untraceable_submodules_runs_its_own_code(called: bool) -> None:
     model = Sampling().eval()
     with placed(model, called=called) as (_, made):
         with pytest.warns(GraphplanWarning, match=r"Sampling.encode could not be traced(?s:.*)own code"):
@@ -300,20 +300,20 @@ def test_a_method_over_submodules_that_cannot_be_traced_runs_its_own_code(called
         made.encode(X)
 
 
-def test_strict_refuses_a_method_that_cannot_be_traced() -> None:
+def test_strict_untraceable_method_raises() -> None:
     with placed(Autoencoder().eval(), strict=True) as (_, made):
         with pytest.raises(graphplan.NoGraphError):
             made.until_small(X)
         assert largest_difference(made.repeat(X, 2), made(made(X))) < 1e-6
 
 
-def test_errors_of_a_method_are_the_models() -> None:
+def test_method_raises_the_errors_of_the_model() -> None:
     with placed(Features().eval()) as (_, made), pytest.raises(RuntimeError, match="size of tensor"):
         made.forward_features(torch.randn(4, 31))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_have_entries_of_their_own(copied: Callable[[Any], Any]) -> None:
+def test_copies_have_their_own_entries(copied: Callable[[Any], Any]) -> None:
     model = Pair().eval()
     with placed(model) as (machine, made), machine.unmetered():
         made.vae.decode(X)
@@ -341,14 +341,14 @@ def _placed_again(model: nn.Module, machine: Any) -> nn.Module:
     return graphplan.partition(model, machine.max_memory, (X,))
 
 
-def test_a_submodule_of_a_model_that_is_gone_says_so() -> None:
+def test_submodule_of_a_deleted_model_raises() -> None:
     with graphplan.simulate({0: "1MiB"}):
         part = graphplan.partition(Pair().eval(), {"cpu": "1MiB"}, (X,)).head
         with pytest.raises(graphplan.PlanError, match="keep the model"):
             part(X)
 
 
-def test_names_weights_and_classes_of_submodules_stay() -> None:
+def test_submodules_keep_names_weights_and_classes() -> None:
     model = Pair().eval()
     with placed(model) as (_, made):
         assert list(made.state_dict()) == list(model.state_dict())
@@ -361,7 +361,7 @@ def test_names_weights_and_classes_of_submodules_stay() -> None:
         assert made.head.weight is dict(made.named_parameters())["head.weight"]
 
 
-def test_hooks_of_a_submodule_run_when_it_is_called() -> None:
+def test_submodule_hooks_run_in_its_calls() -> None:
     model, seen = Pair().eval(), list[int]()
     with placed(model) as (_, made):
         made.vae.register_forward_hook(lambda *_: seen.append(1))
@@ -384,7 +384,7 @@ def test_changes_of_a_submodule_are_followed() -> None:
         assert part is made.vae
 
 
-def test_a_submodule_that_was_held_before_the_first_call_is_placed() -> None:
+def test_submodule_referenced_before_first_call_is_placed() -> None:
     model = Pair().eval()
     with placed(model, called=False) as (_, made):
         part = made.vae
@@ -394,7 +394,7 @@ def test_a_submodule_that_was_held_before_the_first_call_is_placed() -> None:
         assert len(made.plans) == 1
 
 
-def test_methods_are_planned_for_by_name() -> None:
+def test_calls_may_name_methods() -> None:
     model = Pair().eval()
     calls = [("vae.encode", (X,), {}), ("vae.decode", (X,), {}), ("head", (X,), {}), ((X,), {})]
     with placed(model) as (machine, made), machine.unmetered():
@@ -408,7 +408,7 @@ def test_methods_are_planned_for_by_name() -> None:
         graphplan.plan(model, {"cpu": "1GiB"}, calls=[("vae.code", (X,), {})])
 
 
-def test_shapes_of_forward_are_not_those_of_methods() -> None:
+def test_dynamic_shapes_of_forward_do_not_apply_to_methods() -> None:
     model = Features().eval()
     batch = torch.export.Dim("batch", min=1, max=8)
     with placed(model, dynamic_shapes={"x": {0: batch}}) as (_, made):
@@ -459,7 +459,7 @@ class Handing(nn.Module):
         return self.part.decoder(x) + 1
 
 
-def test_a_model_that_hands_on_what_it_lacks_is_copied_whole() -> None:
+def test_model_with_delegating_getattr_is_copied_whole() -> None:
     model = Handing().eval()
     with graphplan.simulate({0: "1MiB"}) as machine:
         made = graphplan.partition(model, machine.max_memory, (X,))
@@ -473,7 +473,7 @@ def test_a_model_that_hands_on_what_it_lacks_is_copied_whole() -> None:
         assert torch.allclose(found, eager(model, lambda m: m(X)), atol=1e-6)
 
 
-def test_a_method_that_the_class_replaces_takes_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_replaced_on_the_class_is_retraced(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Autoencoder(), torch.ones(2, 32)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (x,))
     assert largest_difference(placed.encode(x), model.encode(x)) < 1e-6
@@ -516,7 +516,7 @@ class Wrapper(nn.Module):
 
 
 @torch.no_grad()
-def test_the_loop_of_a_wrapper_runs_as_it_is() -> None:
+def test_loop_of_a_wrapper_runs_untraced() -> None:
     model, x = Wrapper().eval(), torch.randn(4, 32)
     with graphplan.simulate({0: "20KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
@@ -546,7 +546,7 @@ class Translator(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("count", "steps"), [(2, 2), (8, 1)])
-def test_a_loop_over_most_of_a_model_runs_as_it_is(count: int, steps: int) -> None:
+def test_loop_over_most_of_a_model_runs_untraced(count: int, steps: int) -> None:
     model, x = Translator().eval(), torch.randn(4, 32)
     with graphplan.simulate({0: "30KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x, x), strict=True)
@@ -555,7 +555,7 @@ def test_a_loop_over_most_of_a_model_runs_as_it_is(count: int, steps: int) -> No
         assert max(linear) == 2 + 3 * steps
 
 
-def test_a_method_that_runs_as_it_is_has_what_its_module_holds_where_it_computes() -> None:
+def test_untraced_method_has_module_tensors_on_its_device() -> None:
     model, x = Wrapper().eval(), torch.randn(4, 32)
     with graphplan.simulate({0: "20KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
@@ -570,7 +570,7 @@ def test_a_method_that_runs_as_it_is_has_what_its_module_holds_where_it_computes
         assert placed.bias.device.type == "sim"
 
 
-def test_a_method_in_inference_mode_has_a_graph() -> None:
+def test_method_in_inference_mode_is_traced() -> None:
     model, x = Wrapper().eval(), torch.randn(4, 32)
     for options in ({}, {"grad": True}):
         with graphplan.simulate({0: "20KiB"}) as machine:
@@ -604,7 +604,7 @@ class Sampler(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"return_outputs": False}])
-def test_two_calls_of_what_a_model_is_around_are_a_graph_and_a_loop_runs_as_it_is(options: Any) -> None:
+def test_inner_calls_are_traced_and_a_loop_is_not(options: Any) -> None:
     model, x = Sampler().eval(), torch.randn(4, 32)
     with graphplan.simulate({0: "64KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x, torch.arange(4)), strict=True, **options)
@@ -613,7 +613,7 @@ def test_two_calls_of_what_a_model_is_around_are_a_graph_and_a_loop_runs_as_it_i
         assert torch.allclose(placed.sample(x).cpu(), model.sample(x), atol=1e-4)
 
 
-def test_inference_mode_in_code_of_no_module_has_a_graph() -> None:
+def test_inference_mode_outside_modules_is_traced() -> None:
     names: dict[str, Any] = {"torch": torch}
     exec("def forward(self, x):\n    with torch.inference_mode():\n        return self.net(x)\n", names)
     model, x = type("Made", (Wrapper,), {"forward": names["forward"]})().eval(), torch.randn(4, 32)
@@ -623,7 +623,7 @@ def test_inference_mode_in_code_of_no_module_has_a_graph() -> None:
 
 
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True}])
-def test_a_loop_that_gradients_go_through_is_a_graph(options: Any) -> None:
+def test_differentiated_loop_is_traced(options: Any) -> None:
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()

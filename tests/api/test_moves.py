@@ -1,4 +1,4 @@
-"""Weights that move where a later call has no room beside them."""
+"""Weights move if they leave no room for a later call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layers(width: int = 64, depth: int = 4) -> nn.Sequential:
 
 
 def spare(model: nn.Module, rows: int = 16) -> int:
-    """A budget with room for a few rows beside the weights."""
+    """A budget for the weights and a few rows."""
     return bytes_of(model) + 3 * 4 * 64 * rows
 
 
@@ -73,7 +73,7 @@ def test_two_parameters_over_one_memory_move_as_one_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_move_lets_go_of_the_inputs_that_it_was_made_for() -> None:
+def test_move_releases_its_inputs() -> None:
     model = layers()
     with torch.no_grad(), graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
@@ -86,7 +86,7 @@ def test_a_move_lets_go_of_the_inputs_that_it_was_made_for() -> None:
         assert gone() is None
 
 
-def test_a_move_that_was_interrupted_is_tried_again() -> None:
+def test_interrupted_move_is_retried() -> None:
     model = layers()
     with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
@@ -107,8 +107,8 @@ def test_a_move_that_was_interrupted_is_tried_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_move_without_memory_loses_nothing_and_is_tried_again() -> None:
-    """Each allocation of a move, and of the call that needs it, is refused, one a call."""
+def test_move_out_of_memory_loses_nothing_and_is_retried() -> None:
+    """Each allocation of a move and of its call fails, one in each call."""
     model, x, at, hit = layers(), torch.randn(100, 64), 0, True
     with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
@@ -127,7 +127,7 @@ def test_a_move_without_memory_loses_nothing_and_is_tried_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_who_moves_weights_waits_for_calls_of_others() -> None:
+def test_move_waits_for_calls_of_other_threads() -> None:
     model, inside, go_on = layers(), threading.Event(), threading.Event()
     order: list[str] = []
     with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
@@ -180,8 +180,8 @@ class ListsWeights(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_weights_that_modules_keep_in_lists_move_too() -> None:
-    """As recurrent layers do: those that stayed there held on to the memory of their device."""
+def test_weights_in_module_lists_move_too() -> None:
+    """Recurrent layers keep weights in lists; those left behind would hold memory of their device."""
     model = ListsWeights().eval()
     with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(1, 64),), cpu_compute=False)
@@ -192,7 +192,7 @@ def test_weights_that_modules_keep_in_lists_move_too() -> None:
         same(model, graphplan.unplace(placed), 1)
 
 
-def test_sizes_for_which_there_was_no_room_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infeasible_sizes_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     model, searched = layers(), list[int]()
     own = Compiler._place
 
@@ -222,7 +222,7 @@ class Text(nn.Module):
         return 2 * self.head(self.embed(input_ids))
 
 
-def test_where_a_text_has_little_room_to_grow_its_batch_takes_none_of_it(
+def test_scarce_room_is_kept_for_length_not_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, searched = Text().eval(), list[list[int]]()
@@ -242,7 +242,7 @@ def test_where_a_text_has_little_room_to_grow_its_batch_takes_none_of_it(
     assert searched == [[2, 4], [10, 128], [10, 125]]
 
 
-def test_where_nothing_has_room_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infeasible_call_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sought = layers(), list[bool]()
 
     def smallest_budgets(*given: Any, closely: bool) -> Any:
@@ -262,7 +262,7 @@ def test_where_nothing_has_room_nothing_moves(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_inputs_without_room_anywhere_keep_no_smaller_ones_from_moving_weights() -> None:
+def test_infeasible_call_does_not_block_later_moves() -> None:
     model = layers()
     with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
@@ -276,7 +276,7 @@ def test_inputs_without_room_anywhere_keep_no_smaller_ones_from_moving_weights()
 
 
 @pytest.mark.parametrize("kept", ["grad", "plan"])
-def test_weights_that_were_given_a_place_or_are_held_stay(kept: str) -> None:
+def test_weights_fixed_by_plan_or_autograd_do_not_move(kept: str) -> None:
     model, example = layers(), (torch.randn(4, 64),)
     with graphplan.simulate({0: 2 * spare(model)}) as machine:
         plan = graphplan.plan(model, machine.max_memory, example)
@@ -285,7 +285,7 @@ def test_weights_that_were_given_a_place_or_are_held_stay(kept: str) -> None:
         assert placed._graphplan.move is None
 
 
-def test_copies_and_threads_go_on() -> None:
+def test_copies_and_threads_run_during_a_move() -> None:
     model = layers()
     with graphplan.simulate({0: 3 * spare(model)}):
         budgets = {0: spare(model), "cpu": "1GiB"}

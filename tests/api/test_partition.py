@@ -86,7 +86,7 @@ def test_a_model_that_fits_one_device_stays_on_it() -> None:
         assert set(read.values()) == {1}
 
 
-def test_a_tied_weight_lives_once() -> None:
+def test_tied_weight_is_placed_once() -> None:
     model = Tied().eval()
     with graphplan.simulate(budgets_of(model, {0: 0.75, 1: 0.75})) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
@@ -95,7 +95,7 @@ def test_a_tied_weight_lives_once() -> None:
         assert weights < 1.05 * bytes_of(model) + 512 * 12
 
 
-def test_names_and_types_are_the_models_own() -> None:
+def test_placed_model_keeps_names_and_types() -> None:
     model = Tied().eval()
     with graphplan.simulate(budgets_of(model, {0: 0.3, "cpu": 3.0})) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
@@ -112,7 +112,7 @@ def test_names_and_types_are_the_models_own() -> None:
         assert {t.device.type for t in placed.parameters()} == {"cpu", "sim"}
 
 
-def test_the_code_shows_every_move() -> None:
+def test_code_shows_every_transfer() -> None:
     model = Tied().eval()
     with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
@@ -124,7 +124,7 @@ def test_the_code_shows_every_move() -> None:
         assert "assert" not in code
 
 
-def test_the_caller_keeps_the_model() -> None:
+def test_original_model_is_unchanged() -> None:
     model = Tied().eval()
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
@@ -166,7 +166,7 @@ def test_state_dict_saves_and_loads() -> None:
         assert largest_difference(placed(IDS), other(IDS)) < 1e-5
 
 
-def test_inputs_come_from_and_results_return_to_where_the_caller_is() -> None:
+def test_results_return_to_the_device_of_the_inputs() -> None:
     model = Tied().eval()
     expected = model(IDS)
     with graphplan.simulate({0: "1MiB", 1: "1MiB", "cpu": "1GiB"}):
@@ -189,7 +189,7 @@ def test_inputs_come_from_and_results_return_to_where_the_caller_is() -> None:
         assert [move.kind for move in left.plan.schedule.moves("input", "output")] == ["input"]
 
 
-def test_examples_on_a_device_are_planned_from_there() -> None:
+def test_example_device_is_the_planned_input_device() -> None:
     model = Tied().eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         ids = IDS.to("sim:1")
@@ -198,7 +198,7 @@ def test_examples_on_a_device_are_planned_from_there() -> None:
         run_placed(machine, placed, (ids,))
 
 
-def test_other_structures_are_captured_with_the_weights_where_they_are() -> None:
+def test_new_structures_are_captured_without_moving_weights() -> None:
     model = Tied().eval()
     with graphplan.simulate(budgets_of(model, {0: 0.7, 1: 0.7})) as machine:
         placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
@@ -309,7 +309,7 @@ class Counting(nn.Module):
         return y * (a & b) + a * self.count + self.before
 
 
-def test_without_inputs_nothing_that_is_written_is_lost() -> None:
+def test_writes_before_the_first_call_are_kept() -> None:
     # a trace by torch.fx's proxies lost all of it: they have no in-place operators
     model = Counting().eval()
     inputs = torch.randn(4, 8), torch.rand(4, 8) > 0.5, torch.rand(4, 8) > 0.5
@@ -322,7 +322,7 @@ def test_without_inputs_nothing_that_is_written_is_lost() -> None:
         assert torch.equal(placed.before, model.before)
 
 
-def test_without_inputs_the_first_call_raises_what_partition_would() -> None:
+def test_first_call_raises_the_errors_of_partition() -> None:
     model = Tied().eval()
     with pytest.warns(graphplan.GraphplanWarning, match="first call"):
         placed = graphplan.partition(model, {"cpu": 2000})
@@ -330,7 +330,7 @@ def test_without_inputs_the_first_call_raises_what_partition_would() -> None:
         placed(IDS)
 
 
-def test_a_plan_without_inputs_asks_for_them() -> None:
+def test_plan_without_inputs_raises() -> None:
     with pytest.raises(graphplan.InputError, match="Tied is planned for example inputs"):
         graphplan.plan(Tied().eval(), {"cpu": "1GiB"})
 
@@ -345,7 +345,7 @@ def test_dummy_inputs_of_the_model_serve_as_examples() -> None:
     assert placed.plan.method == "export"
 
 
-def test_gradients_flow_when_asked_for() -> None:
+def test_gradients_flow_with_grad() -> None:
     model = Tied().eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
         budgets = budgets_of(model, {0: 0.7, 1: 0.7})
@@ -407,7 +407,7 @@ def test_plans_are_deterministic() -> None:
 # -- bad input -----------------------------------------------------------------------------------------
 
 
-def test_a_budget_that_is_too_small_names_what_would_do() -> None:
+def test_too_small_budget_error_names_sufficient_budget() -> None:
     model = Tied().eval()
     size = bytes_of(model)
     with graphplan.simulate({0: 10 * size, 1: 10 * size}):
@@ -424,7 +424,7 @@ def test_a_budget_that_is_too_small_names_what_would_do() -> None:
             graphplan.partition(model, {k: int(v * 0.9) for k, v in error.needed.items()}, args=(IDS,))
 
 
-def test_errors_leave_the_model_as_it_was() -> None:
+def test_errors_leave_the_model_unchanged() -> None:
     model = Tied().eval()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     attributes = set(vars(model))
@@ -458,7 +458,7 @@ def test_a_meta_model_without_a_checkpoint() -> None:
         graphplan.partition(model, {"cpu": "1GiB"}, args=(IDS,))
 
 
-def test_a_device_that_is_full_already_is_named() -> None:
+def test_full_device_is_named() -> None:
     model = nn.Linear(256, 256)
     with graphplan.simulate({0: 300_000}):
         taken = torch.empty(100_000, dtype=torch.uint8, device="sim:0")
@@ -468,7 +468,7 @@ def test_a_device_that_is_full_already_is_named() -> None:
 
 
 @pytest.mark.full_search
-def test_the_bound_holds_where_kernels_of_the_cpu_return_other_strides() -> None:
+def test_bound_holds_if_cpu_kernels_return_other_strides() -> None:
     """Attention's result is dense on the CPU, and ``contiguous`` then copies nothing."""
 
     class Attends(torch.nn.Module):
@@ -504,8 +504,8 @@ def test_a_model_without_operations(budgets: dict[Any, str]) -> None:
         assert placed.plan.summary()
 
 
-def test_the_types_of_options_are_those_of_their_values() -> None:
-    """One list is for type checkers, the other has the defaults: no name may be in one of them alone."""
+def test_option_types_match_plan_options() -> None:
+    """`PlanKeywords` and `PlanOptions` must have the same names."""
     written = {name: hint.__forward_arg__ for name, hint in PlanKeywords.__annotations__.items()}
     assert written == {one.name: one.type for one in fields(PlanOptions)}
     shown = inspect.signature(graphplan.partition).parameters
@@ -513,7 +513,7 @@ def test_the_types_of_options_are_those_of_their_values() -> None:
     assert all(shown[one.name].default == one.default for one in fields(PlanOptions))
 
 
-def test_a_placed_model_prints_as_the_model_with_its_placement() -> None:
+def test_placed_model_repr_shows_model_and_placement() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(2, 64)
     with graphplan.simulate({0: "24KiB", 1: "24KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,))
@@ -523,7 +523,7 @@ def test_a_placed_model_prints_as_the_model_with_its_placement() -> None:
         assert repr(graphplan.unplace(placed)) == repr(model)
 
 
-def test_what_a_placed_model_prints_comes_after_what_the_model_says_of_itself() -> None:
+def test_placed_model_repr_follows_the_models_own() -> None:
     with pytest.warns(graphplan.GraphplanWarning, match="no example inputs"):
         placed = graphplan.partition(nn.Linear(4, 4), {"cpu": "1MiB"})
     own = "Linear(in_features=4, out_features=4, bias=True, "

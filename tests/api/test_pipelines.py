@@ -1,4 +1,4 @@
-"""Several models that work together are placed together, within one budget."""
+"""The models of a pipeline are placed together, within one budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphplan import InputError, PlanError
 
 
 class Encoder(nn.Module):
-    """As the models of diffusers, it says where it is."""
+    """Like models of diffusers, it has a ``device``."""
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_a_pipeline_equals_eager_within_one_budget() -> None:
         assert len(placed.graphplan.plans) == 3  # nothing was traced again
 
 
-def test_what_runs_often_gets_the_accelerator() -> None:
+def test_frequent_component_gets_the_accelerator() -> None:
     width, rows = 1024, 256  # so much that an accelerator is worth its transfers
     layer = 4 * width * (width + 1)
     with graphplan.simulate({0: 5 * layer + 6 * 4 * rows * width}) as machine:
@@ -86,7 +86,7 @@ def test_what_runs_often_gets_the_accelerator() -> None:
         assert "cpu" in {t.device.type for t in placed.graphplan.parameters()}
 
 
-def test_the_pipeline_is_left_as_it_was() -> None:
+def test_pipeline_is_unchanged() -> None:
     pipe = Pipe()
     before = {name: (value, type(value)) for name, value in vars(pipe).items()}
     with graphplan.simulate({0: "1MiB"}) as machine:
@@ -98,7 +98,7 @@ def test_the_pipeline_is_left_as_it_was() -> None:
         assert not hasattr(pipe, "graphplan")
 
 
-def test_the_run_draws_no_random_numbers_and_uses_up_no_generator() -> None:
+def test_rehearsal_consumes_no_random_state() -> None:
     class Drawing(Pipe):
         def __call__(self, generator: torch.Generator) -> torch.Tensor:
             return super().__call__(torch.randn(2, 64, generator=generator) + torch.randn(2, 64))
@@ -128,7 +128,7 @@ def test_a_dict_of_models() -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
-def test_the_run_changes_nothing_in_a_dict(kind: Any) -> None:
+def test_rehearsal_does_not_change_a_dict(kind: Any) -> None:
     pipe = Pipe()
     models = kind({"text": pipe.text, "seen": []})
 
@@ -140,7 +140,7 @@ def test_the_run_changes_nothing_in_a_dict(kind: Any) -> None:
         assert models["seen"] == placed["seen"] == []
 
 
-def test_what_cannot_be_copied_is_said() -> None:
+def test_uncopyable_pipeline_raises() -> None:
     pipe = Pipe()
     pipe.lock = threading.Lock()  # type: ignore[attr-defined]
     with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(InputError, match="Take out what cannot"):
@@ -156,7 +156,7 @@ def test_options_of_partition() -> None:
         assert {t.device.index for t in placed.text.parameters()} == {0}
 
 
-def test_modules_have_their_names_in_the_whole() -> None:
+def test_module_paths_start_with_the_component_name() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
         paths = {one.module_path for plan in placed.graphplan.plans for one in plan.graph.operations.values()}
@@ -164,7 +164,7 @@ def test_modules_have_their_names_in_the_whole() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.export takes no generator before 2.13")
-def test_a_new_generator_is_no_new_structure() -> None:
+def test_new_generator_is_not_retraced() -> None:
     class Decoder(nn.Linear):
         def forward(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
             return super().forward(x)
@@ -178,13 +178,13 @@ def test_a_new_generator_is_no_new_structure() -> None:
         assert len(placed.plans) == 1
 
 
-def test_inputs_are_welcome_where_the_device_says() -> None:
+def test_device_attribute_is_the_input_device() -> None:
     with graphplan.simulate({0: 5 * LAYER, 1: 4 * LAYER}) as machine:
         placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
         assert placed.refiner.device == X.device
 
 
-def test_moving_a_placed_part() -> None:
+def test_moving_a_placed_component() -> None:
     with graphplan.simulate({0: 5 * LAYER, 1: 4 * LAYER}) as machine:
         placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
         before = {name: t.device for name, t in placed.refiner.named_parameters()}
@@ -224,7 +224,7 @@ def test_a_pipeline_with_one_placed_model_is_moved() -> None:
             pipe.to(torch.float16)
 
 
-def test_an_attribute_called_device_is_no_place_to_move_to() -> None:
+def test_moving_to_a_device_attribute_raises() -> None:
     model = nn.Linear(64, 64)
     model.device = torch.device("cpu", 0)  # type: ignore[assignment]
     with graphplan.simulate({0: "1MiB"}) as machine:
@@ -233,7 +233,7 @@ def test_an_attribute_called_device_is_no_place_to_move_to() -> None:
             placed.to(placed.device)
 
 
-def test_memory_is_given_back_with_the_pipeline() -> None:
+def test_memory_is_freed_with_the_pipeline() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
         placed(X)
@@ -252,12 +252,12 @@ def test_memory_is_given_back_with_the_pipeline() -> None:
         (Pipe(), {"run": lambda pipe: pipe(X), "x": X}, "not both: x"),
     ],
 )
-def test_errors_say_what_to_do(pipe: Any, options: dict[str, Any], said: str) -> None:
+def test_errors_name_a_remedy(pipe: Any, options: dict[str, Any], said: str) -> None:
     with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(InputError, match=said):
         graphplan.partition_pipeline(pipe, machine.max_memory, **options)
 
 
-def test_the_pipelines_own_error_comes_through() -> None:
+def test_error_of_the_pipeline_is_raised_unchanged() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(TypeError, match="unexpected") as caught:
         graphplan.partition_pipeline(Pipe(), machine.max_memory, prompt="a cat")
     assert "zeros" in caught.value.__notes__[0]
@@ -325,7 +325,7 @@ def test_stable_diffusion(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stable_diffusion_beside_the_cpu(tmp_path: Path) -> None:
+def test_stable_diffusion_with_cpu_offload(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     from diffusion import stable_diffusion
 
@@ -386,7 +386,7 @@ def test_a_sentence_encoder() -> None:
         assert len(placed.plans) == 1
 
 
-def test_a_module_with_an_abstract_base_waits_for_its_first_call() -> None:
+def test_module_with_abstract_base_is_placed_at_first_call() -> None:
     model, texts = Sentences(Words()).eval(), [[1, 2, 3, 4], [5, 6, 7, 8]]
     with graphplan.simulate({0: "1MiB"}) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match="first call"):

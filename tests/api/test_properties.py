@@ -101,7 +101,7 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int])
 
 @settings(QUICK, max_examples=8)
 @given(graphs(), st.integers(2, 12))
-def test_what_is_said_to_be_needed_does(graph: Graph, share: int) -> None:
+def test_budgets_in_infeasible_error_suffice(graph: Graph, share: int) -> None:
     budgets = {0: share * 512, 1: share * 512}
     try:
         place(Problem(graph, read_max_memory(budgets), "cpu"), Limits(effort=0.2, proves=False))

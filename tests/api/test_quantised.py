@@ -1,4 +1,4 @@
-"""Weights that are quantised, and models that adapters were put into."""
+"""Quantised weights, and models with adapters."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_quantised_weights_count_their_true_bytes_and_run(kind: str) -> None:
         gc.collect()
 
 
-def test_quantised_weights_that_no_accelerator_holds_are_computed_with_on_the_cpu() -> None:
+def test_quantised_weights_without_accelerator_memory_run_on_cpu() -> None:
     model = hand_made()
     with graphplan.simulate({0: 8_000, "cpu": "1GiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,))
@@ -146,7 +146,7 @@ def unwrapped() -> Mlp:
     return model
 
 
-def test_wrappers_whose_copies_are_none() -> None:
+def test_tensor_wrappers_that_cannot_be_deepcopied() -> None:
     model = unwrapped()
     with torch.no_grad():
         expected = model(X)
@@ -177,7 +177,7 @@ class Twice(nn.Module):
         return self.tied(self.between(self.tied(x)))
 
 
-def test_what_reads_a_quantised_weight_is_where_it_resides() -> None:
+def test_readers_of_a_quantised_weight_run_on_its_device() -> None:
     model = Twice().eval()
     with graphplan.simulate({0: 96 << 10, 1: 96 << 10}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,))
@@ -221,8 +221,8 @@ class Quantising(Mlp):
         return Scaled((found / scale).round().to(torch.int8), scale)
 
 
-def test_a_tensor_of_its_own_class_that_forward_makes_is_in_no_graph() -> None:
-    """The trace took it for a constant: planning ended in a TypeError, a call of fixed sizes got fakes."""
+def test_tensor_subclass_created_in_forward_is_not_traced() -> None:
+    """Regression: it became a constant of the trace: planning raised TypeError, or results were fakes."""
     model = Quantising().eval()
     with torch.no_grad():
         with pytest.warns(graphplan.GraphplanWarning, match=r"forward makes a Scaled[\s\S]*module by module"):
@@ -252,7 +252,7 @@ def test_a_model_with_lora(accelerators: int) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_switched_after_placement() -> None:
+def test_adapters_can_be_switched_after_placement() -> None:
     model, inputs = adapted()
     other = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model.add_adapter("other", other)
@@ -286,7 +286,7 @@ def test_adapters_are_switched_after_placement() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_that_are_merged_or_disabled() -> None:
+def test_merged_and_disabled_adapters() -> None:
     model, inputs = adapted()
     merged = copy.deepcopy(model).merge_and_unload()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():

@@ -30,8 +30,8 @@ class Branches(nn.Module):
 
 
 @pytest.mark.full_search
-def test_small_weights_are_streamed_in_runs() -> None:
-    """Neighbours share a copy: to keep the first weights and stream the rest takes as long as to keep all."""
+def test_adjacent_small_weights_share_a_copy() -> None:
+    """Neighbours share a copy, so that streaming the later weights takes as long as keeping all."""
     memory = {0: 536_265, "cpu": 1 << 30}
     plan = graphplan.plan(Branches(), memory, (torch.randn(32, 64),))
     names = [name for name in plan.graph.weights if name in plan.graph.consumers]

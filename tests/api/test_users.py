@@ -1,4 +1,4 @@
-"""What people do with models and calls, each a case that was once wrong."""
+"""Regressions found by users: models and calls that once failed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_keyword_arguments_keep_their_order() -> None:
     check(Named(), z=X, b=X + 1)
 
 
-def test_one_tensor_twice_where_the_model_writes() -> None:
+def test_tensor_passed_twice_and_written() -> None:
     class Writes(Two):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             x.add_(1)
@@ -154,7 +154,7 @@ def test_inputs_on_an_accelerator_are_planned_from_there() -> None:
         assert placed.plans[1].schedule.host == 0
 
 
-def test_many_structures_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_structures_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     """The warning has the reason of the last trace; the log has every reason."""
 
     class Scaled(nn.Module):
@@ -185,7 +185,7 @@ def doubled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("branches", [False, True])
-def test_a_wrapper_has_its_arguments_by_position(branches: bool) -> None:
+def test_wrapper_gets_positional_arguments(branches: bool) -> None:
     class Wrapped(Two):
         @doubled
         def forward(self, x: torch.Tensor, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_a_wrapper_has_its_arguments_by_position(branches: bool) -> None:
         placed(x=X)
 
 
-def test_a_patched_forward_is_the_models() -> None:
+def test_patched_forward_is_traced() -> None:
     model = Two()
     original = model.forward
     model.forward = lambda x: original(x) * 2  # type: ignore[method-assign]  # what is tested
@@ -243,7 +243,7 @@ def double(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("example", [True, False])
-def test_a_patched_forward_is_kept_when_the_model_is_captured_again(example: bool) -> None:
+def test_patched_forward_survives_a_retrace(example: bool) -> None:
     model = Scaling().eval()
     model.forward = MethodType(double, model)  # type: ignore[method-assign]  # what is tested
     placed: Any = graphplan.partition(model, {"cpu": "1GiB"}, (VECTOR,) if example else ())
@@ -254,7 +254,7 @@ def test_a_patched_forward_is_kept_when_the_model_is_captured_again(example: boo
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_forward_that_is_given_later_runs_around_the_graphs() -> None:
+def test_forward_patched_after_placement_calls_the_graphs() -> None:
     placed, model = scaling()
     own = placed.forward
     placed.forward = lambda x: own(x) + 1
@@ -279,7 +279,7 @@ class Deciding(Scaling):
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_forward_is_kept_where_there_is_no_graph(bound: bool) -> None:
+def test_patched_forward_is_kept_module_by_module(bound: bool) -> None:
     model = Deciding().eval()
     own = model.forward
     model.forward = (  # type: ignore[method-assign]  # what is tested
@@ -308,7 +308,7 @@ def test_a_hook_of_accelerate_on_a_placed_model() -> None:
         assert largest_difference(placed(VECTOR), model(VECTOR) + 5) < 1e-6
 
 
-def test_methods_that_have_no_name_of_their_own() -> None:
+def test_methods_without_their_own_name() -> None:
     torch.manual_seed(0)
     model: Any = Scaling().eval()
     model.kept = MethodType(functools.partial(lambda by, self, x: self.layer(x) * by, 2.0), model)
@@ -329,7 +329,7 @@ def test_hooks_of_the_whole_model_run_once() -> None:
     check(model, X)
 
 
-def test_hooks_of_parts_are_traced() -> None:
+def test_submodule_hooks_are_traced() -> None:
     model = Two()
     model.a.register_forward_hook(lambda module, inputs, output: output * 2)
     check(model, X)
@@ -345,7 +345,7 @@ class Normed(nn.Module):
 
 
 @torch.no_grad()
-def test_modes_are_every_modules_own() -> None:
+def test_each_module_has_its_own_mode() -> None:
     model = Normed().train()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     model.norm.eval()
@@ -361,7 +361,7 @@ def test_modes_are_every_modules_own() -> None:
 
 
 @torch.no_grad()
-def test_training_later_leaves_the_callers_buffers() -> None:
+def test_later_training_does_not_write_the_callers_buffers() -> None:
     model = Normed().eval()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     placed.train()
@@ -373,7 +373,7 @@ def test_training_later_leaves_the_callers_buffers() -> None:
 # -- results and constants ------------------------------------------------------------------------------
 
 
-def test_a_returned_constant_is_the_callers_to_change() -> None:
+def test_returned_constant_can_be_changed_by_the_caller() -> None:
     class Constant(Two):
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), torch.tensor([1.0, 2.0]).view(2, 1)
@@ -397,7 +397,7 @@ def test_results_of_the_first_call_are_plain_containers() -> None:
     assert type(result["parts"][1]) is tuple
 
 
-def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
+def test_written_tensor_attribute_is_separate_in_each_copy() -> None:
     class Scratch(Two):
         def __init__(self) -> None:
             super().__init__()
@@ -418,7 +418,7 @@ def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
 # -- sizes that only the data decides -------------------------------------------------------------------
 
 
-def test_sizes_that_the_data_decides_count_at_their_bound() -> None:
+def test_data_dependent_sizes_count_at_their_bound() -> None:
     class Masked(Two):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.a(x)
@@ -475,7 +475,7 @@ def mapped(model: Two, x: torch.Tensor) -> Any:
         pytest.param(40, scanned, marks=pytest.mark.slow),
     ],
 )
-def test_rounds_over_rows_are_measured(rounds: Callable[..., Any], rows: int) -> None:
+def test_loops_over_rows_are_measured(rounds: Callable[..., Any], rows: int) -> None:
     class Rounds(Two):
         def forward(self, x: torch.Tensor) -> Any:
             return rounds(self, self.a(x))
@@ -515,7 +515,7 @@ def test_recurrent_layers(kind: type[nn.Module]) -> None:
 # -- objects ----------------------------------------------------------------------------------------------
 
 
-def test_pickled_models_come_back_placed(tmp_path: Path) -> None:
+def test_unpickled_model_is_placed(tmp_path: Path) -> None:
     model = Two()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     again = pickle.loads(pickle.dumps(placed))
@@ -532,7 +532,7 @@ class Waits(Two):
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
-def test_what_is_done_before_the_first_call_counts() -> None:
+def test_changes_before_the_first_call_are_kept() -> None:
     model, other = Waits(), Waits()
     with pytest.warns(UserWarning, match="first call"):
         placed = graphplan.partition(model, {"cpu": "1GiB"})
@@ -544,7 +544,7 @@ def test_what_is_done_before_the_first_call_counts() -> None:
     assert placed.note == "kept"
 
 
-def test_a_models_own_way_to_load_is_used() -> None:
+def test_custom_load_method_is_used() -> None:
     class Loads(Two):
         def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
             return super().load_state_dict({name: 2 * value for name, value in state_dict.items()})
@@ -569,11 +569,11 @@ def test_a_model_without_inputs() -> None:
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
-def test_compiled_models_are_unwrapped() -> None:
+def test_torch_compile_wrapper_is_removed() -> None:
     assert isinstance(graphplan.partition(torch.compile(Two()), {"cpu": "1GiB"}, (X,)), Two)
 
 
-def test_a_placed_model_is_not_exported() -> None:
+def test_export_of_a_placed_model_raises() -> None:
     placed = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", graphplan.GraphplanWarning)
@@ -587,8 +587,8 @@ def test_a_placed_model_is_not_exported() -> None:
         )
 
 
-def test_an_export_in_another_thread_lets_placed_models_run() -> None:
-    """Torch says of the process whether it exports."""
+def test_placed_model_runs_during_export_in_another_thread() -> None:
+    """torch's export flag is global to the process."""
     placed, runs, goes_on = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,)), Event(), Event()
 
     class Waiting(Two):
@@ -607,7 +607,7 @@ def test_an_export_in_another_thread_lets_placed_models_run() -> None:
         exported.result()
 
 
-def test_torch_compile_leaves_placed_models_as_they_are() -> None:
+def test_torch_compile_does_not_change_placed_models() -> None:
     model, other = Two(), torch.randn(2, 3, 64)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
     graphs = []
@@ -640,13 +640,15 @@ def test_torch_compile_leaves_placed_models_as_they_are() -> None:
         (Two(), {"return_outputs": "none"}, "return_outputs must be True or False, not 'none'"),
     ],
 )
-def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_graphplan_errors(
+    model: Any, arguments: dict[str, Any], message: str
+) -> None:
     call = {"args": (X,), **arguments}
     with pytest.raises(graphplan.GraphplanError, match=message):
         graphplan.partition(model, {"cpu": "1GiB"}, **call)
 
 
-def test_a_placed_model_is_not_placed_again() -> None:
+def test_placing_a_placed_model_raises() -> None:
     placed = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,))
     with pytest.raises(graphplan.InputError, match=r"^the model is placed already: .* graphplan\.unplace"):
         graphplan.partition(placed, {"cpu": "1GiB"}, (X,))
@@ -662,14 +664,14 @@ def test_a_scripted_module_is_named() -> None:
             graphplan.plan(model, {"cpu": "1MiB"}, (X,))
 
 
-def test_models_with_accelerates_hooks_are_told_what_to_do() -> None:
+def test_model_with_accelerate_hooks_raises_with_remedy() -> None:
     from accelerate import cpu_offload
 
     with pytest.raises(graphplan.InputError, match="remove_hook_from_submodules"):
         graphplan.partition(cpu_offload(Two(), torch.device("cpu")), {"cpu": "1GiB"}, (X,))
 
 
-def test_weights_that_were_moved_are_named() -> None:
+def test_moved_weights_raise() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
         placed = graphplan.partition(Two(), {0: 22_000, 1: 22_000}, (X,))
         placed.a.to("sim:1")
@@ -677,7 +679,7 @@ def test_weights_that_were_moved_are_named() -> None:
             placed(X)
 
 
-def test_numbers_of_any_kind_are_budgets() -> None:
+def test_budgets_may_be_any_number_type() -> None:
     for budget in (np.int64(10**9), 1e9, "1000000000", np.float32(1e9)):
         graphplan.plan(Two(), {"cpu": budget}, (X,))
     plan = graphplan.plan(Two(), {np.int64(3): 10**9}, (X,))
@@ -699,7 +701,7 @@ class Conv(nn.Module):
 
 @pytest.mark.parametrize("budget", [30_000, 100_000])
 @torch.no_grad()
-def test_training_after_evaluation_writes_buffers_where_they_are(budget: int) -> None:
+def test_training_after_evaluation_writes_buffers_in_place(budget: int) -> None:
     model, x = Conv().eval(), torch.randn(2, 3, 10, 10)
     with graphplan.simulate({0: budget, "cpu": 1 << 28}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,))
@@ -767,7 +769,7 @@ def test_constants_are_placed_once_for_all_structures() -> None:
             assert machine.peak_bytes(0) <= placed.plans[-1].peak_bytes[0] <= 700_000
 
 
-def test_written_attributes_of_equal_values_stay_apart() -> None:
+def test_written_attributes_with_equal_values_stay_separate() -> None:
     class Counters(Two):
         def __init__(self) -> None:
             super().__init__()
@@ -786,7 +788,7 @@ def test_written_attributes_of_equal_values_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("mode", [{}, {"grad": True}, {"train": True}])
-def test_results_of_a_forward_that_reads_weights_come_back(mode: dict[str, bool]) -> None:
+def test_patched_forward_results_return_to_the_input_device(mode: dict[str, bool]) -> None:
     def loss(self: nn.Sequential, x: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self[0](x).to(self[2].weight.device)  # as trainers that compute the loss by parts do
         return {"loss": (hidden @ self[2].weight).sum()}
@@ -819,7 +821,7 @@ def test_pickling_keeps_parameters_of_simulated_devices() -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_conjugates_are_in_the_plan(train: bool) -> None:
+def test_conjugate_copies_are_planned(train: bool) -> None:
     class Conjugate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -842,7 +844,7 @@ def test_conjugates_are_in_the_plan(train: bool) -> None:
         assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
-def test_sizes_without_a_bound_are_warned_of() -> None:
+def test_unbounded_sizes_warn() -> None:
     class Repeats(Two):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             made = super().forward(x)
@@ -855,7 +857,7 @@ def test_sizes_without_a_bound_are_warned_of() -> None:
     placed(X)
 
 
-def test_numbers_that_are_no_sizes_are_not_warned_of() -> None:
+def test_data_dependent_non_sizes_do_not_warn() -> None:
     class Chosen(Two):
         def forward(self, x: torch.Tensor) -> list[int]:  # type: ignore[override]
             return super().forward(x).argmax(-1).tolist()
@@ -867,7 +869,7 @@ def test_numbers_that_are_no_sizes_are_not_warned_of() -> None:
     assert placed(X) == model(X)
 
 
-def test_a_later_call_that_does_not_fit_says_what_to_do() -> None:
+def test_later_infeasible_call_raises_with_remedy() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     with graphplan.simulate({0: 40_000}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.randn(2, 64),))
@@ -877,7 +879,7 @@ def test_a_later_call_that_does_not_fit_says_what_to_do() -> None:
         placed(torch.randn(2, 64))
 
 
-def test_an_unknown_argument_is_named_with_a_similar_one() -> None:
+def test_unknown_argument_error_suggests_a_similar_one() -> None:
     model, x = nn.Linear(4, 4), torch.ones(1, 4)
     plan: Any = graphplan.plan
     partition: Any = graphplan.partition
@@ -918,19 +920,19 @@ def test_arguments_of_other_libraries_and_inputs_of_the_model(name: str, said: s
         ({"schedule": "1f1b"}, "schedule= goes with machines="),
     ],
 )
-def test_an_argument_without_the_one_that_it_goes_with(options: dict[str, Any], said: str) -> None:
+def test_argument_without_its_companion_raises(options: dict[str, Any], said: str) -> None:
     for function in (graphplan.plan, graphplan.partition):
         with pytest.raises(graphplan.InputError, match=said):
             function(nn.Linear(4, 4), {"cpu": "1GiB"}, (torch.ones(1, 4),), **options)
 
 
-def test_named_inputs_in_the_place_of_a_tuple() -> None:
+def test_mapping_passed_as_args_raises() -> None:
     inputs: Any = {"input": torch.ones(1, 4)}
     with pytest.raises(graphplan.InputError, match="kwargs=inputs"):
         graphplan.plan(nn.Linear(4, 4), {"cpu": "1GiB"}, inputs)
 
 
-def test_a_slice_of_a_placed_sequential_is_one_of_torch() -> None:
+def test_slice_of_a_placed_sequential_is_a_plain_sequential() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear())
     with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (X,))
@@ -945,7 +947,7 @@ def test_a_parametrized_model_is_copied_with_its_plan() -> None:
         assert largest_difference(copy.deepcopy(placed)(X), model(X)) < 1e-5
 
 
-def test_a_module_that_was_parametrized_later_is_freed() -> None:
+def test_module_parametrized_after_placement_is_freed() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear())
     with graphplan.simulate({0: "256KiB"}) as machine, torch.no_grad():
         before = machine.live_bytes(0)
@@ -958,7 +960,7 @@ def test_a_module_that_was_parametrized_later_is_freed() -> None:
         assert machine.live_bytes(0) == before
 
 
-def test_a_forward_that_seeds_is_no_graph() -> None:
+def test_forward_that_seeds_is_not_traced() -> None:
     class Seeds(Two):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.random.fork_rng(devices=[]):
@@ -974,7 +976,7 @@ def test_a_forward_that_seeds_is_no_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["initial_seed", "get_rng_state"])
-def test_a_forward_that_reads_the_random_state_is_no_graph(name: str) -> None:
+def test_forward_that_reads_random_state_is_not_traced(name: str) -> None:
     class Reads(Two):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * torch.as_tensor(getattr(torch, name)()).double().sum().float()
@@ -989,7 +991,7 @@ def test_a_forward_that_reads_the_random_state_is_no_graph(name: str) -> None:
         assert torch.allclose(found, model(X), rtol=1e-5)
 
 
-def test_saving_a_model_changes_no_mode_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_a_model_keeps_its_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 60}

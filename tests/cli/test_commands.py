@@ -1,4 +1,4 @@
-"""The command through its real entry point: what it prints, how it ends, and what it must not run."""
+"""The command through its entry point: output, exit codes, and code that it must not run."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Made:
     return Made(folder, run(*words))
 
 
-def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> None:
+def test_plan_of_a_folder_prints_summary_and_writes_plan(made: Made) -> None:
     assert made.result.code == 0, made.result.err
     assert made.result.err == ""
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> 
     assert not (made.folder / "unpickled").exists()
 
 
-def test_devices_that_are_not_here_have_the_speed_of_their_card_and_link(made: Made) -> None:
+def test_absent_devices_have_given_gpu_and_link_speeds(made: Made) -> None:
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
     gpu = find_gpu("H100")
     assert gpu is not None
@@ -265,7 +265,7 @@ def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path)
         ),
     ],
 )
-def test_run_refuses_what_is_not_the_plans(
+def test_run_refuses_a_plan_that_does_not_match(
     words: tuple[str, ...], message: str, made: Made, run: Run
 ) -> None:
     if not words and torch.accelerator.is_available():
@@ -277,7 +277,7 @@ def test_run_refuses_what_is_not_the_plans(
     assert done.err.count("\n") == 1
 
 
-def test_names_of_a_plan_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path, run: Run) -> None:
     plan = hostile_plan()
     text = plan.to_json().replace(json.dumps("&lt;b&gt;"), json.dumps("\x1b]0;taken\x07"))
     (tmp_path / "plan.json").write_text(text, encoding="utf-8")
@@ -290,7 +290,7 @@ def test_names_of_a_plan_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> 
     assert "\x1b" not in err
 
 
-def test_compare_judges_three_planners(made: Made, run: Run) -> None:
+def test_compare_evaluates_three_planners(made: Made, run: Run) -> None:
     words = ["compare", made.model, *BUDGETS, "--length", "4", "--json"]
     small = ["compare", "factories:pair", "--max-memory", "0=1MiB,1=1MiB"]
     code, out, err = run(*words)
@@ -304,7 +304,7 @@ def test_compare_judges_three_planners(made: Made, run: Run) -> None:
     assert table[1].count("\ntransformers ") == 1
 
 
-def test_compare_judges_the_others_where_we_find_nothing(made: Made, run: Run) -> None:
+def test_compare_evaluates_others_if_graphplan_is_infeasible(made: Made, run: Run) -> None:
     words = ["compare", "factories:pair", "--max-memory", "0=1KiB,1=1KiB", "--json"]
     code, out, err = run(*words, cwd=made.folder)
     rows = json.loads(out)["planners"]
@@ -339,7 +339,7 @@ def test_constraints_are_kept(made: Made, run: Run) -> None:
     assert all(device["peak"] <= (1 << 20) - 4096 for device in data["devices"])
 
 
-def test_code_of_a_model_folder_runs_only_if_it_is_trusted(tmp_path: Path, run: Run) -> None:
+def test_model_folder_code_runs_only_if_trusted(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
     own = {
@@ -440,7 +440,7 @@ BAD: list[tuple[list[str], int, str]] = [
 ]
 
 
-def test_bad_input_is_one_line_and_an_exit_code(made: Made, run: Run) -> None:
+def test_invalid_input_prints_one_line_and_exit_code(made: Made, run: Run) -> None:
     (made.folder / "broken.json").write_text("{", encoding="utf-8")
     (made.folder / "bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
     commands = [[word.replace("MODEL", made.model) for word in words] for words, _, _ in BAD]
@@ -471,7 +471,7 @@ def test_devices_shows_and_measures_this_machine(tmp_path: Path, run: Run) -> No
     assert list(found.speeds) == ["cpu"]
 
 
-def test_words_complete(made: Made, run: Run) -> None:
+def test_shell_completion(made: Made, run: Run) -> None:
     def completed(words: str) -> list[str]:
         env = {"_GRAPHPLAN_COMPLETE": "complete_bash", "COMP_WORDS": words}
         result = run(cwd=made.folder, COMP_CWORD=str(words.count(" ")), **env)
@@ -514,7 +514,7 @@ KINDS = ("Llama", "Bert", "T5", "ViT", "Whisper", "Wav2Vec2", "AST", "CLIP")
 
 
 @pytest.mark.parametrize("stem", KINDS)
-def test_example_inputs_are_what_the_model_takes(stem: str) -> None:
+def test_example_inputs_fit_the_model(stem: str) -> None:
     model, _ = next(row for row in TABLE if row.stem == stem).build()
     made = example_inputs(model, 3, 8 if stem != "Wav2Vec2" else None)
     assert all(tensor.device.type == "meta" and len(tensor) == 3 for tensor in made.values())
@@ -523,20 +523,20 @@ def test_example_inputs_are_what_the_model_takes(stem: str) -> None:
     assert next(iter(result.values())) is not None
 
 
-def test_an_error_writes_pins_as_options_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_print_pins_as_cli_options(capsys: pytest.CaptureFixture[str]) -> None:
     message = "pin={'a': 0, 'b': 'cpu'} contradict each other; max_memory={0: 9, 'cpu': 9}"
     complain(PlanError(message), message, as_json=False)
     said = "--pin a=0 --pin b=cpu contradict each other; --max-memory 0=9,cpu=9"
     assert capsys.readouterr().err == f"graphplan: {said}\n"
 
 
-def test_a_terminal_that_lacks_characters_is_no_error(made: Made, run: Run) -> None:
+def test_terminal_without_unicode_does_not_fail(made: Made, run: Run) -> None:
     done = run("show", str(made.plan), PYTHONIOENCODING="ascii")
     assert done.code == 0
     assert "?s estimated" in done.out
 
 
-def test_a_plan_of_a_training_step_is_not_run(made: Made, run: Run, tmp_path: Path) -> None:
+def test_run_of_a_training_plan_raises(made: Made, run: Run, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     graphplan.plan(model, {"cpu": "1MiB"}, (torch.ones(2, 4),), train=True).save_json(tmp_path / "step.json")
     done = run("run", str(tmp_path / "step.json"), "factories:pair", cwd=made.folder)
@@ -544,13 +544,13 @@ def test_a_plan_of_a_training_step_is_not_run(made: Made, run: Run, tmp_path: Pa
     assert "the plan is of a training step" in done.err
 
 
-def test_no_time_for_the_search_is_an_error_of_the_option(made: Made, run: Run) -> None:
+def test_zero_time_limit_raises(made: Made, run: Run) -> None:
     done = run("plan", "factories:pair", "--max-memory", "cpu=1MiB", "--time-limit", "0", cwd=made.folder)
     assert done.code == 2
     assert "--time-limit must be a positive number of seconds, not 0" in done.err
 
 
-def test_a_factory_without_example_inputs_is_told_what_to_return(made: Made, run: Run) -> None:
+def test_factory_without_example_inputs_raises_with_remedy(made: Made, run: Run) -> None:
     done = run("plan", "factories:alone", "--max-memory", "cpu=1MiB", cwd=made.folder)
     assert done.code == 2
     assert "there are none: name a factory that returns the model and its inputs" in done.err

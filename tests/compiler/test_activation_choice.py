@@ -1,4 +1,4 @@
-"""How much of a training step is saved: never a slower step than with every block computed again."""
+"""Saved activations of a training step: never slower than recomputing every block."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ CASES = itertools.product((linear, convolutions, attention), (1, 2), (False, Tru
     ("make", "devices", "large"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
 )
-def test_no_step_is_slower_than_every_block_again_by_the_same_search(
-    make: Any, devices: int, large: bool
-) -> None:
+def test_no_step_is_slower_than_recomputing_every_block(make: Any, devices: int, large: bool) -> None:
     model, example, size = made_by(make)
     options: dict[str, Any] = {"kwargs": {"input": example}, "train": True, "optimizer": torch.optim.AdamW}
     trials, blocks = _SavingsSearch.trials, list[float]()
@@ -94,7 +92,7 @@ def test_no_step_is_slower_than_every_block_again_by_the_same_search(
     assert any(map(math.isfinite, blocks))
 
 
-def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
+def test_recomputing_every_block_is_tried_unless_provably_slower() -> None:
     model, example = linear()
     size = needed(model, {"input": example})
     tried: list[dict[int, Trial]] = []
@@ -114,8 +112,8 @@ def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
 
 
 @pytest.mark.slow
-def test_two_devices_that_lack_little_do_not_compute_every_block_again() -> None:
-    """What two lack is more than what one as large as both lacks: layers are not cut."""
+def test_two_slightly_short_devices_do_not_recompute_every_block() -> None:
+    """Two devices lack more together than one twice as large, since layers are not cut."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block(nn.Linear(8192, 8192)) for _ in range(12)))
         step: dict[str, Any] = {"kwargs": {"input": torch.zeros(1 << 15, 8192)}, "train": True}
@@ -135,8 +133,8 @@ class Stem(nn.Module):
         return x
 
 
-def test_where_the_layers_do_not_free_enough_other_modules_are_computed_again() -> None:
-    """Weights were streamed: the layers computed again fit so, too, and nothing that frees more was tried."""
+def test_other_modules_are_recomputed_if_layers_free_too_little() -> None:
+    """Regression: weights were streamed, since no savings beyond the layers were tried."""
     with torch.device("meta"):
         layers = nn.ModuleDict({str(i): Block(nn.Linear(1024, 1024)) for i in range(4)})
         model = nn.Sequential(OrderedDict(stem=Stem(), **layers))
@@ -151,8 +149,8 @@ def test_where_the_layers_do_not_free_enough_other_modules_are_computed_again() 
     assert not plan.streams
 
 
-def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
-    """Beside a slow one, by which the step would fit as it is."""
+def test_slightly_short_fast_device_holds_a_recomputing_step() -> None:
+    """The step would fit unchanged with a slow second device."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block(nn.Linear(4096, 4096)) for _ in range(8)))
         step: dict[str, Any] = {"kwargs": {"input": torch.zeros(1 << 13, 4096)}, "train": True}
@@ -183,14 +181,14 @@ def test_a_fast_device_that_lacks_little_holds_a_step_that_saves_less() -> None:
         ({0: 5.0, 10: 9.0}, 3, 2, 3),  # of a best count at the end there is one side
     ],
 )
-def test_the_next_count_is_beside_the_best(
+def test_next_count_is_next_to_the_best(
     seconds: dict[int, float], guess: int, most: int, expected: int
 ) -> None:
     assert next_count(seconds, guess, most) == expected
 
 
-def test_where_cpu_memory_lacks_fewer_segments_wait_there() -> None:
-    """All of them do not fit there; as many as the accelerator lacks do."""
+def test_fewer_segments_are_offloaded_if_cpu_memory_is_short() -> None:
+    """Not all fit there, but as many as the accelerator needs to free."""
     with torch.device("meta"):
         layers = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(8))
         model, step = nn.Sequential(*layers), {"kwargs": {"input": torch.zeros(1 << 14, 512)}, "train": True}
@@ -202,8 +200,8 @@ def test_where_cpu_memory_lacks_fewer_segments_wait_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.full_search
-def test_memory_of_the_cpu_makes_no_step_slower_that_two_devices_hold() -> None:
-    """The quick search does not find that they do."""
+def test_cpu_memory_does_not_slow_a_two_device_step() -> None:
+    """The quick search does not find this placement."""
     with torch.device("meta"):
         model = ResNetForImageClassification(ResNetConfig(num_labels=10)).train()
         inputs = {"pixel_values": torch.zeros(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.long)}

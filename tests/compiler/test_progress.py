@@ -1,4 +1,4 @@
-"""The bar of the stages of planning."""
+"""The progress bar of planning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_takes_long_shows_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_planning_shows_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(progress, "_DELAY", 0.01)
 
@@ -41,7 +41,7 @@ def test_what_takes_long_shows_its_stages(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown.endswith("\r"), "the bar is wiped"
 
 
-def test_what_is_quick_shows_nothing() -> None:
+def test_short_planning_shows_nothing() -> None:
     with redirect_stderr(terminal := Terminal()):
         progress.with_progress(lambda: progress.enter_stage("search"))()
     assert terminal.getvalue() == ""

@@ -1,4 +1,4 @@
-"""Traces that are read from a folder: the same as made anew, and never those of other code."""
+"""Traces read from a folder: equal to a retrace, and never those of other code."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ print(found.to_json())
     assert json.loads(made[0].stdout) == json.loads(made[1].stdout)
 
 
-def test_a_run_without_an_installation_saves_too(
+def test_captures_are_saved_without_an_installation(
     sources: Sources, exports: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = importlib.metadata.Distribution.from_name
@@ -172,7 +172,7 @@ def test_a_run_without_an_installation_saves_too(
     assert exports.during(lambda: planned(model, sources.folder))[0] == 0
 
 
-def test_what_is_read_runs_as_what_is_traced(sources: Sources, exports: Counter) -> None:
+def test_saved_capture_equals_the_traced_one(sources: Sources, exports: Counter) -> None:
     model = sources.load().Block().eval()
     assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 1
     assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
@@ -266,7 +266,7 @@ QUICK_CHANGES = {"source", "global_container", "global_tensor", "attribute", "re
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK_CHANGES)) for one in CHANGES]
 )
-def test_a_change_of_what_is_traced_is_traced_anew(name: str, sources: Sources, exports: Counter) -> None:
+def test_changed_model_code_or_data_is_retraced(name: str, sources: Sources, exports: Counter) -> None:
     for count in (1, 0):
         block = sources.load().Block().eval()
         assert exports.during(lambda block=block: runs_as_eager(block, sources.folder))[0] == count
@@ -309,7 +309,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 @pytest.mark.parametrize(
     "how", ["file", *(pytest.param(how, marks=pytest.mark.slow) for how in ("function", "table"))]
 )
-def test_a_change_deep_in_a_package_is_traced_anew(
+def test_change_deep_in_a_package_is_retraced(
     how: str, package: Callable[[], Any], tmp_path: Path, exports: Counter
 ) -> None:
     runs_as_eager(package()().eval(), tmp_path)
@@ -363,7 +363,7 @@ class Config(dict):
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[pytest.mark.slow] * (turn % 3 > 0)) for turn, how in enumerate(DEEP)]
 )
-def test_a_change_deep_in_code_of_the_user_is_traced_anew(
+def test_change_deep_in_user_code_is_retraced(
     how: str, tmp_path: Path, exports: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -380,7 +380,7 @@ def test_a_change_deep_in_code_of_the_user_is_traced_anew(
         assert exports.during(lambda made=model: runs_as_eager(made, tmp_path))[0] == count
 
 
-def test_a_change_in_a_file_that_is_no_module_is_traced_anew(tmp_path: Path, exports: Counter) -> None:
+def test_change_in_a_file_without_module_is_retraced(tmp_path: Path, exports: Counter) -> None:
     for factor, count in ((2.0, 1), (2.0, 0), (3.0, 1)):
         file = tmp_path / "loaded.py"
         file.write_text(DEEP_MODEL.format(imports=f"F = {factor}", computes="scaled(x)", kind="None"))
@@ -407,7 +407,7 @@ def plan_of(model: nn.Module, folder: Path, ids: torch.Tensor) -> None:
     graphplan.plan(model, {"cpu": "1GiB"}, kwargs={"input_ids": ids}, capture_cache=folder)
 
 
-def test_what_is_replaced_in_torch_is_traced(
+def test_patched_torch_function_is_retraced(
     sources: Sources, exports: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -417,7 +417,7 @@ def test_what_is_replaced_in_torch_is_traced(
     assert exports.during(lambda: planned(model, sources.folder))[0] == 1
 
 
-def test_settings_of_the_trace_are_told_apart(sources: Sources, exports: Counter) -> None:
+def test_other_trace_settings_are_retraced(sources: Sources, exports: Counter) -> None:
     model, batch = sources.load().Block(), torch.export.Dim("batch", min=1, max=64)
     ways: list[dict[str, Any]] = [{}, {"dynamic_shapes": {"x": {0: batch}}}]
     assert [exports.during(lambda w=way: planned(model, sources.folder, **w))[0] for way in ways] == [1, 1]
@@ -512,9 +512,7 @@ _CALLING = [
         ),
     ],
 )
-def test_a_damaged_file_is_traced_anew(
-    damage: Callable[[Path], None], sources: Sources, exports: Counter
-) -> None:
+def test_damaged_file_is_retraced(damage: Callable[[Path], None], sources: Sources, exports: Counter) -> None:
     model = sources.load().Block()
     wanted = planned(model, sources.folder)
     damage(_only(sources.folder))
@@ -548,7 +546,7 @@ class Opaque(nn.Module):
         (Opaque(), r"Opaque\.state is an object of .*Generator"),
     ],
 )
-def test_what_no_file_can_hold_is_said(model: nn.Module, why: str, tmp_path: Path) -> None:
+def test_unsavable_trace_warns(model: nn.Module, why: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         planned(model, tmp_path)
@@ -570,7 +568,7 @@ def test_conditions_on_parts_of_sizes_are_saved(tmp_path: Path, exports: Counter
     assert exports.during(lambda: planned(model, tmp_path))[0] == 0
 
 
-def test_warnings_of_a_trace_are_given_again(tmp_path: Path) -> None:
+def test_warnings_of_a_trace_are_repeated(tmp_path: Path) -> None:
     class Leaves(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.loss = super().forward(x).square().mean()
@@ -645,10 +643,10 @@ class Masked(nn.Module):
     ("model", "args"),
     [(Settled(), (torch.randn(2, 4),)), (Masked(), (torch.randn(2, 4, 2), torch.tensor([4, 3])))],
 )
-def test_a_trace_that_has_settled_a_size_is_saved(
+def test_trace_with_a_specialized_size_is_saved(
     model: nn.Module, args: tuple[torch.Tensor, ...], tmp_path: Path, exports: Counter
 ) -> None:
-    # it was said that what would be read of it is not what was traced
+    # regression: a warning claimed that the saved trace differs
     wanted = graphplan.plan(model, {"cpu": "1MiB"}, args, capture_cache=tmp_path)
     count, found = exports.during(
         lambda: graphplan.plan(model, {"cpu": "1MiB"}, args, capture_cache=tmp_path)
@@ -671,7 +669,7 @@ class Notes(nn.Module):
         return (y * self.seen.sum(0)).chunk(2)[0]
 
 
-def test_a_trace_that_is_read_knows_which_values_share_memory(tmp_path: Path, exports: Counter) -> None:
+def test_saved_trace_keeps_shared_memory_of_values(tmp_path: Path, exports: Counter) -> None:
     # the buffer of what was read was one that nothing writes to
     def placed() -> Any:
         return graphplan.partition(
@@ -691,7 +689,7 @@ class Lazy(ModuleType):
         raise ImportError(f"{name} is of an optional package")
 
 
-def test_modules_that_wait_for_their_import_still_wait(
+def test_lazy_modules_are_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exports: Counter
 ) -> None:
     monkeypatch.setitem(sys.modules, "lazy_of_saved", Lazy("lazy_of_saved"))
@@ -745,11 +743,11 @@ def test_equal_values_alone_have_one_description(
 
 
 @pytest.mark.parametrize("target", [operator.mul, torch.sym_max, torch.ops.aten.add.Tensor, map_impl])
-def test_what_nodes_call_is_written_by_name(target: Any) -> None:
+def test_node_targets_are_saved_by_name(target: Any) -> None:
     assert made_target(json.loads(json.dumps(plain_target(target)))) is target
 
 
-def test_the_folder_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_cache_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
     for no_folder in (file, True):
@@ -791,7 +789,7 @@ class WithLoss(nn.Module):
         return {"scores": scores, "loss": scores.sum()}
 
 
-def test_a_step_that_is_read_knows_what_has_no_gradient(tmp_path: Path, exports: Counter) -> None:
+def test_saved_step_keeps_inputs_without_gradient(tmp_path: Path, exports: Counter) -> None:
     model = WithLoss()
     steps = []
     for wanted in (1, 0):
@@ -806,7 +804,7 @@ def test_a_step_that_is_read_knows_what_has_no_gradient(tmp_path: Path, exports:
     assert steps[0][1] == {0: "scores"}
 
 
-def test_calls_that_code_makes_read_their_traces(sources: Sources, exports: Counter) -> None:
+def test_calls_of_a_function_read_their_saved_traces(sources: Sources, exports: Counter) -> None:
     def made() -> Plan:
         with warnings.catch_warnings():
             warnings.simplefilter("error", graphplan.GraphplanWarning)

@@ -1,4 +1,4 @@
-"""Stages of training steps beside the microbatches in flight."""
+"""Stages of training steps with other microbatches in flight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nothing_beside(kept: Mapping[Any, int]) -> Any:
     return planned(kept)
 
 
-def test_an_error_names_the_device_the_bytes_needed_and_those_there() -> None:
+def test_error_names_device_needed_and_available_bytes() -> None:
     with (
         patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: 8 * GB, "cpu": GB}),
         pytest.raises(
@@ -56,7 +56,7 @@ def test_an_error_names_the_device_the_bytes_needed_and_those_there() -> None:
     assert (error.device, error.needed[0], error.available[0]) == (0, 14 * GB, 10 * GB)
 
 
-def test_an_error_names_them_where_every_plan_saves_more_than_was_withheld() -> None:
+def test_error_names_bytes_if_every_plan_saves_too_much() -> None:
     kept = iter(range(8, 99))
     with (
         patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: next(kept) * GB}),
@@ -68,7 +68,7 @@ def test_an_error_names_them_where_every_plan_saves_more_than_was_withheld() -> 
 
 
 @pytest.mark.parametrize(("limits", "tries"), [(Limits(), 6), (Limits.within(0), 2)])
-def test_once_time_is_up_a_slow_step_that_fits_is_enough(limits: Limits, tries: int) -> None:
+def test_slow_feasible_step_is_accepted_after_the_deadline(limits: Limits, tries: int) -> None:
     tried: list[Mapping[Any, int]] = []
 
     def slower_beside(kept: Mapping[Any, int]) -> Any:
@@ -95,7 +95,7 @@ class Writes(nn.Module):
         return torch.tanh(made * 3) + y.argmax(1, keepdim=True).float().cos()
 
 
-def test_gradients_pass_memory_and_end_at_integers() -> None:
+def test_trained_values_include_writes_and_exclude_integers() -> None:
     model_copy = ModelCopy(Writes())
     found = capture(model_copy, model_copy.bind((torch.ones(3, 2),), {}), keep_grad=True)
     named = trained_values(found, frozenset({"linear.weight", "linear.bias"}))
@@ -103,7 +103,7 @@ def test_gradients_pass_memory_and_end_at_integers() -> None:
     assert not named & {"argmax", "cos"}
 
 
-def test_a_target_has_the_rows_of_the_batch_or_a_multiple() -> None:
+def test_target_rows_are_a_multiple_of_the_batch() -> None:
     parts = targets_of({"labels": torch.arange(8), "flat": torch.arange(24)}, 2, 8)
     assert [len(part["flat"]) for part in parts] == [12, 12]
     for rows in (4, 0, 9):

@@ -1,4 +1,4 @@
-"""PEFT's ways of changing a placed model for a time."""
+"""Temporary changes of a placed model by PEFT."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("before", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
-def test_prompts_that_are_disabled_for_a_time(before: bool) -> None:
+def test_prompts_can_be_disabled_temporarily(before: bool) -> None:
     """PEFT sets ``forward`` to the base model's own, and then to the method that it was."""
     model = adapted(peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     eager = copy.deepcopy(model)
@@ -69,7 +69,7 @@ def test_an_adapted_model_is_moved_by_trainers() -> None:
             placed.to(torch.float16)
 
 
-def test_adapters_that_come_after_placement_may_be_taken_out() -> None:
+def test_adapters_added_after_placement_can_be_removed() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     base = adapted(config).unload()
     expected = logits(base)
@@ -86,7 +86,7 @@ def test_adapters_that_come_after_placement_may_be_taken_out() -> None:
     assert largest_difference(logits(placed), expected) > 1e-3
 
 
-def test_an_adapted_model_that_has_generated_is_not_captured_again() -> None:
+def test_generate_of_an_adapted_model_does_not_retrace() -> None:
     """PEFT's ``generate`` sets a method of the base model, and sets it back."""
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     how = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 3, "do_sample": False}

@@ -1,4 +1,4 @@
-"""What accelerate's own tests of device maps ask for, as properties, and what they do not."""
+"""Properties of device maps: those of accelerate's own tests, and others."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def check(model: nn.Module, budgets: dict[Any, int], found: dict[str, Any], main
 
 
 @needs("accelerate", "1.2", "there is no fallback_allocation=")
-def test_the_signature_is_accelerates() -> None:
+def test_signature_equals_accelerate() -> None:
     theirs = inspect.signature(accelerate.infer_auto_device_map).parameters
     ours = inspect.signature(infer_auto_device_map).parameters
     assert list(ours) == list(theirs)
     assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in theirs.items()}
 
 
-def test_what_fits_is_not_offloaded_nor_split_needlessly() -> None:
+def test_fitting_model_is_neither_offloaded_nor_split() -> None:
     model = Small()
     assert infer_auto_device_map(model, {0: 236}) == {"": 0}
     found = infer_auto_device_map(model, {0: 200, 1: 200})
@@ -104,7 +104,7 @@ def test_what_fits_is_not_offloaded_nor_split_needlessly() -> None:
     assert infer_auto_device_map(model, {0: 200, 1: 200}) == {"": 0}
 
 
-def test_models_are_split_at_layers_or_where_the_caller_says() -> None:
+def test_models_are_split_at_layers_or_given_classes() -> None:
     model = nn.Sequential(Small(), Small(), Small())
     budgets = {0: 500, 1: 500}
     found = infer_auto_device_map(model, budgets)
@@ -154,9 +154,7 @@ LITERAL = [  # accelerate's tests, what accelerate makes of them, and what graph
 
 
 @pytest.mark.parametrize(("make", "budgets", "options", "theirs", "ours"), LITERAL)
-def test_the_literal_maps_that_the_readme_has(
-    make: Any, budgets: Any, options: Any, theirs: Any, ours: Any
-) -> None:
+def test_device_maps_of_the_readme(make: Any, budgets: Any, options: Any, theirs: Any, ours: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         known = accelerate.infer_auto_device_map(make(), dict(budgets), **options)
@@ -165,7 +163,7 @@ def test_the_literal_maps_that_the_readme_has(
     assert ours.items() <= found.items()
 
 
-def test_one_class_that_is_not_split_may_be_named_alone() -> None:
+def test_no_split_classes_may_be_a_single_name() -> None:
     model, budgets = nn.Sequential(Small(), Small(), Small()), {0: 500, 1: 500}
     listed = infer_auto_device_map(model, budgets, no_split_module_classes=["Small"])
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Small") == listed
@@ -213,7 +211,7 @@ class LinearWithReference(nn.Linear):
         self.weight_submodule = Reference(self.weight)
 
 
-def test_ties_whose_names_begin_alike() -> None:
+def test_tied_modules_with_a_common_name_prefix() -> None:
     model = nn.Module()
     model.compute, model.compute1 = LinearWithReference(), LinearWithReference()
     with warnings.catch_warnings():
@@ -238,7 +236,7 @@ def test_buffers_are_placed_and_counted(limit: int, offload_buffers: bool) -> No
         assert used(model, found).get(0, 0) + kept + largest_offloaded(model, found) <= limit
 
 
-def test_buffers_that_fit_no_accelerator_are_warned_of() -> None:
+def test_buffers_that_fit_no_accelerator_warn() -> None:
     model = Small()
     model.linear1.register_buffer("extra", torch.zeros(100))
     with pytest.warns(UserWarning, match="440 bytes .* offload_buffers=True"):
@@ -246,7 +244,7 @@ def test_buffers_that_fit_no_accelerator_are_warned_of() -> None:
     assert found == {"": "cpu"}
 
 
-def test_direct_buffers_of_modules_that_are_split_are_in_the_map() -> None:
+def test_direct_buffers_of_split_modules_are_mapped() -> None:
     model = nn.Sequential(Small(), Small())
     model[0].register_buffer("own", torch.zeros(3))
     for limit in (100, 150, 200, 300):
@@ -255,7 +253,7 @@ def test_direct_buffers_of_modules_that_are_split_are_in_the_map() -> None:
         assert len(covered) == len(model.state_dict())
 
 
-def test_an_accelerator_is_used_though_the_first_module_does_not_fit() -> None:
+def test_accelerator_is_used_if_first_module_does_not_fit() -> None:
     inner = OrderedDict(linear1=nn.Linear(10, 4), linear2=nn.Linear(4, 4), linear3=nn.Linear(4, 8))
     model = nn.Sequential(OrderedDict(module=nn.Sequential(inner)))
     budgets = {0: 256, "cpu": 1000}
@@ -265,7 +263,7 @@ def test_an_accelerator_is_used_though_the_first_module_does_not_fit() -> None:
     assert used(model, found).get(0, 0) > used(model, theirs).get(0, 0)
 
 
-def test_what_no_memory_holds_goes_to_disk() -> None:
+def test_modules_beyond_all_memory_go_to_disk() -> None:
     model = Small()
     found = infer_auto_device_map(model, {0: 0, "cpu": 172}, offload_buffers=True)
     assert used(model, found) == {"cpu": 64, "disk": 172}  # room for what passes through on its way
@@ -282,13 +280,13 @@ def test_dtypes_change_the_sizes() -> None:
     assert wide != half
 
 
-def test_maps_that_are_not_cleaned_list_every_block(capsys: Any) -> None:
+def test_uncleaned_maps_list_every_block(capsys: Any) -> None:
     found = infer_auto_device_map(Small(), {0: 236}, clean_result=False, verbose=True)
     assert found == {"linear1": 0, "batchnorm": 0, "linear2": 0}
     assert "Putting 'linear2' (size=100) on 0." in capsys.readouterr().out
 
 
-def test_the_main_accelerator_is_the_one_that_hooks_choose() -> None:
+def test_main_accelerator_equals_that_of_hooks() -> None:
     model = three()
     for keys in ((1, 8), (8, 1), (0, 3)):
         budgets = {**dict.fromkeys(keys, 300), "cpu": 10_000}
@@ -313,14 +311,14 @@ def test_packings_keep_their_limits(sizes: list[int], capacities: list[int]) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=10), st.integers(2, 3), st.data())
-def test_what_can_be_packed_is(sizes: list[int], devices: int, data: Any) -> None:
+def test_packable_blocks_are_packed(sizes: list[int], devices: int, data: Any) -> None:
     drawn = [data.draw(st.integers(0, devices - 1)) for _ in sizes]
     capacities = [sum(s for s, p in zip(sizes, drawn, strict=True) if p == d) for d in range(devices)]
     places = pack([Block((str(i),), size, size) for i, size in enumerate(sizes)], capacities)
     assert None not in places
 
 
-def test_spilling_keeps_room_for_what_passes() -> None:
+def test_spilling_keeps_room_for_streamed_blocks() -> None:
     blocks = {i: Block((str(i),), size, size) for i, size in enumerate((50, 30, 20))}
     assert spill(blocks, 100) == {0, 1, 2}
     assert spill(blocks, 99) == {1}
@@ -363,7 +361,7 @@ def test_accelerate_runs_our_maps(stem: str) -> None:
     "stem", ["ViT", *(pytest.param(s, marks=pytest.mark.slow) for s in ("GPT2", "Llama", "T5"))]
 )
 @pytest.mark.full_search
-def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
+def test_plan_device_map_works_in_dispatch_and_from_pretrained(
     stem: str, tmp_path: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # simulated devices are those of one thread
@@ -386,7 +384,7 @@ def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
             assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
 
 
-def test_a_device_map_is_carried_out_as_it_is() -> None:
+def test_given_device_map_is_kept() -> None:
     (architecture,) = [one for one in TABLE if one.stem == "Llama"]
     model, inputs = architecture.build()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():

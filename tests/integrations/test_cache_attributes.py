@@ -1,4 +1,4 @@
-"""Caches of a user's own, with attributes that a trace cannot look into."""
+"""Custom caches, with attributes whose tensors a trace cannot find."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def agree(placed: Any, model: Any, ours: Any, theirs: Any, counts: Sequence[int]
         assert largest_difference(found, expected) < 1e-5
 
 
-def test_what_cannot_be_looked_into_runs_module_by_module() -> None:
+def test_opaque_cache_attributes_run_module_by_module() -> None:
     # they were constants of the trace: the caller's own had fake tensors afterwards
     model = llama()
     kinds: dict[str, Callable[[], Any]] = {
@@ -155,7 +155,7 @@ class Returning(nn.Module):
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("make", [partial(PlainCache, History), partial(PlainCache, deque), SlotsCache])
-def test_a_returned_cache_has_what_eager_puts_into_it(make: Callable[[], Any], given: bool) -> None:
+def test_returned_cache_equals_eager(make: Callable[[], Any], given: bool) -> None:
     model, x = Returning(make).eval(), torch.randn(2, 8)
     args = (x, make()) if given else (x,)
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
@@ -231,7 +231,7 @@ def test_an_enum_in_a_cache_is_a_constant() -> None:
 
 
 @pytest.mark.parametrize("max_length", [64, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_cache_of_a_plain_decoder_grows_within_two_plans(max_length: int | None) -> None:
+def test_cache_of_a_plain_decoder_has_two_plans(max_length: int | None) -> None:
     model, ids = PlainDecoder().eval(), torch.randint(0, 50, (1, 5))
     with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
         budgets = {**machine.max_memory, "cpu": "4MiB"}
@@ -257,7 +257,7 @@ def test_a_generator_holds_no_tensors() -> None:
 
 
 def offloading(cache: Any) -> Any:
-    """The cache as transformers makes one that is offloaded, which it can do only beside CUDA."""
+    """The cache as transformers makes one that is offloaded, which it can do only with CUDA."""
     cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, object()
     return cache
 
@@ -267,7 +267,7 @@ def offloading(cache: Any) -> Any:
     "make",
     [DynamicCache, pytest.param(lambda: StaticCache(llama().config, 16), marks=pytest.mark.slow)],
 )
-def test_an_offloaded_cache_is_where_the_plan_has_it(make: Callable[[], Any]) -> None:
+def test_offloaded_cache_is_on_its_planned_device(make: Callable[[], Any]) -> None:
     # transformers asked for CUDA's stream of a layer on the CPU
     model = llama()
     with graphplan.simulate({0: "400KiB", 1: "400KiB"}) as machine, torch.no_grad():
@@ -279,7 +279,7 @@ def test_an_offloaded_cache_is_where_the_plan_has_it(make: Callable[[], Any]) ->
         assert len(placed.plans) == known  # another stream is no other structure
 
 
-def test_a_cache_that_refers_to_itself_runs_module_by_module() -> None:
+def test_self_referencing_cache_runs_module_by_module() -> None:
     """Offloaded, too."""
     model = llama()
     with graphplan.simulate({0: "400KiB"}) as machine, torch.no_grad():
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("make", [StoreCache, pytest.param(DynamicCache, marks=pytest.mark.slow)])
 def test_caches_of_plain_modules_are_extended_by_graphs(make: Callable[[], Any]) -> None:
-    """The file of the model defines neither class."""
+    """Neither class is defined in the model's file."""
     model = Decoder().eval()
     steps = [torch.randint(0, 50, (1, count)) for count in (5, 1, 3, 1, 7, 4, 1)]
     with graphplan.simulate({0: "200KiB", 1: "200KiB"}) as machine, torch.no_grad():
@@ -361,7 +361,7 @@ class OwnCaches(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_modules_and_dicts_that_are_named_as_caches_are_what_they_are() -> None:
+def test_modules_and_dicts_named_like_caches_keep_their_type() -> None:
     model, ours, theirs, x = OwnCaches().eval(), FieldsCache(), FieldsCache(), torch.randn(3, 32)
     with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (x, FieldsCache()))
@@ -384,7 +384,7 @@ class Reads(nn.Linear):
         return super().forward(x) * float(cache.table.sum()) + cache.rows
 
 
-def test_a_cache_of_an_example_that_cannot_be_looked_into_is_there_again() -> None:
+def test_opaque_example_cache_is_copied_or_raises() -> None:
     torch.manual_seed(0)
     model, x, cache = Reads(32, 32).eval(), torch.randn(2, 32), ArrayCache()
     with graphplan.simulate({0: "64KiB"}) as machine, torch.no_grad():
@@ -395,7 +395,7 @@ def test_a_cache_of_an_example_that_cannot_be_looked_into_is_there_again() -> No
             graphplan.partition(model, machine.max_memory, (x, ArrayCache(lock=True)))
 
 
-def test_an_object_of_another_name_is_told_how_it_would_be_a_cache() -> None:
+def test_object_not_named_cache_raises_with_remedy() -> None:
     class Memory:
         table, rows = np.ones(3), torch.ones(32)
 

@@ -1,4 +1,4 @@
-"""Lists and dicts of the caller that a call changes: the placed model changes them as the model does."""
+"""Changes that a call makes to the caller's lists and dicts equal eager mode."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def alike(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "make"), CASES)
-def test_contents_are_what_the_model_makes_of_them(change: Any, make: Any) -> None:
+def test_changed_contents_equal_eager(change: Any, make: Any) -> None:
     model, mine, other = Changes(change), make(), make()
     before, tensors = (containers(mine), containers(other)), (leaves_of(mine), leaves_of(other))
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
@@ -165,7 +165,7 @@ def test_contents_are_what_the_model_makes_of_them(change: Any, make: Any) -> No
         assert any(own is one for one in leaves_of(mine)) == any(others is one for one in leaves_of(other))
 
 
-def test_objects_stay_who_they_are() -> None:
+def test_objects_keep_their_identity() -> None:
     kept, inner = torch.ones(2, 16), [torch.zeros(2, 16)]
     state = {"inner": inner, "kept": kept}
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
@@ -177,7 +177,7 @@ def test_objects_stay_who_they_are() -> None:
     assert len(inner) == 2
 
 
-def test_a_cache_of_ones_own_is_two_graphs() -> None:
+def test_custom_cache_has_two_graphs() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,7 +207,7 @@ def test_a_cache_of_ones_own_is_two_graphs() -> None:
         assert len(placed.plans) == 2
 
 
-def test_one_list_for_two_arguments_is_an_error() -> None:
+def test_one_list_for_two_arguments_raises() -> None:
     class Both(nn.Module):
         def forward(self, x: torch.Tensor, a: list[Any], b: list[Any]) -> torch.Tensor:
             a.append(x)
@@ -223,7 +223,7 @@ def test_one_list_for_two_arguments_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("change", ["both", "one"])
-def test_one_list_in_two_places_is_an_error(change: str) -> None:
+def test_one_list_in_two_places_raises(change: str) -> None:
     def both(state: Any, h: torch.Tensor) -> Any:
         state["b"].append(h)
         if change == "both":
@@ -240,7 +240,7 @@ def test_one_list_in_two_places_is_an_error(change: str) -> None:
     assert len(one) == 1
 
 
-def test_tensors_of_a_cache_beside_a_changed_list_are_returned() -> None:
+def test_cache_tensors_are_returned_with_a_changed_list() -> None:
     transformers = pytest.importorskip("transformers")
 
     def change(state: Any, h: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_tensors_of_a_cache_beside_a_changed_list_are_returned() -> None:
     alike(mine["log"], other["log"])
 
 
-def test_contents_have_gradients_and_are_differentiated_in_a_training_step() -> None:
+def test_changed_contents_have_gradients_in_training() -> None:
     for how in ({"train": True}, {"grad": True}):
         model = Changes(append)
         with graphplan.simulate({0: "64KiB", 1: "64KiB"}) as machine:
@@ -270,7 +270,7 @@ def test_contents_have_gradients_and_are_differentiated_in_a_training_step() -> 
             assert len(state) == 1
 
 
-def test_a_step_begins_at_the_loss_beside_contents() -> None:
+def test_training_step_with_changed_contents_starts_at_the_loss() -> None:
     class WithLoss(Changes):
         def forward(self, x: torch.Tensor, state: Any) -> Any:
             y = super().forward(x, state)
@@ -286,7 +286,7 @@ def test_a_step_begins_at_the_loss_beside_contents() -> None:
 
 
 @pytest.mark.parametrize("place", ["unnamed", "attribute"])
-def test_what_no_graph_changes_runs_module_by_module(place: str) -> None:
+def test_unsupported_changes_run_module_by_module(place: str) -> None:
     class Unnamed(Changes):
         def forward(self, x: torch.Tensor, *state: Any) -> Any:
             return super().forward(x, state[0])
@@ -301,7 +301,7 @@ def test_what_no_graph_changes_runs_module_by_module(place: str) -> None:
     alike(*((mine, other) if place == "unnamed" else (mine.h, other.h)))
 
 
-def test_a_saved_capture_changes_them_too(tmp_path: Path) -> None:
+def test_saved_capture_changes_contents_too(tmp_path: Path) -> None:
     for _ in range(2):
         with graphplan.simulate(ROOM) as machine, torch.no_grad():
             model = Changes(append)

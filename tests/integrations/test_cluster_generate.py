@@ -1,4 +1,4 @@
-"""``generate()`` over several machines: what is refused, before any machine is asked for anything."""
+"""``generate()`` over several machines: invalid requests raise before any communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def never(*_: Any, **__: Any) -> Any:
         ({"output_scores": True, "return_dict_in_generate": True}, r"output_scores: generate\(\) over"),
     ],
 )
-def test_what_needs_all_scores_is_refused(stem: str, options: dict[str, Any], said: str) -> None:
+def test_generation_modes_that_need_all_scores_raise(stem: str, options: dict[str, Any], said: str) -> None:
     (architecture,) = [one for one in TABLE if one.stem == stem]
     model, inputs = architecture.build()
     generate = generator_of(model, never, 0, Counter())
@@ -35,5 +35,5 @@ def test_what_needs_all_scores_is_refused(stem: str, options: dict[str, Any], sa
         generate(inputs["input_ids"], max_new_tokens=2, **start, **options)
 
 
-def test_what_does_not_generate_has_no_generate() -> None:
+def test_model_without_generation_has_no_generate() -> None:
     assert generator_of(torch.nn.Linear(2, 2), never, 0, Counter()) is None

@@ -1,4 +1,4 @@
-"""Object detection: a placed detector and its post-processing find what eager finds."""
+"""Object detection: a placed detector with post-processing equals eager mode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def detr(transformers: Any) -> Any:
 
 
 @pytest.mark.parametrize("build", [yolos, pytest.param(detr, marks=pytest.mark.slow)])
-def test_boxes_are_those_of_eager(build: Any) -> None:
+def test_boxes_equal_eager(build: Any) -> None:
     transformers = pytest.importorskip("transformers")
     pil = pytest.importorskip("transformers.models.detr.image_processing_pil_detr")
     torch.manual_seed(0)

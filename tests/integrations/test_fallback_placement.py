@@ -67,7 +67,7 @@ def placed_on(model: nn.Module, budgets: dict[Any, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("shares", [(0.7, 0.7), (0.7,), (0.5,), (0.9, 0.4)])
-def test_what_cannot_be_captured_runs_with_hooks(shares: tuple[float, ...]) -> None:
+def test_untraceable_model_runs_with_hooks(shares: tuple[float, ...]) -> None:
     model = Undecided().eval()
     with torch.no_grad():
         expected = model(X)
@@ -112,7 +112,7 @@ class UndecidedAttention(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_attention_that_simulated_devices_write_out_is_in_the_peak() -> None:
+def test_unfused_attention_on_simulated_devices_is_in_the_peak() -> None:
     model, x = nn.Sequential(UndecidedAttention(), UndecidedAttention()).eval(), torch.randn(1, 128, 16)
     room = 318_000  # each of both fits, not both
     with torch.no_grad(), graphplan.simulate({0: room, 1: room}) as machine:
@@ -166,7 +166,7 @@ def test_the_first_call_may_fall_back_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers 5.17
-def test_the_first_call_may_be_of_a_part() -> None:
+def test_first_call_may_be_of_a_submodule() -> None:
     transformers = pytest.importorskip("transformers")
 
     class Listening(transformers.T5ForConditionalGeneration):  # type: ignore[misc]  # of an optional package
@@ -196,7 +196,7 @@ def test_the_first_call_may_be_of_a_part() -> None:
         assert torch.equal(placed.generate(**inputs, max_new_tokens=2), tokens)
 
 
-def test_there_is_nothing_to_profile() -> None:
+def test_profile_without_graph_raises() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = placed_on(Undecided().eval(), machine.max_memory)
         with pytest.raises(graphplan.PlanError, match=r"no graph to profile, .* module by module: Undecided"):
@@ -211,7 +211,7 @@ def test_there_is_nothing_to_profile() -> None:
         assert waiting(X).shape == (4, 8)
 
 
-def test_what_hooks_cannot_do_is_an_error() -> None:
+def test_options_unsupported_by_hooks_raise() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         for options in ({"pin": {"head": 0}}, {"balance": True}, {"together": ["blocks.0"]}):
             with pytest.raises(
@@ -225,7 +225,7 @@ def test_what_hooks_cannot_do_is_an_error() -> None:
         assert placed.graph_modules == ()
 
 
-def test_what_fits_in_no_way_is_told_at_once() -> None:
+def test_infeasible_fallback_raises_at_once() -> None:
     with (
         graphplan.simulate({0: 3000}) as machine,
         pytest.raises(graphplan.InfeasibleError, match="These budgets suffice: max_memory="),
@@ -234,7 +234,7 @@ def test_what_fits_in_no_way_is_told_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_budgets_that_would_do_have_room_for_workspaces() -> None:
+def test_named_budgets_have_room_for_workspaces() -> None:
     model, given = Undecided(), {0: 3000}
     with graphplan.simulate(given, workspace="1MiB"), pytest.raises(graphplan.InfeasibleError) as caught:
         graphplan.partition(model, given, (X,))
@@ -261,7 +261,7 @@ class Layers(nn.Module):
         return x
 
 
-def test_blocks_that_do_not_fit_whole_are_split_rather_than_streamed_whole() -> None:
+def test_large_blocks_are_split_instead_of_streamed() -> None:
     model, x = Layers().eval(), torch.ones(1, 64)
     with graphplan.simulate({0: bytes_of(model) // 2}) as machine, torch.no_grad():
         with pytest.warns(UserWarning, match="module by module"):
@@ -271,14 +271,14 @@ def test_blocks_that_do_not_fit_whole_are_split_rather_than_streamed_whole() -> 
 
 
 @pytest.mark.parametrize("cpu", ["cpu", "cpu:0"])
-def test_nothing_is_offloaded_where_that_is_not_wanted(cpu: str) -> None:
+def test_fallback_respects_offload_false(cpu: str) -> None:
     model = Undecided()
     budgets = {0: int(0.6 * bytes_of(model)), cpu: "1GiB"}
     with graphplan.simulate(budgets), pytest.raises(graphplan.InfeasibleError):
         graphplan.partition(model, budgets, (X,), offload=False)
 
 
-def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:
+def test_checkpoint_is_read_to_the_devices_of_hooks(tmp_path: Any) -> None:
     model = Undecided().eval()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
@@ -288,7 +288,7 @@ def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:
         assert largest_difference(placed(X), model(X).detach()) < 1e-6
 
 
-def test_activations_of_what_does_not_run_on_zeros_are_unknown(tmp_path: Any) -> None:
+def test_activations_are_unknown_if_run_on_zeros_fails(tmp_path: Any) -> None:
     class Trained(Undecided):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if not any(bool(p.any()) for p in self.parameters()):
@@ -335,7 +335,7 @@ class Sly(nn.Module):
         return {"logits": y + 1 if torch.compiler.is_exporting() else y}
 
 
-def test_check_finds_a_graph_that_differs() -> None:
+def test_check_detects_a_differing_graph() -> None:
     model = Sly().eval()
     with graphplan.simulate({0: "1MiB"}) as machine:
         quiet = graphplan.partition(model, machine.max_memory, (X,))
@@ -360,7 +360,7 @@ class SlyObject(Sly):
         return [Logits(**super().forward(x))]
 
 
-def test_check_looks_into_objects_that_a_model_returns() -> None:
+def test_check_compares_returned_objects() -> None:
     differs = pytest.raises(graphplan.NoGraphError, match=r"\[0\]\.logits differs from eager's")
     with graphplan.simulate({0: "1MiB"}) as machine, differs:
         graphplan.partition(SlyObject().eval(), machine.max_memory, (X,), check=True, strict=True)
@@ -378,12 +378,12 @@ class AddsTo(nn.Linear):
         return Rows([super().forward(x), rows[0]])
 
 
-def test_check_looks_into_lists_of_other_classes() -> None:
+def test_check_compares_list_subclasses() -> None:
     assert compare(Rows([X]), Rows([X + 1])).startswith("[0] differs")
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_check_leaves_objects_of_the_example_as_they_are() -> None:
+def test_check_does_not_change_example_objects() -> None:
     rows = Rows([torch.zeros(2)])
     with graphplan.simulate({0: "1MiB"}) as machine:
         graphplan.partition(AddsTo(16, 4).eval(), machine.max_memory, (X, rows), check=True)
@@ -401,7 +401,7 @@ def test_examples_may_be_results_of_other_modules(model: nn.Module, grad: bool) 
         assert largest_difference(placed(inputs), model(inputs)) < 1e-6
 
 
-def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any) -> None:
+def test_check_accepts_equal_results_and_names_incomparable_ones(tmp_path: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).train()
     mean = model[1].running_mean.clone()
     with graphplan.simulate({0: "1MiB"}) as machine:
@@ -422,7 +422,7 @@ class Sized(Undecided):
         return super().forward(x), x.size()
 
 
-def test_sizes_in_results_stay_sizes() -> None:
+def test_torch_size_results_keep_their_type() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         with pytest.warns(UserWarning, match="module by module"):
             placed = graphplan.partition(Sized(), machine.max_memory, (X,))
@@ -517,7 +517,7 @@ def test_gradients_of_functions_are_planned() -> None:
 
 
 @pytest.mark.parametrize("name", ["lambda", "self"])
-def test_a_name_that_python_reserves_is_read_by_the_modules_own_code(name: str) -> None:
+def test_reserved_attribute_name_is_read_by_module_code(name: str) -> None:
     class Reserved(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -531,7 +531,7 @@ def test_a_name_that_python_reserves_is_read_by_the_modules_own_code(name: str) 
     assert torch.equal(placed(X), X)
 
 
-def test_a_reserved_name_that_no_code_reads_is_no_hindrance() -> None:
+def test_unread_reserved_attribute_name_is_traced() -> None:
     class Unread(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -546,7 +546,7 @@ def test_a_reserved_name_that_no_code_reads_is_no_hindrance() -> None:
 
 
 class Whole(Undecided):
-    """Undecided, with a shared weight and what a copy must have beside weights."""
+    """Undecided, with a shared weight and other state that a copy must have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -572,7 +572,7 @@ def reloaded(saved: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Whole could not be traced:graphplan.GraphplanWarning")
-def test_an_optimizer_that_is_saved_with_its_model_trains_it() -> None:
+def test_optimizer_pickled_with_its_model_trains_it() -> None:
     placed = graphplan.partition(Whole(), {"cpu": "1GiB"}, (X,), grad=True)
     again, optimizer = reloaded((placed, torch.optim.SGD(placed.parameters(), lr=0.1)))  # it had others
     before = [parameter.detach().clone() for parameter in again.parameters()]
@@ -588,7 +588,7 @@ def unpickled(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("copied", "shares"), in_turn([copy.deepcopy, unpickled, reloaded], [(), (0.5,), (0.8, 0.7)])
 )
-def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares: tuple[float, ...]) -> None:
+def test_hooked_models_are_copied_and_pickled_whole(copied: Any, shares: tuple[float, ...]) -> None:
     model = Whole().eval()
     model.again.register_forward_hook(noted)
     with torch.no_grad():
@@ -628,7 +628,7 @@ class _Pair(nn.Module):
         self.empty, self.placed = nn.Linear(2, 2, device="meta"), placed
 
 
-def test_a_state_of_a_parent_has_its_other_children_as_they_are() -> None:
+def test_state_dict_of_a_parent_includes_other_children() -> None:
     model = Undecided().eval()
     with graphplan.simulate({0: 10_000, "cpu": 1 << 24}) as machine:
         found = _Pair(placed_on(model, machine.max_memory)).state_dict()
@@ -638,7 +638,7 @@ def test_a_state_of_a_parent_has_its_other_children_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_unplace_gives_the_plain_model_of_hooks_back(share: float) -> None:
+def test_unplace_returns_the_plain_model_without_hooks(share: float) -> None:
     model = Undecided().eval()
     with torch.no_grad():
         expected = model(X)
@@ -660,7 +660,7 @@ def test_unplace_gives_the_plain_model_of_hooks_back(share: float) -> None:
         pytest.param(2.0, False, marks=pytest.mark.slow),
     ],
 )
-def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) -> None:
+def test_load_state_dict_keeps_devices_of_hooks(share: float, assign: bool) -> None:
     model = Undecided().eval()
     state = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
     with graphplan.simulate({0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}) as machine:
@@ -679,7 +679,7 @@ def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) 
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_what_hooks_run_is_neither_moved_nor_converted(share: float) -> None:
+def test_hooked_model_cannot_be_moved_or_converted(share: float) -> None:
     model = Undecided().eval()
     with torch.no_grad():
         expected = model(X)
@@ -730,7 +730,7 @@ def stateful_on(share: float) -> Iterator[tuple[Any, Any]]:
 
 
 @BOTH
-def test_what_forward_keeps_is_kept(share: float) -> None:
+def test_state_kept_by_forward_equals_eager(share: float) -> None:
     with stateful_on(share) as (model, placed):
         before = placed.calls, len(placed.block.calls)
         assert len(placed.history) == 0
@@ -752,7 +752,7 @@ class Late(nn.Module):
         return self.norm(x + self.first)
 
 
-def test_what_a_trial_makes_in_a_module_that_had_nothing_is_undone() -> None:
+def test_trial_run_leaves_no_new_buffers_or_children() -> None:
     model = nn.Sequential(Undecided(), nn.Linear(8, 16), Late()).eval()
     expected = copy.deepcopy(model)(X + 1)
     with warnings.catch_warnings(), torch.no_grad():
@@ -764,7 +764,7 @@ def test_what_a_trial_makes_in_a_module_that_had_nothing_is_undone() -> None:
 
 
 @BOTH
-def test_parts_and_methods_of_what_hooks_run_are_called_alone(share: float) -> None:
+def test_submodules_and_methods_of_hooked_models_can_be_called(share: float) -> None:
     with stateful_on(share) as (model, placed):
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
         assert largest_difference(placed.block(X).cpu(), model.block(X)) < 1e-6
@@ -772,7 +772,7 @@ def test_parts_and_methods_of_what_hooks_run_are_called_alone(share: float) -> N
 
 
 @BOTH
-def test_what_is_changed_in_what_hooks_run_holds(share: float) -> None:
+def test_changes_of_a_hooked_model_take_effect(share: float) -> None:
     seen: list[str] = []
     with stateful_on(share) as (model, placed):
         for one in (model, placed):
@@ -799,7 +799,7 @@ class Branches(nn.Module):
         return x * 2 if x.sum() > 1e9 else x
 
 
-def test_control_flow_of_modules_in_a_model_without_a_graph_is_refused() -> None:
+def test_control_flow_over_modules_without_a_graph_raises() -> None:
     with pytest.raises(graphplan.CaptureError, match=r"torch\.cond calls 'a'"):
         graphplan.partition(Branches(), {"cpu": "1GiB"}, (torch.ones(2, 8),))
 
@@ -819,7 +819,7 @@ class Tries(nn.Module):
         return x * 2 if x.sum() > 1e9 else x
 
 
-def test_a_model_without_a_graph_may_call_modules_after_control_flow_has_failed() -> None:
+def test_untraced_model_runs_after_failed_control_flow() -> None:
     model, x = Tries(), torch.ones(2, 8)
     with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
         placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
@@ -842,7 +842,7 @@ class Attends(nn.Module):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:the trace contains torch.vmap:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("share", [pytest.param(None, marks=pytest.mark.slow), 0.5])
-def test_attention_that_no_graph_has(share: float | None) -> None:
+def test_untraceable_attention_equals_eager(share: float | None) -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(8, 8)
     with torch.no_grad():
@@ -894,7 +894,7 @@ class ForCpu(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_code_for_the_cpu_runs_over_accelerators() -> None:
+def test_cpu_only_code_runs_over_accelerators() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(ForCpu() for _ in range(4))).eval()
     room = {0: "8KiB", 1: "8KiB"}
@@ -912,7 +912,7 @@ def test_code_for_the_cpu_runs_over_accelerators() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_code_for_the_cpu_has_gradients_in_calls_without_a_graph() -> None:
+def test_cpu_only_code_has_gradients_without_a_graph() -> None:
     class Asked(ForCpu):
         def forward(self, x: torch.Tensor, decide: bool = False) -> torch.Tensor:
             y = nn.Linear.forward(self, x) * self.kept

@@ -1,4 +1,4 @@
-"""With limits, room is kept for the calls that ``generate`` makes: found without computing them."""
+"""With size limits, memory is kept for the calls of ``generate``, which are found without computing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
 @pytest.mark.parametrize(
     "family", ["short llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)]
 )
-def test_generate_needs_no_further_plan(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_needs_no_more_plans(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned, plan_call = list[Any](), Compiler.plan
 
     def recorded(self: Compiler, call: Any, *rest: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def test_generate_needs_no_further_plan(family: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
+def test_generate_from_an_accelerator_needs_no_more_plans() -> None:
     # its calls were planned for a caller on the CPU, wherever the example was
     model = build("llama")
     with graphplan.simulate(budgets_of(model, 0.6, 1 << 22)) as machine:
@@ -83,7 +83,7 @@ def test_generate_from_an_accelerator_needs_no_further_plan() -> None:
 
 @pytest.mark.slow
 def test_room_is_left_for_a_fast_prefill() -> None:
-    # beside the weights of the fastest forward pass without a cache, it had room on the CPU alone
+    # regression: the fastest plan without a cache left room for it only on the CPU
     transformers = pytest.importorskip("transformers")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "vocab_size": 1024}
@@ -100,7 +100,7 @@ def test_room_is_left_for_a_fast_prefill() -> None:
 
 
 @pytest.mark.slow
-def test_where_no_call_can_be_fast_the_first_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_plans_are_kept_if_all_calls_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     # all were planned together, for more seconds than one by one
     monkeypatch.setattr(generate_plan, "lacks_room", lambda plan: bool(plan.fixed_weights))
     monkeypatch.setattr(generate_plan, "_plan_all", None)
@@ -113,7 +113,7 @@ def test_where_no_call_can_be_fast_the_first_plans_are_kept(monkeypatch: pytest.
 
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_where_the_first_placement_has_no_room_there_are_others(
+def test_other_placements_are_tried_if_the_first_is_infeasible(
     together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, budgets, limits = build("llama"), TIGHT, SHORT
@@ -146,7 +146,7 @@ def test_where_the_first_placement_has_no_room_there_are_others(
 def test_with_a_disk_nothing_is_planned_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """That would leave nothing on disk, and speak of calls that nobody gave."""
+    """Joint plans would leave nothing on disk, and messages would name calls that the user did not give."""
     model, plan, asked = build("llama"), Compiler.plan, list[str]()
 
     def plan_the_first(self: Compiler, call: Any) -> Any:
@@ -169,7 +169,7 @@ def test_with_a_disk_nothing_is_planned_together(
 
 
 @pytest.mark.slow
-def test_a_plan_is_that_of_the_placed_model() -> None:
+def test_plan_equals_that_of_the_placed_model() -> None:
     model, budgets, limits = build("llama"), {0: "100KiB", 1: "100KiB"}, SHORT
     with graphplan.simulate(budgets) as machine, one_trace():
         plan = graphplan.plan(model, machine.max_memory, kwargs=example_of("llama"), **limits)
@@ -181,7 +181,7 @@ def test_a_plan_is_that_of_the_placed_model() -> None:
 @pytest.mark.xfail(
     reason="these budgets have room since repair finds it: smaller ones are to be found", strict=True
 )
-def test_what_generate_has_no_room_for_is_said_at_once() -> None:
+def test_generation_beyond_the_budget_warns_at_once() -> None:
     model, budgets, limits = build("gpt2"), {0: 134856, 1: 134856}, SHORT
     with graphplan.simulate(budgets) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match=r"not for generate\(\).*bytes"):
@@ -205,7 +205,7 @@ def test_limits_may_leave_no_token_to_generate(length: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_masked_example_is_generated_from_as_it_is() -> None:
+def test_masked_example_is_used_unchanged_for_generation() -> None:
     model, inputs = build("llama"), padded_inputs("llama")
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, **LIMITS)
@@ -225,7 +225,7 @@ def test_a_meta_model_is_rehearsed_too(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text.count("capturing another graph") == 2  # a prefill, a decode
 
 
-def test_what_generate_calls_by_itself_is_planned_for() -> None:
+def test_calls_made_by_generate_are_planned() -> None:
     cls = type(build("short llama"))
 
     class Greedy(cls):  # type: ignore[misc, valid-type]
@@ -245,7 +245,7 @@ def test_what_generate_calls_by_itself_is_planned_for() -> None:
 
 
 @pytest.mark.full_search  # the budgets are tight
-def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_budgets_stay_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
     model = build("llama")
     with one_trace(), short_search():
@@ -253,7 +253,7 @@ def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> Non
             graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
 
 
-def test_nothing_is_rehearsed_that_does_not_generate() -> None:
+def test_models_without_generate_are_not_rehearsed() -> None:
     encoder = build("bart").model
     with graphplan.simulate({0: "4MiB"}) as machine:
         placed = graphplan.partition(encoder, machine.max_memory, kwargs=example_of("bart"), **LIMITS)
@@ -261,7 +261,7 @@ def test_nothing_is_rehearsed_that_does_not_generate() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplannable_call_keeps_the_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     pose = Compiler.pose
 
     def refuse(compiler: Compiler, asked: BoundCall) -> Any:
@@ -316,7 +316,7 @@ def _whisper() -> Any:
     "frames", [64, pytest.param(150, marks=pytest.mark.slow)]
 )  # as heard at once, and more
 def test_whisper_on_two_accelerators(frames: int) -> None:
-    """Keys and values of a layer stay together; the mask of sound says nothing of the length of the text."""
+    """Keys and values of a layer stay together; the audio mask does not limit the text length."""
     model, sound = _whisper(), torch.randn(2, 16, frames)
     asked = {"language": "en", "task": "transcribe", "max_new_tokens": 3}
     if frames > 64:
@@ -329,8 +329,8 @@ def test_whisper_on_two_accelerators(frames: int) -> None:
 
 
 @pytest.mark.slow
-def test_calls_of_generate_take_a_route_as_they_are() -> None:
-    """Nothing is computed of their arguments first, which would copy caches to the CPU and back."""
+def test_generate_calls_are_dispatched_without_copies() -> None:
+    """Regression: evaluating their arguments copied caches to the CPU and back."""
     model, inputs = build("short llama"), inputs_of("llama", 1, 8)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
     placed.generate(**inputs, max_new_tokens=4)
@@ -343,10 +343,10 @@ def check_routes(placed: Any) -> None:
     assert all(program.signature.prepared is None for program in programs)
 
 
-def test_attention_weights_that_a_kernel_does_not_make_are_asked_for_of_every_length(
+def test_requested_attention_weights_are_traced_once_for_all_lengths(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    """Their flag stood in the configuration while it was traced, which refuses it: each token was traced."""
+    """Regression: the flag was in the configuration during the trace, which failed: each token was traced."""
     model, inputs = build("short llama"), inputs_of("llama")
     asked = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
@@ -382,7 +382,7 @@ def _seeing(tower: str) -> Any:
 @pytest.mark.parametrize(
     "tower", [pytest.param("CLIPVisionConfig", marks=pytest.mark.slow), "PixtralVisionConfig"]
 )
-def test_a_text_about_an_image_is_generated_by_graphs(
+def test_text_about_an_image_is_generated_with_graphs(
     tower: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Hooks by which transformers records hidden states were a change of the model: its parts ran apart.

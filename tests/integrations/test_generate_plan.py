@@ -1,4 +1,4 @@
-"""``generate()`` and what else users of transformers do with a model, on simulated devices."""
+"""``generate()`` and other uses of transformers models, on simulated devices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_tokens(placement: tuple[Any, Any, Any], family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
-def test_tokens_are_those_of_the_model(family: str) -> None:
+def test_tokens_equal_eager(family: str) -> None:
     with on_two_devices(family) as placement:
         check_tokens(placement, family)
 
@@ -86,7 +86,7 @@ def t5() -> Iterator[tuple[Any, Any, Any]]:
 class TestOnePlacedT5:
     """All of these call one model, which is placed once."""
 
-    def test_tokens_are_those_of_the_model(self, t5: tuple[Any, Any, Any]) -> None:
+    def test_tokens_equal_eager(self, t5: tuple[Any, Any, Any]) -> None:
         check_tokens(t5, "t5")
 
     def test_parts_that_are_called_by_themselves(self, t5: tuple[Any, Any, Any]) -> None:
@@ -130,8 +130,8 @@ def test_static_caches(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_of_a_static_cache_may_be_on_different_devices() -> None:
-    """Each layer has the size of the batch, which is no tensor, and on no device."""
+def test_static_cache_layers_may_be_on_different_devices() -> None:
+    """Each layer has a batch size, which is not a tensor and has no device."""
     options = {"max_new_tokens": 6, "cache_implementation": "static"}
     with on_two_devices("llama") as (model, _, placed):
         same_tokens(model, placed, inputs_of("llama"), **options)
@@ -151,7 +151,7 @@ def bytes_of_one_layer(cache: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_caches_stay_with_their_layers_and_their_bytes_are_counted(family: str) -> None:
+def test_caches_are_counted_on_the_devices_of_layers(family: str) -> None:
     with on_two_devices(family) as (_model, machine, placed):
         inputs = inputs_of(family, 2, 60)
         with torch.no_grad():
@@ -235,7 +235,7 @@ class TestOnePlacedLlama:
         assert len(captured) == 2  # a prefill into a cache, a decode
         assert any(f"{name}[0]" in captured[1] for name in CACHE_NAMES)
 
-    def test_a_cache_that_was_passed_in_is_the_callers_own(self, llama: tuple[Any, Any, Any]) -> None:
+    def test_passed_cache_stays_the_callers_object(self, llama: tuple[Any, Any, Any]) -> None:
         model, _, placed = llama
         ids = inputs_of("llama")["input_ids"]
         check_one_made_elsewhere(model, placed, ids)
@@ -314,7 +314,7 @@ def test_limits_are_positive_integers(limits: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_reserves_what_its_limits_ask_for() -> None:
+def test_plan_reserves_memory_for_its_limits() -> None:
     model = build("llama")
     plain = graphplan.plan(model, {0: "1GiB"}, kwargs=inputs_of("llama"))
     large = graphplan.plan(model, {0: "1GiB"}, kwargs=inputs_of("llama"), max_batch=8, max_length=256)
@@ -330,7 +330,7 @@ def test_a_plan_reserves_what_its_limits_ask_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_bound_beside_settled_weights_says_so() -> None:
+def test_proof_of_later_plans_names_fixed_weights() -> None:
     model, inputs = build("llama"), example_of("llama")
     size = bytes_of(model)
     with graphplan.simulate({i: int(0.62 * size) + (1 << 15) for i in (0, 1)}) as machine:
@@ -345,7 +345,7 @@ def test_a_bound_beside_settled_weights_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
+def test_placed_model_keeps_config_dtype_and_state_dict(tmp_path: Path) -> None:
     with on_two_devices("llama") as (model, _, placed):
         assert isinstance(placed, type(model))
         assert placed.config is not None
@@ -364,7 +364,7 @@ def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_takes_it(tmp_path: Path) -> None:
+def test_text_generation_pipeline_runs_placed_model(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{i}": i for i in range(96)}
     bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w6"))
@@ -398,7 +398,7 @@ print(len(call.tensors), all(isinstance(leaf, (torch.Tensor, int)) for leaf in c
 
 
 @pytest.mark.slow
-def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
+def test_unpickled_model_registers_its_caches() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
@@ -406,7 +406,7 @@ def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() 
 
 
 @pytest.mark.slow
-def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
+def test_max_length_counts_tokens_not_encoder_frames() -> None:
     model = build("whisper")
     with graphplan.simulate({0: "8MiB"}) as machine:
         placed = graphplan.partition(
@@ -418,7 +418,7 @@ def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
             placed.generate(**inputs_of("whisper"), max_new_tokens=30, min_new_tokens=30, do_sample=False)
 
 
-def test_the_first_call_may_be_generates() -> None:
+def test_generate_can_be_the_first_call() -> None:
     model = build("short llama")
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory)
@@ -451,7 +451,7 @@ def test_prefill_and_decode_planned_together_serve_generate() -> None:
 
 
 @pytest.mark.slow
-def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_configuration_is_retraced(caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = build("llama"), inputs_of("llama")
     with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
@@ -476,7 +476,7 @@ def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCapt
 @pytest.mark.parametrize("budget", [249488])
 @pytest.mark.slow
 def test_batches_larger_than_the_examples_over_the_cpu(budget: int) -> None:
-    """Views of the rotary table, one for each layer, were moved to the CPU as one."""
+    """Regression: views of the rotary table, one for each layer, were moved to the CPU as one."""
     model, ids = build("llama"), inputs_of("llama")["input_ids"]
     with graphplan.simulate({0: budget, "cpu": "64MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})

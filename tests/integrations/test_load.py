@@ -89,9 +89,7 @@ def small_llama(**more: Any) -> LlamaForCausalLM:
     "architecture",
     [pytest.param(a, id=a.name, marks=[] if a.stem in FAMILIES else [pytest.mark.slow]) for a in TABLE],
 )
-def test_every_weight_and_buffer_is_what_from_pretrained_has(
-    architecture: Architecture, tmp_path: Path
-) -> None:
+def test_weights_and_buffers_equal_from_pretrained(architecture: Architecture, tmp_path: Path) -> None:
     model, _ = architecture.build()
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     for dtype in (torch.float32, torch.float16):
@@ -105,7 +103,7 @@ def test_every_weight_and_buffer_is_what_from_pretrained_has(
 @pytest.mark.parametrize(
     "stem", ["Llama", *(pytest.param(s, marks=pytest.mark.slow) for s in ("T5", "GPT2", "Mixtral"))]
 )
-def test_a_loaded_model_runs_where_it_was_planned(stem: str, tmp_path: Path) -> None:
+def test_loaded_model_runs_on_its_planned_devices(stem: str, tmp_path: Path) -> None:
     (architecture,) = [a for a in TABLE if a.stem == stem]
     model, inputs = architecture.build()
     model.save_pretrained(tmp_path, max_shard_size="50KB")
@@ -151,7 +149,7 @@ def test_generation_settings_come_from_the_folder(tmp_path: Path) -> None:
 # -- names ------------------------------------------------------------------------------------------------
 
 
-def test_a_base_models_checkpoint_in_a_model_with_a_head_and_back(tmp_path: Path) -> None:
+def test_base_checkpoint_loads_with_a_head_and_back(tmp_path: Path) -> None:
     model = small_llama(tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "whole")
@@ -159,7 +157,7 @@ def test_a_base_models_checkpoint_in_a_model_with_a_head_and_back(tmp_path: Path
     assert_same_tensors(on_the_cpu(tmp_path / "whole", model_class=LlamaModel), model.model)
 
 
-def test_what_is_missing_is_an_error_or_initialised_anew(tmp_path: Path) -> None:
+def test_missing_weight_raises_or_is_initialised_if_not_strict(tmp_path: Path) -> None:
     model = small_llama(tie_word_embeddings=False)
     model.model.save_pretrained(tmp_path)
     with pytest.raises(graphplan.CheckpointError, match=r"missing 'lm_head\.weight'\. With strict=False"):
@@ -172,14 +170,14 @@ def test_what_is_missing_is_an_error_or_initialised_anew(tmp_path: Path) -> None
     assert torch.equal(placed.model.norm.weight, model.model.norm.weight)
 
 
-def test_what_is_not_expected_is_told(tmp_path: Path) -> None:
+def test_unexpected_tensors_warn(tmp_path: Path) -> None:
     model = small_llama(tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"LlamaModel does not use these tensors of .*: 'lm_head\.weight'"):
         on_the_cpu(tmp_path, model_class=LlamaModel)
 
 
-def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
+def test_weights_of_other_shapes_raise(tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({**state, "model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -189,7 +187,7 @@ def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
         open_pretrained(tmp_path)
 
 
-def test_ties_that_a_checkpoint_has_twice(tmp_path: Path, caplog: Any) -> None:
+def test_tied_weights_stored_twice(tmp_path: Path, caplog: Any) -> None:
     model = small_llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -203,8 +201,8 @@ def test_ties_that_a_checkpoint_has_twice(tmp_path: Path, caplog: Any) -> None:
     assert torch.equal(apart.lm_head.weight, apart.model.embed_tokens.weight + 1)
 
 
-def test_models_that_are_loaded_at_once_have_their_ties(tmp_path: Path) -> None:
-    """While transformers builds a model, no thread can tie weights: another must not be built meanwhile."""
+def test_models_loaded_in_parallel_keep_tied_weights(tmp_path: Path) -> None:
+    """transformers disables weight tying in all threads while it builds a model: builds must not overlap."""
     small_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     tie_weights, both = transformers.PreTrainedModel.tie_weights, Barrier(2)
 
@@ -227,7 +225,7 @@ def test_models_that_are_loaded_at_once_have_their_ties(tmp_path: Path) -> None:
     assert not Meeting.met
 
 
-def test_experts_are_read_straight_into_their_places(tmp_path: Path, monkeypatch: Any) -> None:
+def test_experts_are_read_in_place(tmp_path: Path, monkeypatch: Any) -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Mixtral"]
     model, _ = architecture.build()
     model.save_pretrained(tmp_path)
@@ -243,7 +241,7 @@ def test_experts_are_read_straight_into_their_places(tmp_path: Path, monkeypatch
 # -- what is not run, and what is not there ---------------------------------------------------------------
 
 
-def test_code_in_the_folder_is_run_only_where_it_is_trusted(tmp_path: Path, monkeypatch: Any) -> None:
+def test_folder_code_runs_only_if_trusted(tmp_path: Path, monkeypatch: Any) -> None:
     small_llama().save_pretrained(tmp_path)
     code = "import os\nos.environ['GRAPHPLAN_TEST_RAN'] = 'yes'\n"
     code += "from transformers import LlamaForCausalLM\nclass OwnModel(LlamaForCausalLM): pass\n"
@@ -266,8 +264,8 @@ def test_code_in_the_folder_is_run_only_where_it_is_trusted(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_settings_of_generation_may_be_in_the_configuration(tmp_path: Path) -> None:
-    """As in folders of BART and T5 from before there was a file of their own."""
+def test_generation_settings_may_be_in_the_configuration(tmp_path: Path) -> None:
+    """As in old folders of BART and T5, without a generation_config.json."""
     model, inputs = build("bart"), inputs_of("bart")
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
@@ -297,7 +295,7 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\)"),
     ],
 )
-def test_configs_that_say_too_little(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_incomplete_configs_raise(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
@@ -305,7 +303,7 @@ def test_configs_that_say_too_little(change: dict[str, Any], message: str, tmp_p
         open_pretrained(tmp_path)
 
 
-def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
+def test_unknown_arguments_of_load_raise(tmp_path: Path) -> None:
     small_llama().save_pretrained(tmp_path)
     no_classes: dict[str, Any] = {"AutoModel": AutoModel, "'LlamaModel'": "LlamaModel", "Linear": nn.Linear}
     for named, given in no_classes.items():
@@ -316,7 +314,7 @@ def test_arguments_that_load_does_not_take(tmp_path: Path) -> None:
             graphplan.load(tmp_path, {"cpu": "1GiB"}, **{name: value})
 
 
-def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
+def test_given_configuration_is_used(tmp_path: Path) -> None:
     model = small_llama()
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager", max_position_embeddings=99)
@@ -342,9 +340,7 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
         open_pretrained(tmp_path, config=before)
 
 
-def test_a_model_of_the_hub_is_read_from_the_local_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_llama()
     model.save_pretrained(tmp_path / "models--some--llama" / "snapshots" / "abc")
     (tmp_path / "models--some--llama" / "refs").mkdir()
@@ -357,7 +353,7 @@ def test_a_model_of_the_hub_is_read_from_the_local_cache(
         open_pretrained("some/other")
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_invalid_folders_raise(tmp_path: Path) -> None:
     with pytest.raises(graphplan.CheckpointError, match=r"has no config\.json: give the folder"):
         open_pretrained(tmp_path)
     with pytest.raises(graphplan.CheckpointError, match="there is no folder 'nonexist'"):
@@ -394,7 +390,7 @@ def two_tensors(folder: Path) -> tuple[list[FileTensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", MOVEMENTS)
-def test_movements_are_turned_round(name: str, tmp_path: Path) -> None:
+def test_tensor_movements_are_inverted_into_reads(name: str, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
     expected = MOVEMENTS[name](*tensors)
     with DeferredReads(files) as deferred:
@@ -418,7 +414,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
-def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path) -> None:
+def test_conversions_beyond_row_movements_are_computed(make: Any, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
     with DeferredReads(files) as deferred:
         assert deferred.requests(make(*deferred.tensors), torch.empty(6, 4)) is None
@@ -436,7 +432,7 @@ def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path) -> None:
+def test_loading_needs_little_more_than_host_weights(tmp_path: Path) -> None:
     total = benchmark.write_checkpoint(tmp_path, benchmark.LARGE, layers=2, shard=100_000_000)
     row = benchmark.alone(benchmark.load, 0.8, str(tmp_path))
     assert 0.3 * total < row["on_host"] < 0.8 * total
@@ -480,7 +476,7 @@ placed(torch.ones(1, 64))
 
 
 @pytest.mark.slow
-def test_a_placed_model_that_is_unpickled_where_its_devices_are_not_says_so() -> None:
+def test_unpickling_without_the_devices_raises() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with graphplan.simulate({0: "1MiB"}):
         placed = graphplan.partition(model, {0: 40 * 1024, "cpu": "1MiB"}, (torch.ones(1, 64),))

@@ -1,4 +1,4 @@
-"""What a call changes of the caller's objects: caches, lists, dicts and objects of any class."""
+"""Changes that a call makes to the caller's objects: caches, lists, dicts and objects of any class."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 )  # transformers 5.24 renames it
 @pytest.mark.parametrize("form", [pytest.param("position", marks=pytest.mark.slow), "dict"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_cache_that_is_no_argument_by_name_is_extended(form: str) -> None:
+def test_cache_in_unnamed_argument_is_extended(form: str) -> None:
     in_dict = form == "dict"
     model = Calling(lambda m, ids, cache: logits(m, ids, cache["c"] if in_dict else cache)).eval()
     caches = DynamicCache(), DynamicCache()
@@ -109,7 +109,7 @@ def test_a_cache_that_is_no_argument_by_name_is_extended(form: str) -> None:
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 6
 
 
-def test_a_returned_cache_is_the_one_that_was_given() -> None:
+def test_returned_cache_is_the_given_object() -> None:
     model = Calling(lambda m, ids, cache: [logits(m, ids, cache), {"in": (cache,)}]).eval()
     cache = DynamicCache()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_returned_cache_is_the_one_that_was_given() -> None:
     assert cache.get_seq_length() == 5
 
 
-def test_one_cache_under_two_names_is_an_error() -> None:
+def test_one_cache_under_two_names_raises() -> None:
     model = Calling(lambda m, ids, a, b: logits(m, ids, a) + logits(m, ids, b)).eval()
     caches = {"a": DynamicCache(), "b": DynamicCache()}
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
@@ -161,7 +161,7 @@ def _of_output(state: Any, found: torch.Tensor) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_modules_that_run_one_by_one_give_back_what_they_write(write: Any, make: Any) -> None:
+def test_module_by_module_writes_reach_the_callers_objects(write: Any, make: Any) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,7 +183,7 @@ def test_modules_that_run_one_by_one_give_back_what_they_write(write: Any, make:
     assert kept is None or len(kept) == len(other["inner"]) == 3
 
 
-def test_an_argument_that_no_trial_can_copy_is_an_error_and_stays_as_it_is() -> None:
+def test_uncopyable_argument_raises_and_is_unchanged() -> None:
     class Locked(Holder):
         def __init__(self) -> None:
             super().__init__()
@@ -223,7 +223,7 @@ def test_models_of_transformers_change_lists_and_dicts_too() -> None:
 
 
 @pytest.mark.slow
-def test_each_graph_has_the_hidden_states_once() -> None:
+def test_hidden_states_are_once_in_each_graph() -> None:
     model = llama()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
@@ -238,7 +238,7 @@ def test_each_graph_has_the_hidden_states_once() -> None:
 @pytest.mark.parametrize(
     "more", [{"return_dict": False}, pytest.param({"labels": IDS[:, :3]}, marks=pytest.mark.slow)], ids=list
 )
-def test_a_cache_is_extended_by_calls_that_the_exporter_refuses(more: dict[str, Any]) -> None:
+def test_cache_is_extended_by_calls_the_exporter_refuses(more: dict[str, Any]) -> None:
     model = llama()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS})
@@ -266,7 +266,7 @@ def test_a_cache_of_a_model_inside_another_is_extended() -> None:
     in_turn([lambda: [torch.zeros(2, 16)], lambda: {"h": torch.zeros(2, 16)}, Holder], [False, True]),
 )
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_what_replaces_a_part_of_an_argument_is_there_after_each_call(make: Any, is_example: bool) -> None:
+def test_replaced_items_of_an_argument_are_kept_after_calls(make: Any, is_example: bool) -> None:
     torch.manual_seed(0)
     model, x, mine, other = Keeps(), torch.randn(2, 16), make(), make()
     before = str(vars(mine)) if isinstance(mine, Holder) else str(mine)

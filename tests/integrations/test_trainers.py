@@ -1,4 +1,4 @@
-"""Training with the libraries that people train with: the Trainer of transformers, PEFT."""
+"""Training with transformers' Trainer, accelerate and PEFT."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def losses(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
+def test_trainer_losses_equal_eager(tmp_path: Path) -> None:
     inputs = batch_of(rows(2))
     expected = losses(llama(), tmp_path)
     assert len(expected) == 20
@@ -68,8 +68,8 @@ def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
         assert machine.peak_bytes(0) <= budgets[0]
 
 
-def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> None:
-    """It turns the cache off, and says how many labels there are."""
+def test_trainer_example_fits_its_steps(tmp_path: Path) -> None:
+    """The Trainer turns the cache off, and passes the number of labels."""
     model, calls = llama(), list[dict[str, torch.Tensor]]()
     model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     losses(model, tmp_path)
@@ -85,8 +85,8 @@ def test_an_example_as_the_trainer_makes_it_serves_its_steps(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_gradient_checkpointing_is_left_to_the_plan(tmp_path: Path) -> None:
-    """The Trainer would add a hook to the embeddings, with which the model ran module by module."""
+def test_trainer_gradient_checkpointing_is_ignored_for_a_plan(tmp_path: Path) -> None:
+    """Regression: the Trainer added a hook to the embeddings, and the model ran module by module."""
     expected, inputs = losses(llama(), tmp_path), batch_of(rows(2))
     with graphplan.simulate({0: "1GiB"}) as machine:
         placed = graphplan.partition(llama(), machine.max_memory, kwargs=inputs, train=True, optimizer=ADAMW)
@@ -99,7 +99,7 @@ def test_gradient_checkpointing_is_left_to_the_plan(tmp_path: Path) -> None:
         assert not placed._graphplan.modular_calls.structures
 
 
-def test_gradient_checkpointing_of_an_adapters_model_is_too() -> None:
+def test_peft_enable_input_require_grads_is_ignored_with_warning() -> None:
     peft: Any = pytest.importorskip("peft")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).train()
     inputs = batch_of(rows(2))
@@ -127,7 +127,7 @@ class Plain(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def test_trainers_do_not_move_a_plain_module(tmp_path: Path) -> None:
+def test_trainers_do_not_move_a_placed_plain_module(tmp_path: Path) -> None:
     inputs = batch_of(rows(2))
     expected = losses(Plain(), tmp_path)
     size = needed(Plain(), inputs, optimizer=ADAMW)
@@ -147,7 +147,7 @@ def test_accelerate_does_not_move_a_module_of_one_parameter() -> None:
         assert accelerate.Accelerator(cpu=True).prepare(placed) is placed
 
 
-def test_an_adapter_trains_on_a_base_that_is_streamed() -> None:
+def test_adapter_trains_on_a_streamed_base() -> None:
     peft: Any = pytest.importorskip("peft")
 
     def adapted() -> nn.Module:

@@ -44,7 +44,7 @@ def test_dict_round_trip() -> None:
     assert Graph.from_dict(graph.to_dict()) == graph
 
 
-def test_sums() -> None:
+def test_weight_bytes_and_flops_are_sums() -> None:
     graph = chain(3)
     assert (graph.weight_bytes, graph.flops) == (3 * 4096, 3_000_000)
 
@@ -70,7 +70,7 @@ def test_root_follows_views_of_views() -> None:
         (Operation("b", "f", ("x",), ("b",)), [Value("b", 0, 1, "q")], "unknown 'q'"),
     ],
 )
-def test_verify_shows_the_culprit(operation: Operation, values: list[Value], message: str) -> None:
+def test_verify_names_the_invalid_operation(operation: Operation, values: list[Value], message: str) -> None:
     graph = Graph([operation], [Value("x", 8, 8), *values], [], ["x"], [])
     with pytest.raises(VerificationError, match=message) as caught:
         graph.verify()

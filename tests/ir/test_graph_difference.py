@@ -37,14 +37,14 @@ def test_budgets_devices_and_constraints_may_differ() -> None:
     assert difference(plan, graphplan.Plan.from_json(plan.to_json())) == ""
 
 
-def test_weights_in_parts_are_the_same_weights() -> None:
+def test_sliced_weights_equal_whole_weights() -> None:
     plan = planned(stack(), CPU)
     sliced = planned(stack(), {0: "60KiB", **CPU}, cpu_compute=False)
     assert sliced.parts
     assert difference(plan, sliced) == difference(sliced, plan) == ""
 
 
-def test_what_a_step_saves_less_is_no_difference() -> None:
+def test_recomputation_is_not_a_difference() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,8 +79,8 @@ def test_another_model_or_call_is_named() -> None:
     assert difference(plan, planned(gelu, CPU)).startswith("only this plan has relu")
 
 
-def test_a_page_of_two_plans_wants_one_graph(tmp_path: Path) -> None:
-    """Another model's plan was taken where a single name was the same."""
+def test_page_of_two_plans_requires_one_graph(tmp_path: Path) -> None:
+    """Regression: another model's plan was accepted if a single name was the same."""
     plan, page = planned(stack(), {0: "1MiB", **CPU}), tmp_path / "page.html"
     with pytest.raises(graphplan.PlanError, match=r"another model or call: only the other has the weight"):
         plan.save_html(page, other=planned(stack(blocks=3), CPU))

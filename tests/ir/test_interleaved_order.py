@@ -1,4 +1,4 @@
-"""The order of Interleaved 1F1B, beside that of torch, and the seconds of a batch."""
+"""The order of Interleaved 1F1B, compared with torch's, and the seconds of a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torch_order(machines: int, each: int, microbatches: int) -> dict[int, list[S
 
 
 @pytest.mark.parametrize(("machines", "each", "microbatches"), SIZES)
-def test_the_order_is_that_of_torch(machines: int, each: int, microbatches: int) -> None:
+def test_order_equals_torch(machines: int, each: int, microbatches: int) -> None:
     expected = torch_order(machines, each, microbatches)
     order = interleaved_order(machines, each, microbatches)
     assert {rank: list(actions) for rank, actions in enumerate(order)} == expected
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_torch(machines: int, each: int, microbatches: int)
     assert dict(enumerate(most_in_flight(machines, each, microbatches))) == dict(most)
 
 
-def test_the_first_stage_of_the_first_machine_keeps_most() -> None:
+def test_first_stage_has_most_microbatches_in_flight() -> None:
     assert most_in_flight(2, 2, 8) == (4, 3, 2, 1)
     assert most_in_flight(4, 2, 8)[0] == 8
 
@@ -60,7 +60,7 @@ def test_rounds() -> None:
 
 
 @pytest.mark.parametrize(("machines", "each", "microbatches"), [(2, 2, 8), (4, 2, 8), (4, 3, 16), (3, 2, 3)])
-def test_equal_stages_have_the_bubble_of_the_paper(machines: int, each: int, microbatches: int) -> None:
+def test_bubble_of_equal_stages_matches_the_paper(machines: int, each: int, microbatches: int) -> None:
     """(p - 1)(t_f + t_b) / v, where t_f and t_b are those of all stages of a machine."""
     forward, backward = 1.0, 2.0
     stages = [StageSeconds(forward, backward, 0.0)] * (machines * each)
@@ -72,7 +72,7 @@ def test_equal_stages_have_the_bubble_of_the_paper(machines: int, each: int, mic
     assert end == pytest.approx(microbatches * forward * each + (machines - 1) * forward)
 
 
-def test_a_machine_does_one_thing_at_a_time_and_nothing_before_it_arrives() -> None:
+def test_actions_do_not_overlap_or_precede_their_inputs() -> None:
     stages = [StageSeconds(1.0 + 0.3 * s, 2.0 - 0.1 * s, 0.5 if s < 5 else 0.0) for s in range(6)]
     found = play(3, 6, stages)
     ended = {one.action: one.end for one in found}

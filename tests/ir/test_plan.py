@@ -29,14 +29,14 @@ def test_json_round_trip(plan: Plan) -> None:
     assert (again.placement, again.stages, again.peak_bytes) == (plan.placement, plan.stages, plan.peak_bytes)
 
 
-def test_a_makespan_that_the_schedule_does_not_take_is_an_error(plan: Plan) -> None:
+def test_wrong_makespan_raises(plan: Plan) -> None:
     edited = json.loads(plan.to_json())
     edited["makespan"] *= 2
     with pytest.raises(graphplan.PlanError, match=r"damaged.*but the schedule takes"):
         Plan.from_json(json.dumps(edited))
 
 
-def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
+def test_file_round_trip(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan.save_json(file)
     assert Plan.load_json(file) == Plan.load_json(str(file)) == plan
@@ -61,12 +61,12 @@ def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
         ('{"format": "graphplan.plan", "version": 4}', "damaged"),
     ],
 )
-def test_json_that_is_no_plan(text: str, message: str) -> None:
+def test_invalid_json_raises(text: str, message: str) -> None:
     with pytest.raises(graphplan.PlanError, match=message):
         Plan.from_json(text)
 
 
-def test_damage_is_found(plan: Plan) -> None:
+def test_damaged_plan_raises(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     data["topology"]["devices"][0]["memory"] = 1
     with pytest.raises(graphplan.PlanError, match="device 2 needs"):
@@ -97,17 +97,17 @@ def damage(plan: Plan, **changes: Any) -> str:
         ({"topology__devices__1__overhead": -1.0}, "overhead=-1.0.: write positive numbers"),
     ],
 )
-def test_values_of_other_types_are_found(plan: Plan, changes: dict[str, Any], message: str) -> None:
+def test_values_of_other_types_raise(plan: Plan, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.PlanError, match=message):
         Plan.from_json(damage(plan, **changes))
 
 
-def test_groups_are_names_or_lists_of_them(plan: Plan) -> None:
+def test_groups_are_names_or_lists_of_names(plan: Plan) -> None:
     text = damage(plan, constraints__together=["a", ["b", "c"]])
     assert Plan.from_json(text).constraints.together == ("a", ("b", "c"))
 
 
-def test_views_of_each_other_are_found(plan: Plan) -> None:
+def test_view_of_itself_raises(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     name = data["graph"]["values"][1]["name"]
     data["graph"]["values"][1]["alias_of"] = name
@@ -115,24 +115,24 @@ def test_views_of_each_other_are_found(plan: Plan) -> None:
         Plan.from_json(json.dumps(data))
 
 
-def test_json_that_is_nested_too_deeply() -> None:
+def test_deeply_nested_json_raises() -> None:
     with pytest.raises(graphplan.PlanError, match="not JSON"):
         Plan.from_json("[" * 100_000)
 
 
-def test_plans_damaged_at_random_are_refused_or_hold() -> None:
+def test_randomly_damaged_plans_raise_or_verify() -> None:
     checked = [check_plan(seed) for seed in range(150)]
     assert [problem for _, problem in checked if problem] == []
     assert 0 < sum(read for read, _ in checked) < 75
 
 
-def test_devices_are_the_callers_keys_in_their_order(plan: Plan) -> None:
+def test_devices_keep_the_callers_keys_and_order(plan: Plan) -> None:
     assert list(plan.devices) == [2, 0, 5, "cpu"]
     assert plan.devices["cpu"] == torch.device("cpu")
     assert set(plan.placement.values()) <= {2, 0, 5, "cpu"}
 
 
-def test_every_parameter_and_buffer_has_a_place(plan: Plan) -> None:
+def test_every_parameter_and_buffer_is_placed(plan: Plan) -> None:
     model = Tied()
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     assert set(plan.placement) == names
@@ -145,7 +145,7 @@ def test_stages_cover_the_operations_in_order(plan: Plan) -> None:
     assert all(a.device != b.device for a, b in zip(plan.stages, plan.stages[1:], strict=False))
 
 
-def test_questions_by_name(plan: Plan) -> None:
+def test_device_of_and_stage_of_by_name(plan: Plan) -> None:
     assert plan.device_of("blocks.0.0.weight") == plan.placement["blocks.0.0.weight"]
     assert plan.device_of("blocks.1.0") == plan.stage_of("blocks.1.0").device
     first = plan.stages[0].operations[0]
@@ -156,7 +156,7 @@ def test_questions_by_name(plan: Plan) -> None:
         plan.device_of("nonsense")
 
 
-def test_sums_are_the_moves(plan: Plan) -> None:
+def test_byte_totals_equal_the_moves(plan: Plan) -> None:
     assert plan.transfer_bytes == sum(t.nbytes for t in plan.transfers)
     assert plan.streamed_bytes == sum(t.nbytes for t in plan.streams)
     assert {t.kind for t in plan.transfers} <= {"activation"}
@@ -165,7 +165,7 @@ def test_sums_are_the_moves(plan: Plan) -> None:
     assert plan.proof
 
 
-def test_device_map_is_accelerates(plan: Plan) -> None:
+def test_device_map_works_in_accelerate(plan: Plan) -> None:
     device_map = plan.device_map()
     check_device_map(Tied(), device_map)
     for name, key in plan.placement.items():
@@ -196,7 +196,7 @@ def test_device_map_names_a_modules_own_parameters() -> None:
     assert set(plan.device_map()) == {"direct", "child"}
 
 
-def test_device_map_tells_of_modules_that_are_whole_beyond_a_budget() -> None:
+def test_device_map_warns_of_whole_modules_beyond_a_budget() -> None:
     class Two(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_files(plan: Plan, tmp_path: Path) -> None:
     assert dot.count("{") == dot.count("}")
 
 
-def test_a_weight_that_is_read_again_where_no_value_arrives() -> None:
+def test_weight_reread_without_an_arriving_value() -> None:
     class Regularised(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -33,7 +33,7 @@ def scheduled(graph: Graph, **devices: object) -> Schedule:
     return build_schedule(graph, BIG, assignment, "cpu")
 
 
-def test_moves_are_made_right_before_the_first_reader() -> None:
+def test_moves_come_right_before_the_first_reader() -> None:
     schedule = scheduled(chain(3), v0=0, v1=1, v2=0)
     assert str(schedule) == (
         "move x: cpu -> 0, 1024 bytes (input)\n"
@@ -58,7 +58,7 @@ def test_a_value_moves_once_to_each_device() -> None:
     assert moved == [("x", 0), ("x", 1), ("a", 1), ("c", "cpu")]
 
 
-def test_a_weight_away_from_its_reader_is_streamed() -> None:
+def test_weight_on_another_device_is_streamed() -> None:
     graph = chain(1)
     schedule = build_schedule(graph, BIG, Assignment({"v0": 0}, {"w0": "cpu"}), "cpu")
     assert str(schedule) == (
@@ -75,7 +75,7 @@ def test_a_weight_away_from_its_reader_is_streamed() -> None:
     assert memory.peaks["cpu"].weights == 4096
 
 
-def test_without_slots_a_weight_is_copied_right_before_its_reader() -> None:
+def test_without_slots_weights_are_copied_before_their_reader() -> None:
     graph = chain(1)
     schedule = build_schedule(graph, BIG, Assignment({"v0": 0}, {"w0": "cpu"}, {0: 0}), "cpu")
     assert [m.nbytes for m in schedule.moves("weight")] == [4096]
@@ -91,7 +91,7 @@ def test_peaks_count_weights_activations_and_copies() -> None:
     assert memory.peaks[1].operation == "v1"
 
 
-def test_a_view_holds_its_base_and_takes_nothing() -> None:
+def test_view_keeps_its_base_alive_without_bytes() -> None:
     values = [Value("x", 0, 0), Value("a", 8 * KIB, 8 * KIB), Value("b", 0, KIB, "a"), Value("c", KIB, KIB)]
     operations = [
         Operation("a", "f", ("x",), ("a",)),
@@ -133,7 +133,7 @@ def test_evaluation_adds_compute_and_moves() -> None:
     assert one.feasible
 
 
-def test_evaluation_tells_the_excess() -> None:
+def test_evaluation_reports_the_excess() -> None:
     problem = Problem(chain(2), topology(d0=9 * KIB, cpu=1 << 20), "cpu")
     found = evaluate(problem, assign_weights(problem, {"v0": 0, "v1": 0}))
     assert found.excess == {0: KIB}
@@ -177,7 +177,7 @@ def wrong_device(s: Schedule) -> Schedule:
         (wrong_device, "not where it was placed"),
     ],
 )
-def test_checks_refuse_a_damaged_schedule(damage: Callable[[Schedule], Schedule], message: str) -> None:
+def test_invalid_schedule_raises(damage: Callable[[Schedule], Schedule], message: str) -> None:
     graph = chain(2)
     sound = scheduled(graph, v0=0, v1=1)
     check_schedule(graph, BIG, sound)
@@ -185,13 +185,13 @@ def test_checks_refuse_a_damaged_schedule(damage: Callable[[Schedule], Schedule]
         check_schedule(graph, BIG, damage(sound))
 
 
-def test_checks_refuse_a_passed_budget() -> None:
+def test_exceeded_budget_raises() -> None:
     graph = chain(2)
     with pytest.raises(VerificationError, match=r"device 0 needs .*10240 bytes\) at 'v0'.* 9.0 KiB"):
         check_schedule(graph, topology(d0=9 * KIB, d1=KIB, cpu=KIB), scheduled(graph, v0=0, v1=0))
 
 
-def test_checks_refuse_a_parted_group() -> None:
+def test_split_colocation_group_raises() -> None:
     graph = chain(2)
     tied = Graph(
         graph.operations.values(), graph.values.values(), graph.weights.values(), ["x"], ["v1"],
@@ -201,7 +201,7 @@ def test_checks_refuse_a_parted_group() -> None:
         check_schedule(tied, BIG, scheduled(tied, v0=0, v1=1))
 
 
-def test_checks_refuse_to_stream_what_is_written() -> None:
+def test_streaming_a_written_weight_raises() -> None:
     weight = Weight("w", KIB, ("w",), "buffer", mutated=True)
     graph = Graph(
         [Operation("a", "add_", ("w",), ("a",), ("w",))], [Value("a", 0, KIB, "w")], [weight], [], []

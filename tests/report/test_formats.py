@@ -60,7 +60,7 @@ def test_dot_renders(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="no graphviz here: apt-get install graphviz")
-def test_dot_of_many_operations_has_modules_for_nodes(tmp_path: Path) -> None:
+def test_dot_of_large_graphs_has_module_nodes(tmp_path: Path) -> None:
     plan = large_plan()
     plan.save_dot(tmp_path / "plan.dot")
     drawn = subprocess.run(
@@ -73,13 +73,13 @@ def test_dot_of_many_operations_has_modules_for_nodes(tmp_path: Path) -> None:
     assert sum(map(int, counts)) == len(plan.graph.operations)
 
 
-def test_what_hooks_run_has_no_bound_in_words(plan: Plan) -> None:
+def test_hooked_plan_text_has_no_bound(plan: Plan) -> None:
     hooked = replace(plan, method="hooks", lower_bound=0.0, proof="the model runs module by module")
     for text in (hooked.summary(), hooked._repr_html_()):
         assert "gap unknown (the model runs module by module)" in text
 
 
-def test_a_value_that_arrives_once_is_read_once_in_the_table_of_stages() -> None:
+def test_stage_table_counts_an_arriving_value_once() -> None:
     made = chain(4)
     last = replace(made.operations["v3"], inputs=("v2", "w3", "v0"))
     operations = [*list(made.operations.values())[:3], last]
@@ -91,7 +91,7 @@ def test_a_value_that_arrives_once_is_read_once_in_the_table_of_stages() -> None
     assert read == ["0 B", "1.0 KiB", "1.0 KiB", "1.0 KiB"]
 
 
-def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -> None:
+def test_device_table_excludes_prefetch_buffers_from_weights() -> None:
     plan = by_hand(
         chain(4, activation=256), {0: "16KiB", "cpu": "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0)
     )
@@ -108,7 +108,7 @@ def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -
     assert "prefetch buffer" not in shared.summary()
 
 
-def test_the_summary_has_no_line_of_what_does_not_move() -> None:
+def test_summary_omits_transfers_if_nothing_moves() -> None:
     names = ("v0", "v1", "v2", "v3")
     resident = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, dict.fromkeys(names, 0)).summary()
     assert "transfers" not in resident
@@ -118,7 +118,7 @@ def test_the_summary_has_no_line_of_what_does_not_move() -> None:
     assert "streams" not in moved
 
 
-def test_long_paths_leave_out_their_middle_in_the_table_of_devices() -> None:
+def test_device_table_shortens_long_paths() -> None:
     plan = by_hand(chain(4), {0: "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0))
     place, long = plan.peaks[0].operation, "encoder.layer.0.intermediate.block.intermediate_act_fn"
     made = plan.graph.operations
@@ -133,7 +133,7 @@ def test_long_paths_leave_out_their_middle_in_the_table_of_devices() -> None:
     assert re.search(r"^0 .*  encoder\.layer\.0\.\.\.intermediate_act_fn$", table, re.MULTILINE)
 
 
-def test_no_script_of_the_page_ends_early() -> None:
+def test_page_scripts_are_not_closed_by_data() -> None:
     for name in _SCRIPTS:
         assert "</script" not in asset(name).lower(), name
 
@@ -141,7 +141,7 @@ def test_no_script_of_the_page_ends_early() -> None:
 # -- SVG ------------------------------------------------------------------------------------------
 
 
-def test_svg_is_well_formed_and_says_what_moves(plan: Plan, tmp_path: Path) -> None:
+def test_svg_is_well_formed_and_shows_transfers(plan: Plan, tmp_path: Path) -> None:
     plan.save_svg(tmp_path / "plan.svg", title=HOSTILE)
     root = ET.fromstring((tmp_path / "plan.svg").read_text(encoding="utf-8"))
     names = {element.tag.rpartition("}")[2] for element in root.iter()}
@@ -221,7 +221,7 @@ def test_trace_is_the_estimated_timeline(plan: Plan, tmp_path: Path) -> None:
         assert max(sum(level.values()) for level in levels) == max(plan.memory.profile[key])
 
 
-def test_a_weight_that_is_moved_has_its_bytes_in_the_trace() -> None:
+def test_trace_shows_bytes_of_moved_weights() -> None:
     graph, topology = chain(1), read_max_memory({0: "1MiB", "cpu": "1MiB"})
     problem = Problem(graph, topology, "cpu", streaming=False)
     found = evaluate(problem, Assignment({"v0": 0}, {"w0": "cpu"}))
@@ -337,7 +337,7 @@ def test_times_are_rounded_before_their_unit_is_chosen(seconds: float, text: str
 # -- notebooks ------------------------------------------------------------------------------------
 
 
-def test_a_notebook_shows_the_picture_with_figures_and_peaks(plan: Plan) -> None:
+def test_notebook_shows_picture_figures_and_peaks(plan: Plan) -> None:
     shown = "".join(ET.fromstring(plan._repr_html_()).itertext())
     assert plan.proof in shown
     for spec in plan.topology.devices:
@@ -372,14 +372,14 @@ def test_the_tree_has_each_operation_once_and_few_children(make: Any) -> None:
             assert sorted(_operations(inner)) == sorted(inner.operations)
 
 
-def test_a_module_that_is_called_by_a_number_has_the_name_before_it() -> None:
+def test_numbered_module_label_includes_its_parent() -> None:
     labels = {g.path: g.label for group in stage_groups(large_plan()) for g in _groups(group)}
     assert labels["model.layers.3"] == "layers.3"
     assert labels["model.layers.3.attn"] == "attn"
 
 
-def test_a_stage_is_named_so_that_it_is_not_taken_for_another() -> None:
-    """In encoder-decoder models, stages of the encoder and of the decoder were both named "block.0"."""
+def test_stage_labels_are_distinct() -> None:
+    """Regression: stages of the encoder and of the decoder were both named "block.0"."""
     paths = ["encoder.block.0.layer", "encoder.block.1.layer", "decoder.block.0.layer", "decoder.norm.weight"]
 
     def labels(paths: list[str]) -> list[str]:
@@ -398,7 +398,7 @@ def test_a_stage_is_named_so_that_it_is_not_taken_for_another() -> None:
     ]
 
 
-def test_a_flat_graph_is_put_into_runs() -> None:
+def test_flat_graph_is_grouped_into_runs() -> None:
     plan = large_plan(5000)
     flat = [replace(op, module_path="") for op in plan.graph.operations.values()]
     graph = type(plan.graph)(flat, plan.graph.values.values(), plan.graph.weights.values(), ["x"], ["v4999"])
@@ -434,7 +434,7 @@ def test_the_page_has_no_speed_of_the_disk() -> None:
 # -- source lines ---------------------------------------------------------------------------------
 
 
-def test_operations_know_their_source_line() -> None:
+def test_operations_have_source_lines() -> None:
     sources = {op.source for op in llama_plan().graph.operations.values()}
     assert any(
         re.fullmatch(r"transformers/models/llama/modeling_llama\.py:\d+", source) for source in sources
@@ -443,7 +443,7 @@ def test_operations_know_their_source_line() -> None:
     assert any(op.source.startswith("plans.py:") for op in unet_plan().graph.operations.values())
 
 
-def test_a_source_line_is_the_models_own() -> None:
+def test_source_line_is_in_model_code() -> None:
     import torch
 
     import graphplan
@@ -458,7 +458,7 @@ def test_a_source_line_is_the_models_own() -> None:
     assert source_line("") == ""
 
 
-def test_sizes_of_moves_do_not_overlap() -> None:
+def test_transfer_labels_do_not_overlap() -> None:
     names = [f"v{i}" for i in range(80)]
     turns = {name: i % 2 for i, name in enumerate(names)}
     plan = by_hand(chain(80, flops=10**8), {0: "8MiB", 1: "8MiB", "cpu": "1MiB"}, turns)
@@ -483,7 +483,7 @@ def test_sizes_of_moves_do_not_overlap() -> None:
 # -- a format of one's own ------------------------------------------------------------------------
 
 
-def test_the_format_of_contributing_shows_the_plan(plan: Plan) -> None:
+def test_example_format_of_contributing_runs(plan: Plan) -> None:
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^ +```python\n(.*?)^ +```$", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}

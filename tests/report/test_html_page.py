@@ -159,7 +159,7 @@ def read(open_page: Open) -> Iterator[Opened]:
 
 
 @pytest.mark.slow
-def test_figures_just_below_a_unit_are_rounded_to_it(read: Opened) -> None:
+def test_figures_just_below_a_unit_are_rounded_up(read: Opened) -> None:
     sizes = [read.js("n => Format.bytes(n)", n) for n in (1023, 1024, (1 << 20) - 1, (1 << 30) - 1)]
     assert sizes == ["1023 B", "1.0 KiB", "1.0 MiB", "1.0 GiB"]
     times = [read.js("s => Format.seconds(s)", s) for s in (9.996e-4, 9.99e-4, 0.99996, 1.5)]
@@ -180,7 +180,7 @@ def test_opens_with_stages_lanes_and_summary(read: Opened) -> None:
     read.shoot("light", whole=True)
 
 
-def test_the_first_card_says_what_takes_the_time_and_what_would_help(read: Opened) -> None:
+def test_first_panel_shows_slowest_part_and_advice(read: Opened) -> None:
     plan = llama_plan()
     said = read.page.inner_text("#answer").splitlines()
     assert said[0] == f"{what_takes_the_time(plan)}."
@@ -218,7 +218,7 @@ def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None
 
 
 @pytest.mark.slow
-def test_the_first_card_says_which_speeds_are_defaults(show: Open) -> None:
+def test_first_panel_marks_default_speeds(show: Open) -> None:
     model, x = torch.nn.Linear(64, 64, device="meta"), torch.empty(4, 64, device="meta")
     links = {(0, "cpu"): graphplan.Link(bandwidth=12e9)}
     memory, known = {0: "1GiB", "cpu": "1GiB"}, {0: graphplan.Speed(1e15, 3e12, 4e-6)}
@@ -282,7 +282,7 @@ def test_a_stage_opens_down_to_an_operation_and_closes(show: Open) -> None:
     assert opened.ids() == first
 
 
-def test_a_click_on_an_open_stage_closes_it(show: Open) -> None:
+def test_click_on_an_open_stage_closes_the_stage(show: Open) -> None:
     opened = show(unet_plan())
     closed = opened.ids()
     opened.click("g0")
@@ -293,7 +293,7 @@ def test_a_click_on_an_open_stage_closes_it(show: Open) -> None:
     assert opened.ids() == closed
 
 
-def test_hovering_an_operation_says_what_it_costs(show: Open) -> None:
+def test_hovering_an_operation_shows_its_cost(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan)
     name = next(n for n in plan.stages[0].operations if plan.graph.operations[n].target == "linear")
@@ -420,13 +420,13 @@ def test_hostile_names_stay_text(show: Open) -> None:
     opened.shoot("hostile")
 
 
-def test_characters_that_hide_or_turn_text_are_shown_by_their_numbers(show: Open) -> None:
+def test_invisible_characters_are_shown_as_code_points(show: Open) -> None:
     page = show(hostile_plan(), title="a\u202eb\u200bc\nd \\u202e 语言").page
     assert page.title() == "a\\u202eb\\u200bc\\nd \\u202e 语言"
     assert page.inner_text("h1") == page.title()
 
 
-def test_nothing_can_be_streamed(show: Open) -> None:
+def test_page_cannot_fetch_from_the_network(show: Open) -> None:
     opened = show(hostile_plan())
     blocked = opened.js("() => fetch('https://example.org/').then(() => false, () => true)")
     assert blocked
@@ -491,14 +491,14 @@ def test_a_narrow_window(show: Open) -> None:
     opened.shoot("narrow", whole=True)
 
 
-def test_what_hooks_run_has_no_bound(show: Open) -> None:
+def test_hooked_plan_page_has_no_bound(show: Open) -> None:
     plan = replace(hostile_plan(), method="hooks", lower_bound=0.0, proof="the model runs module by module")
     figures = show(plan).page.inner_text("#figures")
     assert "unknown" in figures
     assert "%" not in figures
 
 
-def test_the_text_of_a_peak_is_not_struck_through_by_the_budget(read: Opened) -> None:
+def test_peak_label_does_not_cross_the_budget_line(read: Opened) -> None:
     page = read.page
     for chart in page.locator("svg.memory").filter(has=page.locator(".budget line")).all():
         line = float(chart.locator(".budget line").get_attribute("y1"))
@@ -550,7 +550,7 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     opened.shoot("large-open")
 
 
-def test_a_measured_call_is_beside_the_estimated_one(show: Open, tmp_path: Path) -> None:
+def test_page_shows_measured_and_estimated_call(show: Open, tmp_path: Path) -> None:
     model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
     with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
@@ -570,7 +570,7 @@ def test_a_measured_call_is_beside_the_estimated_one(show: Open, tmp_path: Path)
     opened.shoot("measured", whole=True)
 
 
-def test_rows_of_tables_mark_the_graph_and_the_charts_and_stay_in_view(show: Open) -> None:
+def test_selected_table_rows_mark_graph_and_charts(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan)
     page = opened.page
@@ -599,7 +599,7 @@ def test_rows_of_tables_mark_the_graph_and_the_charts_and_stay_in_view(show: Ope
     page.wait_for_selector("#picked", state="hidden")
 
 
-def test_time_by_module_and_by_type_is_all_of_the_time(read: Opened) -> None:
+def test_time_by_module_and_type_adds_up(read: Opened) -> None:
     modules, types = (table.inner_text() for table in read.page.locator("#spent tbody").all())
     assert "model.layers.*.mlp" in modules
     assert "linear" in types
@@ -620,7 +620,7 @@ def test_boxes_are_coloured_by_device_time_or_memory(read: Opened) -> None:
     assert not read.page.is_visible("#heat")
 
 
-def test_a_stage_that_opens_is_in_view_and_large_enough_to_be_read(show: Open) -> None:
+def test_opened_stage_is_visible_and_readable(show: Open) -> None:
     opened = show(llama_plan())
     opened.click("g0")
     box = opened.js("() => GraphView.box('g0')")
@@ -633,7 +633,7 @@ def test_a_stage_that_opens_is_in_view_and_large_enough_to_be_read(show: Open) -
     assert fits or stages.js("() => GraphView.zoom()") < before
 
 
-def test_names_lose_their_middle_where_there_is_no_room(show: Open) -> None:
+def test_long_names_are_shortened_in_the_middle(show: Open) -> None:
     page = show(llama_plan()).page
     page.set_viewport_size({"width": 420, "height": 800})
     name = page.locator("#weights .middle").first
@@ -646,7 +646,7 @@ def test_names_lose_their_middle_where_there_is_no_room(show: Open) -> None:
     assert whole.endswith(tail)
 
 
-def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
+def test_devices_show_used_and_free_memory(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan, remarks=True)
     spec, peak = plan.topology.devices[0], plan.peaks[0]

@@ -1,4 +1,4 @@
-"""Where the time goes, in figures and as a sentence."""
+"""The parts of the makespan, in figures and as a sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
 @pytest.mark.parametrize("make", [llama_plan, unet_plan, hostile_plan])
-def test_the_parts_are_the_makespan(make: Callable[[], Plan]) -> None:
+def test_time_parts_sum_to_the_makespan(make: Callable[[], Plan]) -> None:
     parts = time_parts(make())
     copies = parts.transfers + parts.streaming + parts.inputs + parts.outputs
     assert sum(parts.compute.values()) + copies == pytest.approx(make().makespan)
@@ -39,31 +39,31 @@ def segmenter(flops: int) -> Plan:
     return by_hand(graph, {0: "1MiB", "cpu": "1MiB"}, {"a": 0, "b": "cpu", "c": "cpu"})
 
 
-def test_the_sentence_names_the_innermost_module_that_takes_most() -> None:
+def test_sentence_names_the_innermost_slowest_module() -> None:
     assert what_takes_the_time(segmenter(10**11)) == "100 % of 200.07 ms is `decode_head` on the CPU"
 
 
-def test_a_stack_of_layers_on_several_devices_is_not_what_takes_the_time() -> None:
+def test_stack_over_several_devices_is_not_the_slowest_module() -> None:
     assert " is computing on " in what_takes_the_time(llama_plan())
 
 
-def test_a_device_that_computes_most_of_the_model_is_not_said_to_compute_all_of_it() -> None:
+def test_sentence_does_not_claim_the_whole_model() -> None:
     plan = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, {"v0": 0, "v1": "cpu", "v2": "cpu", "v3": "cpu"})
     assert "computing on the CPU" in what_takes_the_time(plan)
 
 
-def test_the_sentence_says_what_is_copied() -> None:
+def test_sentence_names_copied_data() -> None:
     assert what_takes_the_time(hostile_plan()).endswith(
         " is copies of inputs and outputs, 28 % transfers between devices"
     )
 
 
-def test_advice_is_more_memory_where_that_is_quick_to_find() -> None:
+def test_advice_suggests_more_memory() -> None:
     assert "more memory on GPU 0 would save" in advice(llama_plan())
     assert advice(replace(llama_plan(), method="hooks")) == ""
 
 
-def test_more_memory_helps_where_an_earlier_plan_has_placed_the_weights() -> None:
+def test_more_memory_helps_with_fixed_weights() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     plan = graphplan.plan(model, {0: "600KiB", "cpu": "4MiB"}, (torch.ones(64, 256),))
     known = replace(plan, fixed_weights=plan.schedule.assignment.weights)
@@ -71,7 +71,7 @@ def test_more_memory_helps_where_an_earlier_plan_has_placed_the_weights() -> Non
     assert known.bottleneck(progress=False).binds
 
 
-def test_a_stage_says_what_it_would_cost_elsewhere() -> None:
+def test_stage_shows_its_cost_on_other_devices() -> None:
     plan = segmenter(10**11)
     said = plan.remarks().elsewhere
     assert list(said[0]) == ["cpu"]
@@ -81,7 +81,7 @@ def test_a_stage_says_what_it_would_cost_elsewhere() -> None:
     assert "too little on GPU 0, at model" in stage_reasons(tight)[1][0]
 
 
-def test_advice_is_a_faster_device_where_more_memory_saves_nothing() -> None:
+def test_advice_suggests_a_faster_device_without_memory_gain() -> None:
     said = advice(segmenter(10**11))
     assert said.startswith(
         "a quick look found no gain from more memory; the CPU twice as fast would save 100"

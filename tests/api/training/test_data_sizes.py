@@ -1,4 +1,4 @@
-"""Training steps of which values decide sizes: planned for as much as may be chosen, equal to eager."""
+"""Training steps with data-dependent sizes: planned for their bounds, equal to eager mode."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CALLS = ((4, 12, 0.5), (4, 12, 1.0), (4, 12, 0.0), (3, 10, 0.3))
     [(Routed, 0), (Routed, 2), (Unpadded, 1)],
     ids=["half", "two accelerators", "unpadded"],
 )
-def test_sizes_that_values_decide_are_in_a_training_step(make: Any, configuration: int) -> None:
+def test_data_dependent_sizes_are_traced_in_training(make: Any, configuration: int) -> None:
     torch.manual_seed(0)
     eager, example = make(), batch(*CALLS[0])
     budgets = budgets_of(needed(eager, example, optimizer=ADAMW), configuration)
@@ -119,7 +119,7 @@ class Met(nn.Module):
 
 
 @pytest.mark.parametrize("others", ["rest", "same", "four", "filled"])
-def test_gradients_of_what_may_broadcast_are_left_to_autograd(others: str) -> None:
+def test_gradients_through_unknown_broadcasts_use_autograd(others: str) -> None:
     torch.manual_seed(0)
     eager, x = Met(others), torch.randn(8, 4)
     with warnings.catch_warnings(record=True) as caught:
@@ -148,7 +148,7 @@ class Chosen(nn.Module):
         return x[marks] + self.layers(x[marks]) + self.layers[:-1](x[marks])
 
 
-def test_results_may_have_sizes_that_values_decide_and_dropout() -> None:
+def test_results_with_data_dependent_sizes_and_dropout() -> None:
     torch.manual_seed(0)
     eager, x = Chosen(), torch.randn(8, 4)
     with graphplan.simulate({0: "1GiB"}) as machine:
@@ -186,7 +186,7 @@ class Selected(nn.Module):
         return self.linear(x).masked_select(marks[:, None]).exp().sum()
 
 
-def test_masks_that_are_repeated_choose_more_than_they_have() -> None:
+def test_repeated_masks_are_planned_at_their_bound() -> None:
     example = {"x": torch.randn(64, 16), "marks": torch.arange(64) < 3}
     with graphplan.simulate({0: "1GiB"}) as machine:
         placed = graphplan.partition(Selected(), machine.max_memory, kwargs=example, train=True, strict=True)
@@ -209,7 +209,7 @@ class Repeated(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:the plan counts data-dependent sizes:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("train", [False, True])
-def test_rows_are_repeated_as_often_as_in_the_example(train: bool) -> None:
+def test_repeat_interleave_counts_as_in_the_example(train: bool) -> None:
     call = torch.randn(4, 16), torch.tensor([5, 9, 3, 7])
     with graphplan.simulate({0: "1MB"}) as machine, torch.set_grad_enabled(train):
         placed = graphplan.partition(Repeated(), machine.max_memory, args=call, train=train, strict=True)
@@ -234,7 +234,7 @@ class Masked(nn.Module):
         return self.second(self.first(x).relu()).masked_fill(padding[..., None], 0.0) * self.places[:longest]
 
 
-def test_a_maximum_of_lengths_is_in_a_training_step() -> None:
+def test_maximum_of_lengths_is_traced_in_training() -> None:
     torch.manual_seed(0)
     eager, x = Masked(), torch.randn(3, 8, 4)
     with graphplan.simulate({0: "1GiB"}) as machine, warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint, whose optimizer has a state before the model is placed."""
+"""Training resumed from a checkpoint: the optimizer has state before the model is placed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ RESUMED = [  # every other one, the rest under -m slow
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize(("make", "place", "options"), RESUMED)
-def test_the_optimizers_state_goes_where_the_parameters_go(
+def test_optimizer_state_moves_with_the_parameters(
     make: Optimizer, place: Callable[[dict[str, Any]], nn.Module], options: dict[str, Any]
 ) -> None:
     weights, state = checkpoint(make)
@@ -138,7 +138,7 @@ def test_a_trainer_puts_the_state_on_the_cpu(place: Callable[[dict[str, Any]], n
 @pytest.mark.parametrize(
     "make", [functools.partial(ADAMW, foreach=True), torch.optim.ASGD, torch.optim.NAdam]
 )
-def test_a_trainer_puts_the_state_on_one_of_two_devices(make: Optimizer, where: str) -> None:
+def test_trainer_puts_state_on_one_of_two_devices(make: Optimizer, where: str) -> None:
     # what counts the steps stayed there: torch takes it on the CPU alone, or beside the parameters
     weights, state = checkpoint(make)
 
@@ -163,8 +163,8 @@ def test_a_trainer_puts_the_state_on_one_of_two_devices(make: Optimizer, where: 
 
 
 @pytest.mark.filterwarnings("ignore:.*first call:graphplan.GraphplanWarning")
-def test_the_state_of_other_optimizers_stays() -> None:
-    """One that keeps its state elsewhere by itself, and trains what no placement has moved."""
+def test_state_of_other_optimizers_is_not_moved() -> None:
+    """An optimizer of parameters that are not placed, with state on a device of its own choice."""
     with graphplan.simulate({0: ROOMY}):
         placed = at_first_call({"train": True})
         parameter = nn.Parameter(torch.zeros(4))
@@ -186,7 +186,7 @@ class Joined(nn.Linear):
         return super().parameters(recurse)
 
 
-def test_models_are_placed_while_others_train() -> None:
+def test_models_can_be_placed_while_others_train() -> None:
     model = Joined(4, 4)
     optimizer = torch.optim.SGD([model.weight])
     states_follow(model)

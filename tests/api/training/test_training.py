@@ -1,4 +1,4 @@
-"""Training steps of placed models: the user's loop, beside eager."""
+"""Training steps of placed models: the user's loop, compared with eager mode."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_two_accelerators(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_steps_end_with_eagers_weights(size: int) -> None:
+def test_fifty_steps_equal_eager_weights(size: int) -> None:
     eager, own = stack(), stack()
     with graphplan.simulate({0: int(0.6 * size), **CPU}) as machine, short_search():
         placed = graphplan.partition(own, machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW)
@@ -120,8 +120,8 @@ def partitioned(machine: Any, model: nn.Module, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_model_that_returns_its_caches_beside_the_loss() -> None:
-    """As models of transformers do, unless ``use_cache=False``."""
+def test_model_that_returns_caches_and_loss() -> None:
+    """transformers models return caches unless ``use_cache=False``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ class Products(nn.Module):
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_weights_that_their_hooks_change_are_read_before(both: bool) -> None:
+def test_weights_are_read_before_their_hooks_change_them(both: bool) -> None:
     def step(weight: torch.Tensor) -> None:
         with torch.no_grad():
             weight.sub_(weight.grad, alpha=0.01)
@@ -225,7 +225,7 @@ def test_weights_that_their_hooks_change_are_read_before(both: bool) -> None:
         assert gap(weights_of(placed), before) == 0
 
 
-def test_weights_that_their_hooks_change_are_copied_before() -> None:
+def test_weights_are_copied_before_their_hooks_change_them() -> None:
     eager, x, done = Products(), torch.randn(4, 8), list[str]()
 
     class Waited(Queues):
@@ -254,7 +254,7 @@ def test_weights_that_their_hooks_change_are_copied_before() -> None:
         assert done == [*ours, *ours, *eagers, *eagers]
 
 
-def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
+def test_later_submodule_hooks_see_both_passes() -> None:
     eager, own = stack(layers=2), stack(layers=2)
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own, kwargs=batch())
@@ -284,7 +284,7 @@ def test_custom_loss_of_results_outside_of_the_model() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
-def test_a_gradient_by_a_result_that_is_not_trained_is_an_error() -> None:
+def test_gradient_through_an_untrained_result_raises() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         result = placed(**batch())
@@ -367,7 +367,7 @@ def test_requires_grad_switched_later_is_another_structure() -> None:
         assert len(placed.plans) == 2
 
 
-def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
+def test_parameters_unfrozen_later_have_planned_optimizer_state() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         model = stack()
         model.embed.requires_grad_(False)
@@ -381,7 +381,7 @@ def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
-def test_steps_of_all_parameters_at_once_over_two_devices(how: dict[str, bool]) -> None:
+def test_multi_tensor_optimizer_steps_over_two_devices(how: dict[str, bool]) -> None:
     eager, own = stack(), stack()
     made = functools.partial(ADAMW, lr=1e-3, **how)
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
@@ -431,7 +431,7 @@ def test_an_lstm_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
-def test_a_step_of_the_optimizer_is_no_change_of_a_recurrent_layer(kind: Any) -> None:
+def test_optimizer_step_does_not_retrace_a_recurrent_layer(kind: Any) -> None:
     """These layers have their weights in a list too."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -452,12 +452,12 @@ def test_a_fused_optimizer() -> None:
         pytest.param(True, torch.optim.ASGD, marks=pytest.mark.slow),
     ],
 )
-def test_an_optimizer_that_reads_numbers_out_of_its_state(kind: Any, foreach: bool) -> None:
+def test_optimizer_that_reads_numbers_from_its_state(kind: Any, foreach: bool) -> None:
     made = functools.partial(kind, foreach=foreach)
     check_training(stack(), batch(), {0: ROOMY}, optimizer=made, exact=False)
 
 
-def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
+def test_data_dependent_optimizer_step_is_not_measured() -> None:
     class Careful(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             if any(p.grad.isnan().any() for group in self.param_groups for p in group["params"]):
@@ -468,14 +468,14 @@ def test_an_optimizer_whose_step_data_decides_is_not_measured() -> None:
         graphplan.plan(stack(), {0: "1GiB"}, kwargs=batch(), train=True, optimizer=Careful)
 
 
-def test_dropout_is_that_of_the_seed_and_another_for_another() -> None:
+def test_dropout_depends_on_the_seed() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         losses = [float(step_of(placed, batch(), seed)) for seed in (1, 1, 2)]
         assert losses[0] == losses[1] != losses[2]
 
 
-def test_batch_norm_statistics_change_once_a_step() -> None:
+def test_batch_norm_statistics_change_once_per_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
@@ -485,7 +485,7 @@ def test_batch_norm_statistics_change_once_a_step() -> None:
     check_training(model, inputs, {0: int(0.8 * room), **CPU})
 
 
-def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
+def test_scalar_parameter_has_its_state_on_its_device() -> None:
     # seen on CLIP's logit_scale: the plan was 1,024 bytes below what was measured
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -543,9 +543,7 @@ def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_an_optimizer_that_is_made_before_the_first_call_trains(
-    kind: type[nn.Module], options: dict[str, bool]
-) -> None:
+def test_optimizer_created_before_first_call_trains(kind: type[nn.Module], options: dict[str, bool]) -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
@@ -581,7 +579,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"train": True}, {"grad": True}], ids=str)
-def test_parameters_that_something_holds_are_named_at_the_first_call(options: dict[str, bool]) -> None:
+def test_referenced_parameters_warn_at_the_first_call(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(3, 2, 8)
     with graphplan.simulate({0: ROOMY}):
@@ -594,7 +592,7 @@ def test_parameters_that_something_holds_are_named_at_the_first_call(options: di
 
 @pytest.mark.filterwarnings("ignore:.*is traced again:graphplan.GraphplanWarning")
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True}], ids=str)
-def test_an_optimizer_trains_what_is_placed_again_beside_a_new_head(options: dict[str, bool]) -> None:
+def test_optimizer_trains_a_replaced_head_and_the_rest(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
     found = []
@@ -629,7 +627,7 @@ class Held(nn.Module):
 
 @pytest.mark.parametrize("budgets", [{"cpu": ROOMY}, {0: ROOMY, "cpu": ROOMY}, {0: ROOMY, 1: ROOMY}], ids=str)
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_parameters_in_lists_are_those_of_a_model_without_a_graph(budgets: dict[Any, int]) -> None:
+def test_untraced_model_shares_parameters_held_in_lists(budgets: dict[Any, int]) -> None:
     torch.manual_seed(0)
     model, x = Held(), torch.randn(2, 8)
     with graphplan.simulate({0: ROOMY, 1: ROOMY}):
@@ -642,7 +640,7 @@ def test_parameters_in_lists_are_those_of_a_model_without_a_graph(budgets: dict[
             assert gap({"": placed.layer.weight.grad.cpu()}, {"": model.layer.weight.grad}) < 1e-5
 
 
-def test_parameters_of_inference_mode_are_placed_at_the_first_call() -> None:
+def test_inference_mode_parameters_are_placed_at_first_call() -> None:
     with torch.inference_mode():
         model, x = nn.Linear(8, 8), torch.ones(2, 8)
         for budgets in ({0: ROOMY}, {"cpu": ROOMY}):
@@ -652,7 +650,7 @@ def test_parameters_of_inference_mode_are_placed_at_the_first_call() -> None:
                 assert gap({"": placed(x).cpu()}, {"": model(x)}) < 1e-5
 
 
-def test_what_is_noted_on_parameters_stays() -> None:
+def test_custom_attributes_of_parameters_are_kept() -> None:
     own = stack()
     own.head.bias.no_decay = True  # type: ignore[union-attr]  # as optimizers are told
     with graphplan.simulate({0: ROOMY}) as machine:
@@ -672,7 +670,7 @@ def size_of_one_batch() -> int:
 
 
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
-def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
+def test_non_accumulated_gradients_take_memory_once_computed(
     size: int, size_of_one_batch: int, share: float
 ) -> None:
     own, inputs, peak = stack(), batch(), size_of_one_batch
@@ -712,7 +710,7 @@ def test_gradients_that_do_not_add_up_take_memory_from_where_they_are_made(
         assert beside["embed.weight"] == (size, size)  # the optimizer's state, and no gradient
 
 
-def test_gradients_that_a_hook_keeps_are_its_own() -> None:
+def test_gradients_kept_by_a_hook_are_not_overwritten() -> None:
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
@@ -725,7 +723,7 @@ def test_gradients_that_a_hook_keeps_are_its_own() -> None:
         assert all(a.equal(b.cpu()) for a, b in zip(first, kept, strict=False))
 
 
-def test_nothing_of_a_training_step_stays_on_disk() -> None:
+def test_training_leaves_no_weights_on_disk() -> None:
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(8, 64)
     options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
     budgets = {0: 100 << 10, "cpu": 100 << 10, "disk": ROOMY}
@@ -737,7 +735,7 @@ def test_nothing_of_a_training_step_stays_on_disk() -> None:
     assert "optimizer" in str(plan)
 
 
-def test_what_accumulate_gradients_goes_with() -> None:
+def test_accumulate_gradients_requires_train_and_one_machine() -> None:
     machines = [{0: "1GiB"}, {0: "1GiB"}]
     with pytest.raises(graphplan.InputError, match="accumulate_gradients"):
         graphplan.plan(stack(), kwargs=batch(), machines=machines, train=True, accumulate_gradients=False)
@@ -745,7 +743,7 @@ def test_what_accumulate_gradients_goes_with() -> None:
         graphplan.plan(stack(), {0: "1GiB"}, kwargs=batch(), accumulate_gradients=False)
 
 
-def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
+def test_backward_operations_belong_to_forward_modules() -> None:
     with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine:
         pin = {"layers.1": 1, "layers.0": 0}
         plan = graphplan.plan(stack(layers=2), machine.max_memory, kwargs=batch(), train=True, pin=pin)
@@ -758,7 +756,7 @@ def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None
     assert gelu.module_path == "layers.1"
 
 
-def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
+def test_second_backward_and_changed_weights_raise() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, stack())
         loss = placed(**batch())["loss"]
@@ -773,7 +771,7 @@ def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
 
 
 @pytest.mark.parametrize("name", ["0.weight", "an input"])
-def test_a_refused_backward_pass_keeps_nothing_that_was_saved_for_it(name: str) -> None:
+def test_refused_backward_frees_saved_activations(name: str) -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         x = torch.randn(512, 8, device="sim:0")
         model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
@@ -802,7 +800,7 @@ def _replace(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [_assign, _write_data, _replace])
-def test_weights_replaced_before_backward_are_an_error(change: Callable[[nn.Module], None]) -> None:
+def test_weights_replaced_before_backward_raise(change: Callable[[nn.Module], None]) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     with graphplan.simulate({0: ROOMY}) as machine:
         model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
@@ -813,7 +811,7 @@ def test_weights_replaced_before_backward_are_an_error(change: Callable[[nn.Modu
             loss.backward()
 
 
-def test_a_functional_call_says_what_to_do() -> None:
+def test_functional_call_raises_with_remedy() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     placed = graphplan.partition(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), CPU, (x,), train=True)
     others = {name: value.detach() * 2 for name, value in placed.named_parameters()}
@@ -823,7 +821,7 @@ def test_a_functional_call_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("what", ["result", "input"])
-def test_what_is_saved_and_changed_before_backward_is_an_error(what: str) -> None:
+def test_saved_tensor_changed_before_backward_raises(what: str) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8)
     placed = graphplan.partition(model, CPU, kwargs={"input": x}, train=True)
@@ -836,7 +834,7 @@ def test_what_is_saved_and_changed_before_backward_is_an_error(what: str) -> Non
             loss.backward()
 
 
-def test_inputs_that_require_gradients_later_get_them() -> None:
+def test_inputs_that_require_gradients_later_get_gradients() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
     eager, mine, theirs = copy.deepcopy(model), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -853,7 +851,7 @@ def test_inputs_that_require_gradients_later_get_them() -> None:
 
 
 @pytest.mark.parametrize("budgets", [{"cpu": ROOMY}, {0: ROOMY}], ids=str)
-def test_the_gradient_of_an_input_alone_leaves_those_of_parameters(budgets: dict[Any, int]) -> None:
+def test_gradient_of_an_input_leaves_parameter_gradients(budgets: dict[Any, int]) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 8)
 
@@ -891,7 +889,7 @@ def test_gradients_of_inputs() -> None:
     assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
 
 
-def test_gradients_of_inputs_are_where_each_input_is() -> None:
+def test_input_gradients_are_on_the_device_of_the_input() -> None:
     class Product(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -926,7 +924,7 @@ def wide() -> int:
         return needed(deep_stack(), wide_batch(), optimizer=ADAMW)
 
 
-def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
+def test_recomputation_does_not_repeat_random_draws(wide: int) -> None:
     plan = check_training(deep_stack(), wide_batch(), {0: int(0.6 * wide), **CPU}, offload_activations=False)
     again = [op for op in plan.graph.operations.values() if op.repeats]
     assert again
@@ -936,7 +934,7 @@ def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
     assert f"recomputes {len(plan.recomputed)} operations" in plan.summary()
 
 
-def test_activations_wait_in_cpu_memory(wide: int) -> None:
+def test_activations_are_offloaded_to_cpu_memory(wide: int) -> None:
     plan = check_training(deep_stack(), wide_batch(), {0: int(0.4 * wide), **CPU}, recompute=False)
     kept = [op.name for op in plan.graph.operations.values() if op.offloads]
     assert kept
@@ -946,7 +944,7 @@ def test_activations_wait_in_cpu_memory(wide: int) -> None:
 
 
 @pytest.mark.full_search
-def test_the_bound_holds_whatever_is_saved() -> None:
+def test_bound_holds_for_any_saved_activations() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     planned = functools.partial(graphplan.plan, model, kwargs={"input": torch.randn(256, 64)}, train=True)
     with graphplan.simulate({0: ROOMY, **CPU}) as machine:
@@ -956,7 +954,7 @@ def test_the_bound_holds_whatever_is_saved() -> None:
     assert "whatever is saved" in tight.proof
 
 
-def test_explain_says_what_is_saved_and_what_computing_it_again_takes() -> None:
+def test_explain_shows_saved_bytes_and_recompute_seconds() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         plan = graphplan.plan(deep_stack(), machine.max_memory, kwargs=wide_batch(), train=True)
         found = plan.explain("layers.1")
@@ -975,7 +973,7 @@ def test_largest_batch_is_the_last_that_fits(size: int) -> None:
         assert 8 <= found < 12  # 8 were planned for
 
 
-def test_both_can_be_forbidden(wide: int) -> None:
+def test_recomputation_can_be_forbidden(wide: int) -> None:
     with graphplan.simulate({0: int(0.6 * wide)}) as machine:
         with pytest.raises(graphplan.InfeasibleError):
             partitioned(machine, deep_stack(), kwargs=wide_batch(), recompute=False)
@@ -993,7 +991,7 @@ class Branching(Stack):
         )
 
 
-def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
+def test_untraceable_step_trains_through_autograd_with_a_warning() -> None:
     torch.manual_seed(0)
     model = Branching().eval()
     eager = copy.deepcopy(model)
@@ -1010,7 +1008,7 @@ def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
             graphplan.partition(Branching(), machine.max_memory, kwargs=batch(), train=True, strict=True)
 
 
-def test_a_sparse_gradient_is_left_to_autograd() -> None:
+def test_sparse_gradient_uses_autograd() -> None:
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)), batch()["ids"]
     eager = copy.deepcopy(model)
@@ -1021,7 +1019,7 @@ def test_a_sparse_gradient_is_left_to_autograd() -> None:
     assert torch.equal(placed[0].weight.grad.to_dense(), eager[0].weight.grad.to_dense())
 
 
-def test_lengths_may_vary_where_features_are_scattered_by_a_mask() -> None:
+def test_lengths_vary_with_features_scattered_by_a_mask() -> None:
     class WithFeatures(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1046,7 +1044,7 @@ def test_lengths_may_vary_where_features_are_scattered_by_a_mask() -> None:
     assert len(placed.plans) == 2
 
 
-def test_conditions_of_sizes_beside_sizes_that_became_numbers() -> None:
+def test_size_conditions_with_specialized_sizes() -> None:
     class OfTwo(nn.Linear):
         """Has rows of which all pairs are compared, and two of ids."""
 
@@ -1105,25 +1103,25 @@ def test_the_optimizers_state_is_counted(size: int) -> None:
         ({"train": True, "calls": [((), {})]}, "calls"),
     ],
 )
-def test_bad_arguments_name_what_to_do(options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_raise_with_remedy(options: dict[str, Any], said: str) -> None:
     model = stack()
     with pytest.raises(graphplan.InputError, match=said):
         graphplan.plan(model, {0: "1GiB"}, kwargs=batch(), **options)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_results_without_a_name_are_said_to_have_none() -> None:
+def test_unnamed_results_raise_for_train_outputs() -> None:
     options = {"train": True, "train_outputs": "logits"}
     with pytest.raises(graphplan.InputError, match="train_outputs='logits': the results are without names"):
         graphplan.plan(nn.Linear(4, 4), {"cpu": "1GiB"}, (torch.ones(2, 4),), **options)
 
 
-def test_a_plan_of_a_step_needs_inputs() -> None:
+def test_plan_of_a_step_without_inputs_raises() -> None:
     with pytest.raises(graphplan.InputError, match="example inputs"):
         graphplan.plan(stack(), {0: "1GiB"}, train=True)
 
 
-def test_a_model_without_loss_or_parameters_to_train() -> None:
+def test_model_without_loss_or_trainable_parameters_raises() -> None:
     frozen = stack().requires_grad_(False)
     with pytest.raises(graphplan.InputError, match="no parameter"):
         graphplan.plan(frozen, {0: "1GiB"}, kwargs=batch(), train=True)
@@ -1149,7 +1147,7 @@ def test_a_plan_of_a_step_is_data() -> None:
     ("share", "forbidden"),
     [(0.4, "recompute"), pytest.param(0.6, "offload_activations", marks=pytest.mark.slow)],
 )
-def test_a_plan_of_a_step_is_carried_out_without_a_search(
+def test_given_plan_of_a_step_needs_no_search(
     wide: int, share: float, forbidden: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"kwargs": wide_batch(), "train": True, "optimizer": ADAMW}
@@ -1192,7 +1190,7 @@ def test_a_step_is_profiled(wide: int, tmp_path: Path) -> None:
     profile.save_html(tmp_path / "page.html")
 
 
-def test_nothing_is_left_on_the_devices() -> None:
+def test_training_leaves_nothing_on_the_devices() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
         placed = partitioned(machine, stack())
         result = placed(**batch())
@@ -1235,7 +1233,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_gradients_of_parameters_that_are_changed_on_their_way(change: Any) -> None:
+def test_gradients_of_parameters_changed_during_forward(change: Any) -> None:
     torch.manual_seed(0)
     model = Changed(change).train()
     x = torch.randn(3, 4)
@@ -1248,7 +1246,7 @@ def test_gradients_of_parameters_that_are_changed_on_their_way(change: Any) -> N
 
 
 class Detaches(nn.Module):
-    """A result beside itself without a gradient."""
+    """Returns a result and its detached copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1259,7 +1257,7 @@ class Detaches(nn.Module):
         return y.detach(), y, y
 
 
-def test_a_result_may_be_beside_itself_without_a_gradient() -> None:
+def test_result_and_its_detached_copy_are_returned() -> None:
     # both required one, and backward() ended in an error of zip
     model, x = Detaches(), torch.randn(3, 4)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), train=True)
@@ -1281,7 +1279,7 @@ class Logs(nn.Module):
         return {"loss": loss, "log": {"loss": loss, "value": loss.detach()}}
 
 
-def test_a_loss_may_be_logged_too() -> None:
+def test_detached_loss_may_be_returned_too() -> None:
     # the gradient was taken for one of the logged loss
     model, x = Logs(), torch.randn(3, 4)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), train=True)
@@ -1304,7 +1302,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_loss_of_one_of_the_parts_of_a_tensor(used: int) -> None:
+def test_loss_of_one_slice_of_a_tensor(used: int) -> None:
     model, x = Halves(), torch.randn(4, 8)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), train=True)
     for one in (placed, model):
@@ -1330,7 +1328,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [150_000, 10_000_000])
-def test_writes_in_blocks_without_gradients_are_writes(budget: int) -> None:
+def test_writes_under_no_grad_are_traced(budget: int) -> None:
     # those to prefetched weights were lost, those to buffers failed
     torch.manual_seed(0)
     model, x = Normed(), torch.randn(32, 64)
@@ -1358,7 +1356,7 @@ class Balanced(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True}])
-def test_what_is_not_used_beside_a_block_without_gradients(options: dict[str, bool]) -> None:
+def test_unused_values_next_to_a_no_grad_block(options: dict[str, bool]) -> None:
     model, x = Balanced(), torch.randn(2, 4)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), **options)  # a SystemError
     for one in (placed, model):
@@ -1380,7 +1378,7 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     "name", ["t", "t_1", "mul", "relu", "threshold_backward", "sum_2", "clone", "arg0_1"]
 )
-def test_a_parameter_may_have_the_name_of_an_operation_of_the_step(name: str) -> None:
+def test_parameter_named_like_an_operation(name: str) -> None:
     # planning failed: "operation 't' outputs 't', which exists already"
     model, x = Named(name), torch.randn(3, 4)
     check_training(model, {"x": x}, {0: 1 << 20, "cpu": ROOMY})

@@ -1,4 +1,4 @@
-"""Training steps of transformers architectures, shrunken, and of plain modules, beside eager."""
+"""Training steps of transformers architectures, shrunken, and of plain modules, compared with eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planned training step refuses, and what it says to do instead."""
+"""Uses that a planned training step refuses, with the remedy in the error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return gradient.square().sum()
 
 
-def test_a_gradient_penalty_would_lose_its_gradient() -> None:
+def test_gradient_penalty_raises() -> None:
     with pytest.raises(RuntimeError, match=r"no second derivatives.*grad=True instead of train=True"):
         penalty(placed(train=True))
     penalty(placed(grad=True)).backward()
@@ -38,7 +38,7 @@ def test_a_gradient_penalty_would_lose_its_gradient() -> None:
 
 @pytest.mark.parametrize("rows", [8, 3])
 @pytest.mark.parametrize("options", [{}, {"train": True}], ids=str)
-def test_transforms_want_autograd(options: dict[str, Any], rows: int) -> None:
+def test_torch_func_transforms_require_grad_option(options: dict[str, Any], rows: int) -> None:
     model = placed(**options)
     with pytest.raises(graphplan.GraphplanError, match=r"torch\.func.*grad=True(?! or)") as caught:
         torch.func.grad(lambda x: model(x).sum())(X[:rows])
@@ -46,7 +46,7 @@ def test_transforms_want_autograd(options: dict[str, Any], rows: int) -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_replicas_would_not_sum_their_gradients() -> None:
+def test_data_parallel_replicas_raise() -> None:
     replica = DistributedDataParallel(placed(train=True))
     with pytest.raises(graphplan.PlanError, match="grad=True instead of train=True"):
         replica(X)
@@ -56,7 +56,7 @@ def test_replicas_would_not_sum_their_gradients() -> None:
     replica(X).sum().backward()
 
 
-def test_gradients_that_are_set_to_zero_are_gradients() -> None:
+def test_zero_grad_without_none_raises_if_not_accumulating() -> None:
     model = placed(train=True, accumulate_gradients=False)
     model(X).sum().backward()
     model.zero_grad(set_to_none=False)
@@ -64,7 +64,7 @@ def test_gradients_that_are_set_to_zero_are_gradients() -> None:
         model(X)
 
 
-def test_a_larger_batch_is_told_what_training_takes() -> None:
+def test_larger_training_batch_raises_with_remedy() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     size = graphplan.plan(model, {0: ROOMY}, (X,), train=True).peak_bytes[0]
@@ -77,7 +77,7 @@ def test_a_larger_batch_is_told_what_training_takes() -> None:
         assert "calls=" not in str(caught.value)
 
 
-def test_a_larger_batch_that_is_slow_is_told_what_training_takes() -> None:
+def test_slow_larger_training_batch_warns_with_remedy() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))), torch.randn(8, 128)
     size = graphplan.plan(model, {0: ROOMY}, (x,), train=True).peak_bytes[0]

@@ -1,4 +1,4 @@
-"""Steps of other sizes than the first: one more trace serves them, with eager's gradients, in the budgets."""
+"""Steps of other sizes than the first: one more trace serves them, within the budgets, equal to eager."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_second_trace_serves_all_other_sizes(kind: str, share: float) -> None:
         assert len(captures) == 2
 
 
-def test_other_sizes_than_batches_and_lengths_vary_from_when_they_do() -> None:
+def test_image_sizes_become_dynamic_after_the_first_change() -> None:
     made = Image()
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
     with graphplan.simulate(budgets):
@@ -132,7 +132,7 @@ def test_a_size_of_one_is_another_structure(first: tuple[int, int], blocks: int)
         same_steps(placed, eager, [text_of(*sizes) for sizes in ((3, 6), (1, 6), (1, 5), (3, 1), (2, 4))])
 
 
-def test_a_kernel_that_asks_for_symbolic_sizes_is_traced_in_a_simulation(
+def test_kernel_that_reads_symbolic_sizes_is_traced_in_simulation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = Larger()
@@ -156,7 +156,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_loss_of_one_of_two_results_has_zeros_of_the_size_of_the_call(used: int) -> None:
+def test_unused_result_gradient_has_the_size_of_the_call(used: int) -> None:
     made = Halves()
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
     with graphplan.simulate(budgets):
@@ -168,7 +168,7 @@ def test_a_loss_of_one_of_two_results_has_zeros_of_the_size_of_the_call(used: in
             assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
-def test_what_autograd_does_not_take_with_symbols_is_of_one_size_each(
+def test_step_untraceable_with_symbols_has_one_size_per_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[bool] = []
@@ -234,7 +234,7 @@ class Divided(nn.Module):
         return self.linear(x).square().sum() / count * scale
 
 
-def test_numbers_vary_from_when_they_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_become_dynamic_after_the_first_change(caplog: pytest.LogCaptureFixture) -> None:
     made, x = Divided(), torch.linspace(0, 1, 32).reshape(4, 8)
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
     calls = [
